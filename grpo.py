@@ -445,6 +445,7 @@ def main(cfg: Config, Trainer=Trainer):
     if layout.rank == 0:
         text.save()
     layout = make_mesh(connect(layout, cfg, cfg.device, cfg.seed, trace=f"{cfg.out}/trace"))
+    bridge = engines.open_bridge(cfg, 0, layout.device) if cfg.gen_ranks and layout.rank == 0 else None
     set_timeouts(layout, cfg.init_timeout_s)
     stop = StopSignal()
 
@@ -477,7 +478,7 @@ def main(cfg: Config, Trainer=Trainer):
 
     # 7. loop
     ready, stopping = rollouts.reuse_batches(state, checkpoints.loaded, cfg, layout.rank == 0), False
-    engine = engines.open_engine(trainer, env, text, ready[-1]["cursor"] if ready else state["cursor"], n_trainers)
+    engine = engines.open_engine(trainer, env, text, ready[-1]["cursor"] if ready else state["cursor"], bridge)
     ahead = engines.Ahead(engine, ready)
     metrics = Metrics(cfg.out, cfg, layout, flops_per_token, first_step=first, steps=cfg.steps, tokens=state["tokens"])
     recent = deque(maxlen=messages.FEW)  # the last lines, to notice that nothing is learned

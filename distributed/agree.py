@@ -39,10 +39,10 @@ def gather(value, group) -> list:
     return values
 
 
-def attempt(work) -> tuple:
-    """(result of work(), None), or (None, the reason why work failed)."""
+def attempt(work, *args) -> tuple:
+    """(result of work(*args), None), or (None, the reason why work failed)."""
     try:
-        return work(), None
+        return work(*args), None
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "CheckpointException":
             raise  # Ctrl-C. DCP's CheckpointException is no Exception either, but counts as an error
@@ -96,7 +96,7 @@ def on_rank_0(work, group, value=None):
         if group:
             dist.gather_object(value, values, group=group, group_dst=0)
     arguments = () if value is None else (values,)
-    result, error = broadcast(attempt(lambda: work(*arguments)) if rank_in(group) == 0 else None, 0, group)
+    result, error = broadcast(attempt(work, *arguments) if rank_in(group) == 0 else None, 0, group)
     if error is not None:
         raise Failed(error)
     return result

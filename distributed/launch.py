@@ -128,7 +128,7 @@ def check_launcher() -> None:
         if int(env.get("WORLD_SIZE") or 1) > 1:
             raise ValueError(f"WORLD_SIZE={env['WORLD_SIZE']}, but RANK is not set; start with torchrun, or set RANK, too")
         return
-    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", *sorted({"LOCAL_RANK", "LOCAL_WORLD_SIZE"} & env.keys())):
         if not env.get(name, "").isdigit():
             raise ValueError(f"{name}={env.get(name, '')!r} is no number; start with torchrun, or set RANK, WORLD_SIZE, "
                              "MASTER_ADDR and MASTER_PORT")

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distributed.agree import on_rank_0, reason
-from distributed.launch import StopSignal, own_gpu
+from distributed.launch import StopSignal, agree_on_attempt, own_gpu
 from distributed.layout import Layout, dtype_of_compute
 from distributed.refusals import runs_on_cuda
 from rl.http_engine import HTTPEngine
@@ -32,15 +32,14 @@ from sft.lora import add_adapters, is_adapter, lora_names
 END = -1  # in place of a cursor: leave
 
 
-def open_engine(trainer, env, text, cursor: int, n_trainers: int):
-    """The engine for these flags, on a trainer's rank. cursor: number of the first prompt without a batch."""
+def open_engine(trainer, env, text, cursor: int, bridge):
+    """The engine for these flags, on a trainer's rank. cursor: number of the first prompt without a batch. bridge: to the
+    generators, on rank 0."""
     cfg, layout = trainer.cfg, trainer.layout
     if cfg.engine:
         return HTTPEngine(trainer, env, text, cursor)
     in_place = InPlace(trainer, cursor, cfg, env, text, layout)
-    if not cfg.gen_ranks:
-        return in_place
-    return Generators(trainer, in_place, open_bridge(cfg, n_trainers, layout.device) if layout.rank == 0 else None)
+    return Generators(trainer, in_place, bridge) if cfg.gen_ranks else in_place
 
 
 class Ahead:
@@ -123,14 +122,15 @@ class Bridge(NamedTuple):
             self.weights.shutdown()
 
 
-def open_bridge(cfg, n_trainers: int, device: torch.device) -> Bridge:
+def open_bridge(cfg, rank: int, device: torch.device) -> Bridge:
     """Trainers and generators are two worlds for torch.distributed, each with ranks from 0 on, so the groups between both
-    worlds are made by hand."""
-    env, rank = os.environ, max(0, int(os.environ["RANK"]) - n_trainers + 1)
+    worlds are made by hand. rank: in these groups. All meet here at the start, so that a missing one is noticed within
+    --init_timeout_s; a batch may take --rollout_timeout_s."""
+    env = os.environ
     timeout = timedelta(seconds=cfg.rollout_timeout_s)  # one side waits while the other does its part of a step
-    connecting = timedelta(seconds=cfg.init_timeout_s)
-    store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), None, False, timeout=connecting)
-    store = dist.PrefixStore(f"rollouts/{env.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), timeout=timedelta(seconds=cfg.init_timeout_s))
+    store = dist.PrefixStore("rollouts", store)
+    store = dist.PrefixStore(agree_on_attempt(store, Layout(dp_shard=cfg.gen_ranks + 1, rank=rank), cfg.init_timeout_s), store)
     talk = weights = dist.ProcessGroupGloo(dist.PrefixStore("bridge", store), rank, cfg.gen_ranks + 1, timeout)
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
@@ -176,10 +176,9 @@ class Generators:
 
     def submit(self):
         tensors = list_weights(self.trainer.model, self.trainer.layout.compute_dtype, self.again)
-        weights, self.again = pack_weights(tensors, keep=self.bridge is not None), True
+        sent, self.again = pack_weights(tensors, keep=self.bridge is not None), True
         if self.bridge is not None:
-            job = (fetch_batch, self.bridge, self.cursor, self.trainer.policy_version, weights)
-            self.running.append(self.courier.submit(*job))
+            self.running.append(self.courier.submit(fetch_batch, self.bridge, self.cursor, self.trainer.policy_version, sent))
 
     def collect(self) -> dict:
         # the other trainers wait here as long as the generators sample
@@ -203,7 +202,7 @@ def generate_forever(cfg, env, text, Model, model_config, n_trainers: int):
     on_cuda = runs_on_cuda(cfg.device)
     device = own_gpu() if on_cuda else torch.device("cpu")
     layout = Layout(dp_shard=n, global_batch_size=n, device=device, rank=rank)  # whole models, different prompts
-    bridge = open_bridge(cfg, n_trainers, device)
+    bridge = open_bridge(cfg, rank + 1, device)
     dist.init_process_group("gloo", store=dist.PrefixStore("world", bridge.store), rank=rank, world_size=n)
     dist.barrier()  # connects the pairs of the barriers in disconnect(), when trainer rank 0 and its store may be gone
     StopSignal()  # the trainers need samples to finish their step

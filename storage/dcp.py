@@ -8,6 +8,7 @@ columns of offsets in the tensor, two of shapes. A column of a regular grid is a
 model of 70 billion parameters on 1,024 ranks has two million shards. In format 2, "shards" has a row for each shard.
 """
 import json
+import math
 import signal
 import warnings
 from pathlib import Path
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distributed.agree import fail_together, holds_on_any_rank, on_rank_0, rank_in, reason, scatter
+from distributed.agree import attempt, fail_together, holds_on_any_rank, on_rank_0, rank_in, reason, scatter
 from distributed.layout import local_slice
 from storage.manifest import TABLE
 from support.files import read_json, write_file
@@ -136,15 +137,14 @@ def serve_writes(pipe):
 def read_tensors(tensors: dict[str, Tensor], folder: str, table: dict):
     """Overwrites `tensors` (plain or DTensor, any layout) with the folder's tensors of the same keys, each rank by itself.
     table: from read_table(). Raises ValueError."""
-    dcp = import_dcp()
+    dcp, found = import_dcp(), find_shards(tensors, table)
 
     class Reader(dcp.FileSystemReader):
         def read_metadata(self):  # DCP's version unpickles .metadata, and a pickle can run any code
-            return find_shards(tensors, table)
+            return found
 
-    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
     try:
-        dcp.load(tensors, storage_reader=Reader(folder), planner=planner, no_dist=True)
+        dcp.load(tensors, storage_reader=Reader(folder), planner=dcp.DefaultLoadPlanner(flatten_state_dict=False), no_dist=True)
     except dcp.api.CheckpointException as error:  # a BaseException: no `except Exception` stops the error
         raise ValueError(f"{folder}: {reason(error)}") from None
 
@@ -159,14 +159,15 @@ def pack_column(column: np.ndarray) -> int | dict | list:
     again = np.flatnonzero(column[repeat:] == column[0])  # after `count` values the first comes again
     count = int(again[0]) // repeat + 1 if len(again) else len(column)
     packed = {"rule": [int(column[0]), int(column[repeat] - column[0]), repeat, count]}
-    return packed if np.array_equal(unpack_column(packed, len(column)), column) else column.tolist()
+    return packed if np.array_equal(unpack_column(packed, np.arange(len(column))), column) else column.tolist()
 
 
-def unpack_column(packed: int | dict | list, n: int) -> np.ndarray:
+def unpack_column(packed: int | dict | list, at: np.ndarray) -> np.ndarray:
+    """The column's values at these places."""
     if isinstance(packed, dict):
         first, step, repeat, count = packed["rule"]
-        return first + step * (np.arange(n) // max(repeat, 1) % max(count, 1))
-    return np.broadcast_to(np.array(packed, np.int64), n)
+        return first + step * (at // max(repeat, 1) % max(count, 1))
+    return np.full(len(at), packed) if isinstance(packed, int) else np.array(packed, np.int64)[at]
 
 
 def table_bytes(metadata, results) -> bytes:
@@ -174,12 +175,10 @@ def table_bytes(metadata, results) -> bytes:
     where = {(written.index.fqn, written.index.offset): written.storage_data for part in results for written in part}
     files = {name: i for i, name in enumerate(dict.fromkeys(info.relative_path for info in where.values()))}
 
-    def shard(key, chunk):
-        info = where[key, chunk.offsets]
-        return [files[info.relative_path], info.offset, info.length, *chunk.offsets, *chunk.sizes]
-
     def columns(key, chunks):
-        return [pack_column(column) for column in np.array([shard(key, chunk) for chunk in chunks]).T]
+        at = [where[key, chunk.offsets] for chunk in chunks]
+        rows = [[files[i.relative_path], i.offset, i.length, *chunk.offsets, *chunk.sizes] for i, chunk in zip(at, chunks)]
+        return [pack_column(column) for column in np.array(rows).T]
 
     tensors = {key: dict(dtype=str(t.properties.dtype)[6:], shape=t.size, n=len(t.chunks), shards=columns(key, t.chunks))
                for key, t in metadata.state_dict_metadata.items()}
@@ -187,24 +186,29 @@ def table_bytes(metadata, results) -> bytes:
 
 
 class SavedTensor(NamedTuple):
-    """An entry of tensors.json. shards: packed columns for n shards; files: {name: bytes}, the same for all entries."""
+    """An entry of tensors.json. shards: packed columns for n shards; files: all names and sizes, the same for all entries."""
 
     size: torch.Size
     dtype: torch.dtype
-    files: dict[str, int]
+    files: tuple[list[str], np.ndarray]
     n: int
     shards: list
 
-    def read_shards(self) -> tuple:
-        """(index of the file, first byte, bytes, offsets (dims, n), sizes (dims, n)) of each shard. Raises ValueError when a
-        shard lies outside of its file or of the tensor, or when shards are missing: DCP would leave the rest as it was."""
-        file, start, length, *place = (unpack_column(column, self.n) for column in self.shards)
-        offsets, sizes = np.array(place, np.int64).reshape(2, len(self.size), self.n)
-        whole, ends = np.array(self.size, np.int64)[:, None], np.array([*self.files.values()])
-        if min(file.min(), start.min(), length.min()) < 0 or file.max() >= len(ends) or (length > ends[file] - start).any():
-            raise ValueError("its shards are no part of this checkpoint")
-        if (np.minimum(offsets, sizes) < 0).any() or (sizes > whole - offsets).any() or sizes.prod(0).sum() != whole.prod():
+    def read_shards(self, first, shape) -> tuple:
+        """(index of the file, first byte, bytes, offsets (n, dims), sizes (n, dims)) of the shards that overlap with this part
+        of the tensor. Raises ValueError when one lies outside of its file or of the tensor, or when some are missing: DCP would
+        leave the rest as it was."""
+        at, dims, ends = np.arange(self.n), len(self.size), self.files[1]
+        for d in range(dims):  # axis by axis, each leaves fewer: of millions only some are looked at in all columns
+            begin, size = (unpack_column(column, at) for column in (self.shards[3 + d], self.shards[3 + dims + d]))
+            at = at[(begin < first[d] + shape[d]) & (begin + size > first[d])]
+        file, start, length, *place = (unpack_column(column, at) for column in self.shards)
+        offsets, sizes = np.array(place, np.int64).reshape(2, dims, len(at)).transpose(0, 2, 1)
+        common = np.minimum(offsets + sizes, np.add(first, shape)) - np.maximum(offsets, first)
+        if common.prod(1).sum() != math.prod(shape) or (np.minimum(offsets, self.size - offsets - sizes) < 0).any():
             raise ValueError(f"its shards do not add up to {tuple(self.size)}")
+        if (np.array([file, len(ends) - 1 - file, start, length]) < 0).any() or (length > ends[file] - start).any():
+            raise ValueError("its shards are no part of this checkpoint")
         return file, start, length, offsets, sizes
 
 
@@ -214,15 +218,14 @@ def read_table(folder: str, files: dict[str, list]) -> dict[str, SavedTensor]:
     table, key = {}, ""
     try:
         saved = read_json(folder, TABLE)
-        sizes = {name: files[name][0] for name in saved["files"]}
+        files = saved["files"], np.array([files[name][0] for name in saved["files"]])
         for key, entry in saved["tensors"].items():
             size, dtype, shards = torch.Size(entry["shape"]), getattr(torch, entry["dtype"]), entry["shards"]
             if not isinstance(dtype, torch.dtype):
                 raise ValueError(f"{entry['dtype']} is no dtype")
             if not 0 < (n := entry.get("n", len(shards))) <= MOST_SHARDS:
                 raise ValueError(f"it is said to have {n} shards")
-            table[key] = SavedTensor(size, dtype, sizes, n, shards if "n" in entry else [*np.array(shards).T])
-            table[key].read_shards()
+            table[key] = SavedTensor(size, dtype, files, n, shards if "n" in entry else [*np.array(shards).T])
     except Exception as error:
         raise ValueError(f"{folder}/{TABLE} is refused: {key}: {reason(error)}") from None
     return table
@@ -234,14 +237,14 @@ def find_shards(tensors: dict[str, Tensor], table: dict[str, SavedTensor]):
 
     found = metadata.Metadata(state_dict_metadata={}, storage_data={})
     for key, tensor in tensors.items():
-        saved, chunks, names = table[key], [], [*table[key].files]
-        file, start, length, offsets, sizes = saved.read_shards()
-        shape, first = (np.array(numbers, np.int64)[:, None] for numbers in local_slice(tensor))
-        for i in np.flatnonzero(((offsets < first + shape) & (offsets + sizes > first)).all(0)).tolist():
-            offset, size = torch.Size(offsets[:, i].tolist()), torch.Size(sizes[:, i].tolist())
-            chunks.append(metadata.ChunkStorageMetadata(offset, size))
-            info = filesystem._StorageInfo(names[file[i]], int(start[i]), int(length[i]))
-            found.storage_data[metadata.MetadataIndex(key, offset)] = info
-        about = metadata.TensorProperties(saved.dtype), saved.size
-        found.state_dict_metadata[key] = metadata.TensorStorageMetadata(*about, chunks)
+        (shape, first), saved, chunks = local_slice(tensor), table[key], []
+        shards, error = attempt(saved.read_shards, first, shape)
+        if error:
+            raise ValueError(f"{TABLE} is refused: {key}: {error}")
+        for file, start, length, offset, size in zip(*(column.tolist() for column in shards)):
+            chunks.append(metadata.ChunkStorageMetadata(torch.Size(offset), torch.Size(size)))
+            info = filesystem._StorageInfo(saved.files[0][file], start, length)
+            found.storage_data[metadata.MetadataIndex(key, torch.Size(offset))] = info
+        properties = metadata.TensorProperties(saved.dtype)
+        found.state_dict_metadata[key] = metadata.TensorStorageMetadata(properties, saved.size, chunks)
     return found

@@ -712,7 +712,7 @@ def test_damaged_index(shards, tmp_path, change):
     assert len(shard_files.find_damage(folder)) == 1
 
 
-def test_damaged_shards(shards, tmp_path):
+def test_damaged_shards(shards, tmp_path, monkeypatch):
     folder = copy_of(shards, tmp_path)
     shard = folder / "train-00000.npy"
     whole = shard.read_bytes()
@@ -730,6 +730,9 @@ def test_damaged_shards(shards, tmp_path):
     assert any("token id 65535" in line for line in shard_files.find_damage(folder))
     shard.unlink()
     refused(lambda: TokenData(folder, 8), str(shard), "missing")
+    monkeypatch.setenv("LOCAL_RANK", "1")  # one rank of a machine looks at all files, the others at those that they open
+    opened = TokenData(folder, 8)
+    refused(lambda: opened.windows("train", [0]), str(shard), "missing")
     shard.write_bytes(whole)
     assert shard_files.find_damage(folder) == []
 

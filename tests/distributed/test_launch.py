@@ -10,6 +10,7 @@ import itertools
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import runs
@@ -33,8 +35,8 @@ import checkpoint
 import train_llama3
 from checkpoint import LEFTOVER, step_folders
 from data import DataConfig, open_data
-from distributed.agree import gather, new_gloo_group
-from distributed.launch import agree_on_attempt, allow_many_ranks, connect, disconnect
+from distributed.agree import fail_together, new_gloo_group, on_rank_0, scatter
+from distributed.launch import agree_on_attempt, allow_many_ranks, connect, disconnect, usable_cores
 from distributed.layout import Layout
 from parallel import make_mesh
 from storage.manifest import STEP_FOLDER
@@ -260,8 +262,6 @@ def test_each_attempt_has_a_name_of_its_own():
     names = [attempt(world_size) for world_size in (3, 3, 1, 4)]
     store.set("rank 1", "of a process that died before it was answered")
     assert len({*names, attempt(3)}) == 5
-    with pytest.raises(TimeoutError, match="1 of 2 processes did not come in 0 s"):
-        agree_on_attempt(store, SimpleNamespace(rank=0, world_size=2), 0)
 
 
 # ---------------------------------------------------------------- numbers that are not finite
@@ -314,26 +314,32 @@ SLURM = ["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", "--max_
 def test_a_signal_finishes_the_step_and_saves(tmp_path, start, processes, torchrun, rank, signals, status, said):
     """rank: the process that gets the signals; None: the launcher."""
     real = torchrun == SLURM
-    job = start(tmp_path / "run", processes, *ENDLESS, "--checkpoint_every", 1_000_000, torchrun=torchrun, real=real)
+    flags = [*ENDLESS, "--checkpoint_every", 1_000_000, "--val_every", 1, "--val_batches", 1]
+    job = start(tmp_path / "run", processes, *flags, torchrun=torchrun, real=real)
     job.until_step(3)
     for number in signals:
         os.kill(job.launcher.pid if rank is None else job.worker(rank), number)
     assert job.end() == status
     assert f"{said}: stopped after step {job.last_step()}" in job.text()
+    assert job.text().rindex("checkpoint: saved") < job.text().rindex("val_loss")  # there may be little time
     assert os.listdir(job.out / "checkpoints") == [f"step-{all_good(job.out)}"] == [f"step-{job.last_step()}"]
+
+
+def sleeper(folder, seconds: int) -> Path:
+    """The recipe with a step 5 that takes so long; each rank says that it has come there."""
+    return fork(folder, f"""
+        if step == 5:
+            import time
+            open(f"{{cfg.out}}/step 5 of rank {{layout.rank}}", "w").close()
+            time.sleep({seconds})
+    """)
 
 
 @pytest.mark.slow
 def test_ctrl_c_twice(tmp_path, start):
     """The second one, after two seconds, ends a process that does not come to the end of its step."""
-    script = fork(tmp_path, """
-        if step == 5:
-            import time
-            open(f"{cfg.out}/step 5", "w").close()
-            time.sleep(600)
-    """)
-    job = start(tmp_path / "run", 1, script=script)
-    job.until((job.out / "step 5").exists)
+    job = start(tmp_path / "run", 1, script=sleeper(tmp_path, 600))
+    job.until((job.out / "step 5 of rank 0").exists)
     began = time.monotonic()
     while job.launcher.poll() is None:
         job.launcher.send_signal(signal.SIGINT)
@@ -347,13 +353,8 @@ def test_ctrl_c_twice(tmp_path, start):
 @pytest.mark.parametrize("patience", [2, 60])
 def test_shutdown_timeout(tmp_path, start, patience):
     """torchrun kills what has not saved within --shutdown-timeout."""
-    script = fork(tmp_path, """
-        if step == 5:
-            import time
-            open(f"{cfg.out}/step 5 of rank {layout.rank}", "w").close()
-            time.sleep(5)
-    """)
-    job = start(tmp_path / "run", 2, "--checkpoint_every", 4, script=script, torchrun=["--shutdown-timeout", patience])
+    torchrun = ["--shutdown-timeout", patience]
+    job = start(tmp_path / "run", 2, "--checkpoint_every", 4, script=sleeper(tmp_path, 5), torchrun=torchrun)
     job.until(lambda: all((job.out / f"step 5 of rank {rank}").exists() for rank in (0, 1)))
     job.launcher.send_signal(signal.SIGTERM)
     assert job.end() == 1
@@ -400,14 +401,13 @@ def test_a_node_is_replaced(tmp_path, start, undisturbed):
 
 def is_pending(pid: int, number: int) -> bool:
     """Whether a stopped process will get this signal as soon as it goes on."""
-    pending = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("ShdPnd"))
-    return bool(int(pending.split()[1], 16) >> (number - 1) & 1)
+    return int(re.search(r"ShdPnd:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())[1], 16) >> (number - 1) & 1 == 1
 
 
 @pytest.mark.slow
 def test_a_node_is_lost_and_comes_back(tmp_path, start, undisturbed):
     """--nnodes 1:2: the other node goes on alone, with the same global batch. When the lost node comes back, torchrun stops the
-    one that runs, which saves, and starts both."""
+    one that runs, which saves, and starts both. Lost again, it leaves the other to end the run alone."""
     nodes = Nodes(start, tmp_path / "run", "1:2")
     nodes.first.until_step(9)
     nodes.second.launcher.kill()
@@ -417,9 +417,12 @@ def test_a_node_is_lost_and_comes_back(tmp_path, start, undisturbed):
     replacement = nodes.start()
     nodes.first.until(lambda: is_pending(alone, signal.SIGTERM))
     os.kill(alone, signal.SIGCONT)
-    assert replacement.end() == 0 and nodes.first.end() == 0
-    said = nodes.first.text() + replacement.text()  # whichever has rank 0
-    assert "SIGTERM: stopped after step" in said and "(written by 2 rank(s))" in said and "(written by 1 rank(s))" in said
+    nodes.first.until(lambda: "(written by 1 rank(s))" in nodes.first.text() + replacement.text())  # whichever has rank 0
+    nodes.first.until_step(nodes.first.last_step() + 3)
+    replacement.launcher.kill()
+    assert nodes.first.end() == 0
+    said = nodes.first.text()
+    assert said.count("SIGTERM: stopped after step") == 1 and said.count("(written by 2 rank(s))") == 2
     assert_same_run(nodes.out, undisturbed, tolerance=1e-4)
 
 
@@ -438,6 +441,13 @@ def test_the_node_with_the_rendezvous_is_lost(tmp_path, start, undisturbed):
 # ---------------------------------------------------------------- launchers other than torchrun
 
 
+@pytest.mark.parametrize("quota, cores", [("max 100000", 3), ("150000 100000", 2), ("900000 100000", 3)])
+def test_cores_are_those_that_affinity_and_a_quota_allow(monkeypatch, quota, cores):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 2, 5})
+    monkeypatch.setattr("builtins.open", mock.mock_open(read_data=quota))
+    assert usable_cores() == cores
+
+
 @pytest.mark.parametrize("env, told", [
     (dict(SLURM_PROCID="3", SLURM_NTASKS="4", SLURM_LOCALID="3"), "srun started 4 tasks.*RANK=.SLURM_PROCID"),
     (dict(WORLD_SIZE="2"), "WORLD_SIZE=2, but RANK is not set"),
@@ -445,6 +455,7 @@ def test_the_node_with_the_rendezvous_is_lost(tmp_path, start, undisturbed):
     (dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="localhost"), "MASTER_PORT='' is no number"),
     (dict(RANK="", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="1"), "RANK='' is no number"),
     (dict(RANK="0", WORLD_SIZE="abc", MASTER_ADDR="localhost", MASTER_PORT="1"), "WORLD_SIZE='abc' is no number"),
+    (dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="1", LOCAL_RANK="x"), "LOCAL_RANK='x' is no number"),
     (dict(RANK="3", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="1"), "RANK=3 must be below WORLD_SIZE=2")], ids=str)
 def test_an_incomplete_environment_is_told_in_one_line(tmp_path, env, told):
     done = run_program([sys.executable, RECIPE, "--out", tmp_path / "run"], cwd=tmp_path, env=runs.ENV | env)
@@ -468,10 +479,7 @@ def test_machines_that_differ_do_not_train_together(tmp_path, start, port, what,
     """Two machines: each process is the first of its own."""
     other, flags = tmp_path / "other", []
     if what == "code":
-        copied = subprocess.run(["git", "ls-files", "*.py", "*.json"], cwd=REPO, capture_output=True, text=True).stdout.split()
-        for name in [name for name in copied if not name.startswith(("tests/", "forks/", "exercises/", "benchmarks/"))]:
-            (other / name).parent.mkdir(parents=True, exist_ok=True)
-            (other / name).write_text((REPO / name).read_text())
+        shutil.copytree(REPO, other, ignore=shutil.ignore_patterns(".*", "tests", "forks", "exercises", "runs", "shared"))
         with open(other / "models/llama3.py", "a") as file:
             file.write("NEW = 1\n")
     elif what == "flag":
@@ -502,19 +510,20 @@ def test_an_error_is_told_once_by_a_rank_that_has_it(tmp_path, start, port, fail
 
 
 def count_sockets(rank: int, ranks: int, port: int, found):
-    """Connect as a recipe does, make the mesh and the group of checkpoints, use all of them, and count this rank's sockets."""
+    """Connect as a recipe does, make the mesh and the group of checkpoints, exchange what steps, saves and resumes exchange.
+    Count this rank's sockets, and on rank 0 the bytes in the store."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1",
                       MASTER_PORT=str(port))
     layout = Layout(dp_shard=ranks // 2, tp=2, rank=rank, global_batch_size=ranks)
     allow_many_ranks()
     layout = make_mesh(connect(layout, train_llama3.Config(), "cpu"))
     group = new_gloo_group("checkpoint")
-    assert sum(gather(rank, group)) == sum(range(ranks))
+    assert scatter(on_rank_0(lambda values: values, group, rank), group) == fail_together(lambda: rank, group)
     dist.all_reduce(torch.ones(1))
-    links = [os.readlink(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd") if number.isdigit()
-             and os.path.lexists(f"/proc/self/fd/{number}")]
-    keys = dist.distributed_c10d._get_default_store()
-    found.put((rank, sum(link.startswith("socket:") for link in links), keys.num_keys()))
+    links = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+    store = dist.distributed_c10d._get_default_store().underlying_store.underlying_store
+    stored = sum(len(key) + len(store.get(key)) for key in store.list_keys()) if rank == 0 else 0
+    found.put((rank, sum("socket:" in link for link in links), stored))
     disconnect()
     os._exit(0)
 
@@ -522,20 +531,19 @@ def count_sockets(rank: int, ranks: int, port: int, found):
 @pytest.mark.slow
 def test_sockets_do_not_grow_with_the_ranks(port):
     """A full mesh of connections, gloo's default, has 2 sockets per rank in every rank: 1,024 file handles at 510 ranks. Only
-    the process with the store, here rank 0, under torchrun the launcher, has a socket per rank."""
-    most = set()
+    the process with the store, here rank 0, under torchrun the launcher, has a socket per rank, and rank 0 another, for what
+    all ranks tell it in a save. Twice the ranks are one neighbour more for one rank of a broadcast's tree; the mean is two."""
     for ranks in (4, 8, 16, 32):
         found = forkserver.Queue()
         workers = [forkserver.Process(target=count_sockets, args=(rank, ranks, port, found)) for rank in range(ranks)]
         for worker in workers:
             worker.start()
-        counts = [found.get(timeout=300) for _ in workers]
+        (_, first, stored), *others = sorted(found.get(timeout=300) for _ in workers)
         for worker in workers:
             worker.join()
-        assert all(keys <= 11 * ranks for _, _, keys in counts)
-        assert all(sockets <= 24 + ranks * (rank == 0) for rank, sockets, _ in counts)
-        most.add(max(sockets for rank, sockets, _ in counts if rank))
-    assert max(most) - min(most) <= 2
+        sockets = [number for _, number, _ in others]
+        assert sum(sockets) / len(sockets) < 16.5 and max(sockets) <= 14 + ranks.bit_length()
+        assert first <= 12 + 2 * ranks and stored < 1800 * ranks
 
 
 @pytest.mark.slow

@@ -2,10 +2,12 @@
 import json
 import math
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from layouts import build, config
 from policy import (
     SAME,
@@ -195,6 +197,12 @@ def batches_of(out, step: int) -> list[dict]:
     return json.loads((out / "checkpoints" / f"step-{step}" / rollouts.BATCHES).read_text())["batch"]
 
 
+def test_ranks_that_share_a_model_must_sample_the_same(monkeypatch):
+    monkeypatch.setattr(rollouts, "gather", lambda value, group: [value, (value[0] + 1, [])])
+    with pytest.raises(RuntimeError, match="ranks 0 and 1 share one model but sampled different tokens"):
+        rollouts.gather_samples([], SimpleNamespace(cp=1, tp=2, rank=0), None)
+
+
 def test_batches_ahead_are_saved_as_arrays(tmp_path):
     """A token has 12 bytes, as base64 16; a list in JSON had 60. The lists of an older run's state are read as well."""
     cfg, numbers = Config(async_steps=1), torch.rand(1000).tolist()
@@ -224,6 +232,23 @@ def test_a_run_goes_on_with_all_batches_that_were_ahead(tmp_path, k, processes, 
     run(processes, *flags, "--checkpoint_every", 2, "--load_step", 2, "--out", out)
     assert_same(steps_of(out), whole, 0.0)
     assert len({line["staleness"] for line in whole}) > 1
+
+
+def test_trainer_and_generator_meet_at_the_start(monkeypatch):
+    """Twice on one store, which torchrun keeps for all starts: machines count their starts each for themselves."""
+    store, cpu = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), torch.device("cpu")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    cfg, numbers = SimpleNamespace(gen_ranks=1, init_timeout_s=5, rollout_timeout_s=9), [torch.zeros(1), torch.ones(1)]
+
+    def meet(rank):
+        engines.open_bridge(cfg, rank, cpu).talk.broadcast(numbers[rank], 0).wait()
+
+    with ThreadPoolExecutor(2) as threads:
+        assert [*threads.map(meet, (0, 1))] == [*threads.map(meet, (0, 1))] and numbers == [0, 0]
+    cfg.init_timeout_s = 1
+    with pytest.raises(TimeoutError, match="1 of 2 processes did not come in 1 s"):
+        meet(0)
 
 
 def test_a_batch_that_is_too_old_ends_the_run():
