@@ -9,7 +9,6 @@ from torch import Tensor
 from corpus.tokenizer import read_hf_json
 from distributed.agree import brief
 from sft.lora import merged_weight
-from storage.hf import HFTensors, has_type, open_safetensors
 from storage.manifest import ADAPTER
 
 # Fields of adapter_config.json that do not change what A and B compute: the shape of A tells the rank of a linear
@@ -22,15 +21,17 @@ HARMLESS = set("""
 PLAIN = {"peft_type": ["LORA"], "bias": ["none"], "init_lora_weights": [True, "gaussian", "eva", "orthogonal"]}
 
 
-def merge_adapters(source: HFTensors, folder: str) -> None:
-    """Let the tensors of a base, `source`, be read with the adapters of a PEFT folder merged into the weights. Raises
-    ValueError for all but plain LoRA, and for adapters that do not fit the base."""
-    file, about, adapters = open_safetensors(folder, "adapter_model.safetensors"), read_hf_json(folder, ADAPTER), {}
-    patterns, usual, keys = about.get("alpha_pattern") or {}, about.get("lora_alpha"), set(file.keys())
+def merge_adapters(source, folder: str, file) -> None:
+    """Let the tensors of a base, `source` (storage.hf.HFTensors), be read with the adapters of a PEFT folder merged into the
+    weights. file: adapter_model.safetensors, opened. Raises ValueError for all but plain LoRA, and for adapters that do not
+    fit the base."""
+    about, keys, adapters = read_hf_json(folder, ADAPTER), set(file.keys()), {}
+    patterns, usual = about.get("alpha_pattern") or {}, about.get("lora_alpha")
     odd = [f"{name} {value}" for name, value in about.items()
            if value and name not in HARMLESS and value not in PLAIN.get(name, [])]
     # peft reads the keys of alpha_pattern as regular expressions; we read plain names only
-    if not (has_type(usual, float) and has_type(patterns, dict) and all(re.fullmatch(r"[\w.]+", end) for end in patterns)):
+    are_numbers = isinstance(patterns, dict) and {type(alpha) for alpha in (usual, *patterns.values())} <= {int, float}
+    if not are_numbers or not all(re.fullmatch(r"[\w.]+", end) for end in patterns):
         odd.append(f"lora_alpha {usual}, alpha_pattern {patterns}")
     if odd:
         raise ValueError(f"{folder}/{ADAPTER} has {brief(odd)}, and only plain LoRA is read here; merge_and_unload() of peft "

@@ -147,7 +147,7 @@ def open_tensors(Model: type[nn.Module], folder: str) -> HFTensors:
     if source.folder != folder:
         from forks.peft_folder import merge_adapters
 
-        merge_adapters(source, folder)
+        merge_adapters(source, folder, open_safetensors(folder, "adapter_model.safetensors"))
     return source
 
 
