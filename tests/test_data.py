@@ -236,11 +236,6 @@ def test_doc_mask_arrays(corpus):
     assert some_boundary and (plain.labels >= 0).all()
 
 
-def test_batch_sizes_must_divide(corpus):
-    refused(lambda: open_corpus(corpus).batches(0, 10, 4, 0, 1, "cpu"), "--global_batch_size 10", "--local_batch_size", "4")
-    refused(lambda: open_corpus(corpus).batches(0, 8, 4, 0, 4, "cpu"), "4 x 4 = 16")
-
-
 # ---- the prefetch thread -------------------------------------------------------------------------------------------
 
 
@@ -435,7 +430,6 @@ def test_eot_in_plain_text_separates_documents_but_not_in_json(tmp_path):
         loaded = open_data(DataConfig(data=str(tmp_path / name), cache_dir=str(tmp_path)), 8)
         assert json.loads((loaded.folder / "index.json").read_text())["documents"] == documents
         assert shard_files.find_damage(loaded.folder) == []
-    refused(lambda: loaded.val_batches(4, 4, 0, 1, "cpu"), "no text for validation", "--val_every 0")
 
 
 def test_no_document_end_is_lost_between_pieces(tmp_path):
