@@ -91,7 +91,7 @@ def read_template(folder: str, user: str) -> ChatTemplate:
         try:
             return what(*args, **values)
         except Exception as error:  # a template can make Python raise anything
-            raise ValueError(f"the chat template of {folder} fails: {error}") from None
+            raise ValueError(f"the chat template of {folder} fails: {str(error) or type(error).__name__}") from None
 
     compiled = guarded(environment.from_string, marked)
     always = {"messages", "tools", "documents", "add_generation_prompt", *special_tokens}
