@@ -1,6 +1,5 @@
 """Tokenizers: tokenizer.json and the files beside it, the tokens that end a text, and text shown while it is generated."""
 import json
-import math
 import os
 from dataclasses import dataclass
 from functools import lru_cache
@@ -29,8 +28,8 @@ def load_tokenizer(file: Path):
     lengths = []  # of the texts that rules put in the place of others, one rule after the other
     for rules in filter(None, (tokenizer.normalizer, tokenizer.decoder)):
         json.loads(rules.__getstate__(), object_hook=lambda rule: lengths.append(len(rule.get("content", ""))))
-    if (growth := math.prod(max(1, length) for length in lengths)) > 10_000:
-        raise ValueError(f"{file}: its rules may make a text {growth:,} times longer, which is absurd: 10,000 is the most")
+    if (growth := np.prod([max(1, length) for length in lengths], dtype=float)) > 10_000:
+        raise ValueError(f"{file}: its rules may make a text {growth:,.0f} times longer, which is absurd: 10,000 is the most")
     tokenizer.no_truncation()  # some tokenizer.json cut every text at 512 tokens
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True  # "<|endoftext|>" inside a document is text, not its end
