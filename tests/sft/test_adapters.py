@@ -18,10 +18,9 @@ from test_parallel import MOE, V2
 import checkpoint
 from checkpoint import CheckpointConfig, Checkpoints, load_model
 from evaluate import read_checkpoint
-from sft.base import load_base, read_model
+from sft.base import load_base
 from sft.lora import base_hash, claim_adapters, is_adapter, lora_names, placed_sum
 from storage import hf
-from storage.hf import class_of
 from storage.resume import check_run
 from tools import checkpoint_commands
 
@@ -94,22 +93,19 @@ def test_an_adapter_of_peft_is_read_as_peft_merges_it(tmp_path):
     import peft
 
     problem, adapter, tokens = dict(n_layers=2), str(tmp_path / "adapter"), random_tokens(2, 24, seed=1)
-    model, base = written_base(tmp_path / "base", problem)
-    patterns = dict(rank_pattern={"q_proj": 2}, alpha_pattern={"layers.1.self_attn.q_proj": 20})
-    lora = peft.LoraConfig(r=4, lora_alpha=6, use_rslora=True, target_modules="all-linear", init_lora_weights=False, **patterns)
+    _, base = written_base(tmp_path / "base", problem)
+    lora = peft.LoraConfig(r=4, lora_alpha=6, use_rslora=True, target_modules="all-linear", init_lora_weights=False,
+                           rank_pattern={"q_proj": 2}, alpha_pattern={"layers.1.self_attn.q_proj": 20})
     adapted = peft.get_peft_model(theirs(base), lora)
     adapted.save_pretrained(adapter)
     expected = adapted.merge_and_unload()(tokens).logits.log_softmax(-1)
     read = hf.load_hf_model(adapter)[0]
     torch.testing.assert_close(read(tokens).log_softmax(-1), expected, rtol=0, atol=1e-4)
-    assert (model(tokens).log_softmax(-1) - expected).abs().max() > 0.1
     for weights in pool(2).run(merged_weights, adapter, problem, dict(tp=2)):
         assert all(torch.allclose(weight, read.get_parameter(fqn), rtol=0, atol=1e-6) for fqn, weight in weights.items())
-    assert class_of(read_model(flags_of({}, init_from=adapter))[1]) is type(model)  # --init_from of finetune.py
     config_file = tmp_path / "adapter/adapter_config.json"
     about = json.loads(config_file.read_text())
     for change, words in [(dict(use_dora=True), "has use_dora True, and only plain LoRA is read here; merge_and_unload"),
-                          (dict(init_lora_weights="pissa"), "has init_lora_weights pissa"),
                           (dict(alpha_pattern={"(q|k)_proj": 3}), "alpha_pattern {'.q|k._proj': 3}"),
                           (dict(base_model_name_or_path="meta/Llama"), "is 'meta/Llama', which is no folder of weights here")]:
         config_file.write_text(json.dumps(about | change))
@@ -227,15 +223,12 @@ def test_adapters_of_a_run_that_was_trained_on_since_are_told_their_step(tmp_pat
 
 @pytest.mark.parametrize("change, words", [
     (dict(lora_rank=8), "lora.rank is 8 but .* was trained with 4; use --out NEW"),
-    (dict(lora_alpha=9), "lora.alpha is 9 but .* was trained with 6"),
     (dict(lora_on=["wq"]), r"lora.on is \['wq'\] but .* was trained with"),
     (dict(lora_rank=0), "lora is not set but .* was trained with"),
     (dict(init_from="no/where"), "--init_from no/where is no folder; give the one of the frozen weights"),
     (dict(init_from=""), "--lora_rank 4 trains beside weights that have learned; give --init_from"),
     (dict(init_model_only=False), "--no-init_model_only with --lora_rank"),
     (dict(exclude_from_loading=["head"]), "--exclude_from_loading head with --lora_rank"),
-    (dict(out="new", lora_rank=0, init_from="run", init_model_only=False), "--init_from .*run holds adapters only; merge them"),
-    (dict(out="new", lora_rank=0, init_from="run"), "--init_from .*run holds adapters only; merge them"),
     (dict(out="new", init_from="run"), "--init_from .*run holds adapters only; merge them"),
 ])
 def test_what_cannot_go_on_is_refused_by_name(change, words, tmp_path):
