@@ -646,10 +646,7 @@ def test_a_tokenizer_of_strangers(tmp_path, name):
 
 
 @pytest.mark.parametrize("name, content, parts", [
-    ("none.txt", None, ["none.txt", "no such file", "need .txt"]),
-    ("a.txt.bz2", b"1", ["a.txt.bz2: need .txt", "unpack other archives"]),
     ("short.txt", b"ab\n", ["short.txt", "--seq_len 64", "longer text"]),
-    ("space.txt", b"\n \n", ["space.txt", "--seq_len"]),
     ("latin.txt", b"caf\xe9 " * 100, ["latin.txt", "byte 3", "UTF-8", "iconv"]),
     ("a.jsonl", b'{"text": "ok"}\n\n{"text": "ok"\n', ["a.jsonl line 3", '"text"']),
     ("b.jsonl", b'{"text": "ok"}\n{"content": "no"}\n', ["b.jsonl line 2", "KeyError('text')"]),
@@ -657,12 +654,10 @@ def test_a_tokenizer_of_strangers(tmp_path, name):
     ("d.jsonl", b"[1]\n", ["d.jsonl line 1"]),
     ("e.jsonl", b'{"text": "\\ud800"}\n', ["e.jsonl line 1"]),
     ("f.jsonl", b'{"text": ""}\n' * 200, ["f.jsonl", "0 training tokens"]),
-    ("g.jsonl", b'{"text": "' + b"ok " * 50 + b'"}\n{"te', ["g.jsonl line 2"]),
     ("h.jsonl", b'{"text": "ok"}\n' * 100 + b"oops\n", ["h.jsonl line 101"]),
 ])
 def test_bad_text(tmp_path, name, content, parts):
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
+    (tmp_path / name).write_bytes(content)
     refused(lambda: open_data(DataConfig(data=str(tmp_path / name), cache_dir=str(tmp_path / "cache")), 64), *parts)
 
 

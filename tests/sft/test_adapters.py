@@ -223,7 +223,6 @@ def test_adapters_of_a_run_that_was_trained_on_since_are_told_their_step(tmp_pat
 
 @pytest.mark.parametrize("change, words", [
     (dict(lora_rank=8), "lora.rank is 8 but .* was trained with 4; use --out NEW"),
-    (dict(lora_on=["wq"]), r"lora.on is \['wq'\] but .* was trained with"),
     (dict(lora_rank=0), "lora is not set but .* was trained with"),
     (dict(init_from="no/where"), "--init_from no/where is no folder; give the one of the frozen weights"),
     (dict(init_from=""), "--lora_rank 4 trains beside weights that have learned; give --init_from"),
