@@ -107,6 +107,7 @@ def test_an_adapter_of_peft_is_read_as_peft_merges_it(tmp_path):
     about = json.loads(config_file.read_text())
     for change, words in [(dict(use_dora=True), "has use_dora True, and only plain LoRA is read here; merge_and_unload"),
                           (dict(alpha_pattern={"(q|k)_proj": 3}), "alpha_pattern {'.q|k._proj': 3}"),
+                          (dict(base_model_name_or_path=f"{adapter}/"), "adapter/', which is no folder of weights here"),
                           (dict(base_model_name_or_path="meta/Llama"), "is 'meta/Llama', which is no folder of weights here")]:
         config_file.write_text(json.dumps(about | change))
         refuses(words, hf.load_hf_model, adapter)
