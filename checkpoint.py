@@ -539,9 +539,9 @@ def open_saved(folder: str) -> tuple[str, nn.Module, object]:
     there = {key for key in table if key.startswith("model.")}
     names = list(named_tensors(model))
     if has_adapters(path):
-        from sft.lora import adapter_names
+        from sft.lora import lora_names, lora_of
 
-        names = adapter_names(path, model)
+        names = [f"{name}.lora_{x}.weight" for name in lora_names(model, lora_of(path)["on"]) for x in "ab"]
     if odd := sorted(there ^ {f"model.{fqn}" for fqn in names}):
         kind = f"{Model.__module__}.{Model.__name__}"
         raise ValueError(f"{path} does not fit {kind}: {len(odd)} odd tensors, the first is {odd[0]}")

@@ -240,9 +240,6 @@ class TokenData:
     def batches(self, first_sample: int, global_batch_size: int, local_batch_size: int, data_rank: int, data_ranks: int,
                 device: torch.device | str):
         """Endless iterator of Batch from cursor first_sample on. Rank r has sequences r*A*B .. (r+1)*A*B of a global batch."""
-        if global_batch_size < 1 or global_batch_size % (local_batch_size * data_ranks):
-            rows = f"{local_batch_size} x {data_ranks} = {local_batch_size * data_ranks}"
-            raise ValueError(f"--global_batch_size {global_batch_size}: need a multiple of --local_batch_size x ranks = {rows}")
         share = global_batch_size // data_ranks
         first_row = data_rank * share  # of the global batch
 
@@ -260,8 +257,6 @@ class TokenData:
         """Iterator of Batch (A = 1) over at most n_sequences validation windows, the same in every layout and for every
         data_seed. Every rank gets as many batches; rows left over in the last batches have no labels."""
         sets, rows = self.validation.val_sets(n_sequences), local_batch_size * data_ranks
-        if not sets:
-            raise ValueError(f"{self.folder} has no text for validation; take more documents or --val_every 0")
 
         def make():
             for data, numbers in sets:
@@ -314,8 +309,6 @@ def open_data(cfg: DataConfig, seq_len: int, tokenizer: str = "", Chats: type | 
 
     tokenizer: for text without --tokenizer; "": train one on the text. Chats: class for conversations, sft.chat_data.ChatData;
     None: refuse conversations. Needs no process group: ranks that call together wait until one rank has filled the cache."""
-    if seq_len < 1:
-        raise ValueError(f"--seq_len {seq_len}: need at least 1")
     data = open_parts(cfg, "--data", cfg.data, seq_len, tokenizer, Chats)
     if cfg.val_data:
         tokenizer = tokenizer or data.tokenizer_file or ""

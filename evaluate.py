@@ -187,6 +187,7 @@ def plan(cfg: Config, kind: str, model_config, folder: str) -> tuple[Config, Lay
     if cfg.seq_len == -1 and kind == "text" and not is_hf_folder(folder):
         longest = min(longest, read_json(folder, "config.json").get("seq_len", longest))
     most, stride = model_config.max_seq_len, longest if cfg.stride == -1 else cfg.stride
+    given = [spell_flag(name, value) for name, value in given_flags(cfg).items() if name in TRAINING]
     refuse([
         (cfg.out and os.path.lexists(cfg.out), f"--out {cfg.out} is there already: give a new file, or remove it"),
         (cfg.out and not os.path.isdir(place), f"--out {cfg.out}: {place} is no folder"),
@@ -196,9 +197,8 @@ def plan(cfg: Config, kind: str, model_config, folder: str) -> tuple[Config, Lay
          f"--max_new_tokens {cfg.max_new_tokens} leaves no room for a prompt in the {longest} tokens of --seq_len; lower it"),
         (kind == "answer" and cfg.pp * cfg.cp > 1, "--pp and --cp do not help to write answers; use --dp_shard or --tp"),
         (kind == "answer" and cfg.tp > 1 and hasattr(model_config, "mtp_depth"),
-         f"--tp {cfg.tp}: writing with DeepSeek caches latents, which tp does not split; use --dp_shard")])
-    if given := [spell_flag(name, value) for name, value in given_flags(cfg).items() if name in TRAINING]:
-        raise ValueError(f"{', '.join(given)}: nothing is trained here; leave it out")
+         f"--tp {cfg.tp}: writing with DeepSeek caches latents, which tp does not split; use --dp_shard"),
+        (given, f"{', '.join(given)}: nothing is trained here; leave it out")])
     usual = "bfloat16" if runs_on_cuda(cfg.device) else "float32"
     dtype = usual if cfg.compute_dtype == "auto" else cfg.compute_dtype
     # Without an optimizer, nothing needs more digits than the matmuls. Any number of micro-batches works with GPipe.

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from checkpoint import load_model
-from corpus.tokenizer import ChatConfig, encoding_of, ends_of, has_bos, load_tokenizer
+from corpus.tokenizer import ChatConfig, encoding_of, ends_of, has_bos, load_tokenizer, text_folder
 from distributed.refusals import refuse
 from rl.decoding import draw_noise, rollout
 from storage.manifest import is_hf_folder, step_folders
@@ -79,14 +79,14 @@ def open_checkpoint(folder: str, device="cpu"):
         from storage.hf import load_hf_model as load
     # bf16 on GPUs: every new token reads all weights once, so half the bytes is twice the speed
     model, _ = load(folder, device, torch.bfloat16 if torch.device(device).type == "cuda" else None)
-    for path in [folder, *(path for _, path in step_folders(folder))]:
-        if os.path.isfile(os.path.join(path, "tokenizer.json")):
-            try:
-                ends = ends_of(path)
-            except ValueError:
-                ends = []  # no known end-of-text token: texts run on to max_new_tokens
-            return model, load_tokenizer(Path(path, "tokenizer.json")), ends
-    raise ValueError(f"{folder} has no tokenizer.json, its data came without one: call generate.generate with token ids")
+    path = text_folder(folder)
+    if not os.path.isfile(os.path.join(path, "tokenizer.json")):
+        raise ValueError(f"{folder} has no tokenizer.json, its data came without one: call generate.generate with token ids")
+    try:
+        ends = ends_of(path)
+    except ValueError:
+        ends = []  # no known end-of-text token: texts run on to max_new_tokens
+    return model, load_tokenizer(Path(path, "tokenizer.json")), ends
 
 
 def continue_texts(

@@ -173,7 +173,8 @@ def tensor_parallel(stage, layout: Layout, cfg) -> None:
         stage.get_parameter(n).requires_grad_(False)
     check_split(stage, plan)
     if stage.token_loss is not linear_cross_entropy:
-        raise ValueError("--tp replaces token_loss, so that yours would not be trained; add your term to the loss in forward")
+        raise ValueError("--tp replaces token_loss, so that yours would not be trained; add your term to the loss in forward; "
+                         "change logits by self.token_loss(h, weight, labels, loss_denom, kernel=YOURS): docs/fork_me.md")
     if cfg.loss_parallel:
         stage.token_loss = partial(vocab_parallel_loss, mesh=mesh)
     else:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from corpus.mixture import parse_mixture
 from corpus.shards import cache_name, is_shards
-from corpus.tokenizer import BPE_VOCAB, files_beside, find_tokenizer, load_tokenizer, tokenizer_path
+from corpus.tokenizer import BPE_VOCAB, files_beside, find_tokenizer, load_tokenizer, text_folder, tokenizer_path
 from distributed.agree import brief
 from storage.manifest import ABOUT, newest_readable, resume_source
 from support.config import own_rank
@@ -89,9 +89,8 @@ def check_tokenizer(out: str, identity: dict, cfg):
     here, source = identity.get("data", {}).get("tokenizer_sha256"), resume_source(out, cfg)
     if here is None or source and source.folder != cfg.init_from:
         return
-    path, there = cfg.init_from, None
+    path, there = newest_readable(source.folder, source.step, ABOUT) if source else text_folder(cfg.init_from), None
     if source:
-        path = newest_readable(source.folder, source.step, ABOUT)
         there = read_json(path, "state.json").get("identity", {}).get("data", {}).get("tokenizer_sha256")
     if there is None and os.path.lexists(os.path.join(path, "tokenizer.json")):
         there = sha256_file(tokenizer_path(path))

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from distributed.agree import reason
-from storage.manifest import is_hf_folder, saved_state, step_folders
+from storage.manifest import ABOUT, ADAPTER, is_hf_folder, newest_readable, saved_state
 from support.files import HF_LIMIT, HF_LIMITS, hf_file, hub_hint, read_json
 
 BPE_VOCAB = 4096  # ids of a tokenizer of our own
@@ -25,6 +25,11 @@ def load_tokenizer(file: Path):
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises plain Exception
         raise ValueError(f"{file}: not a tokenizer.json ({error})") from None
+    lengths = []  # of the texts that rules put in the place of others, one rule after the other
+    for rules in filter(None, (tokenizer.normalizer, tokenizer.decoder)):
+        json.loads(rules.__getstate__(), object_hook=lambda rule: lengths.append(len(rule.get("content", ""))))
+    if (growth := np.prod([max(1, length) for length in lengths], dtype=float)) > 10_000:
+        raise ValueError(f"{file}: its rules may make a text {growth:,.0f} times longer, which is absurd: 10,000 is the most")
     tokenizer.no_truncation()  # some tokenizer.json cut every text at 512 tokens
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True  # "<|endoftext|>" inside a document is text, not its end
@@ -106,6 +111,23 @@ def read_beside(folder: str, name: str) -> dict:
     return read_hf_json(folder, name) if os.path.lexists(os.path.join(folder, name)) else {}
 
 
+def weights_folder(folder: str) -> str:
+    """The Hugging Face folder of the weights: for a PEFT adapter its base, named in adapter_config.json. Raises ValueError."""
+    base = read_beside(folder, ADAPTER).get("base_model_name_or_path", folder)
+    if base != folder and not (isinstance(base, str) and is_hf_folder(base) and not read_beside(base, ADAPTER)):
+        raise ValueError(f"{folder}/{ADAPTER}: base_model_name_or_path is {base!r}, which is no folder of weights here; write "
+                         "the base's folder there, or put it in that place: hf download MODEL --local-dir MODEL")
+    return base
+
+
+def text_folder(folder: str) -> str:
+    """The folder with the tokenizer of a run, step or Hugging Face folder: the newest step of a run, and the base of a PEFT
+    adapter that has no tokenizer.json itself."""
+    if not is_hf_folder(folder):
+        return newest_readable(folder)
+    return folder if os.path.lexists(os.path.join(folder, "tokenizer.json")) else weights_folder(folder)
+
+
 def check_hf_tokenizer(folder: str, vocab_size: int) -> str | None:
     """The path of tokenizer.json, None if missing. Raises ValueError when an id is beyond the model's vocabulary."""
     path = os.path.join(folder, "tokenizer.json")
@@ -148,8 +170,7 @@ def ends_of(folder: str) -> list[int]:
 def has_bos(folder: str) -> bool:
     """Whether texts begin with the tokenizer's beginning-of-text token: for models from Hugging Face folders, and for runs of
     grpo.py from them. Our own training text has no such token."""
-    path = step_folders(folder)[0][1] if step_folders(folder) else folder
-    return is_hf_folder(folder) or os.path.isfile(os.path.join(path, "state.json")) and bool(saved_state(path).get("bos"))
+    return is_hf_folder(folder) or bool(saved_state(newest_readable(folder, names=ABOUT)).get("bos"))
 
 
 @dataclass(kw_only=True)

@@ -322,14 +322,14 @@ def is_told(message: str) -> bool:
 
 def failed_module(error: BaseException) -> str:
     """" (in blocks.0.attn.wq, a Linear)": the innermost module of the model that raised the error, or ""."""
-    owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    modules = [owner for owner in owners if isinstance(owner, nn.Module)]
+    modules = [owner for frame, _ in traceback.walk_tb(error.__traceback__)
+               if isinstance(owner := frame.f_locals.get("self"), nn.Module)]
     names = {module: fqn for fqn, module in modules[0].named_modules()} if modules else {}
-    inside = [module for module in modules if names.get(module)]
-    if not inside:
-        return ""
+    inside, is_mixed = [module for module in modules if names.get(module)], "Tensor and DTensor" in str(error)
+    if not inside or names[inside[-1]] == "head":  # the loss multiplies with the rows of a head
+        return '; under tp a "head" is given to self.token_loss(..., kernel=YOURS), not called: docs/fork_me.md' * is_mixed
     fqn = names[inside[-1]]
-    hint = f'; under tp "{pattern_of(fqn)}" needs a style in tp_plan: {STYLES}' if "Tensor and DTensor" in str(error) else ""
+    hint = f'; under tp "{pattern_of(fqn)}" needs a style in tp_plan: {STYLES}' * is_mixed
     return f" (in {fqn}, a {type(inside[-1]).__name__.removeprefix('FSDP')}){hint}"
 
 

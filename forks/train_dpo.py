@@ -34,6 +34,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # dpo: beside the folder of the rest
 from checkpoint import CheckpointConfig, Checkpoints, loaded_later
+from corpus.tokenizer import text_folder
 from distributed.checks import check_replicas
 from distributed.experts import balance_experts
 from distributed.launch import LaunchConfig, StopSignal, connect, disconnect, run, set_timeouts
@@ -48,7 +49,7 @@ from rl.rollouts import reshard
 from sft.base import load_base
 from sft.chat import prepare_message, read_template, remove_marks
 from sft.lora import LoraConfig, claim_adapters, is_frozen, lora_counts
-from storage.manifest import is_hf_folder, newest_readable, step_folders
+from storage.manifest import step_folders
 from storage.resume import check_run, lock_run, wait_for_run
 from support.config import Need, check_range, flag, save_config
 from support.metrics import Metrics, MetricsConfig
@@ -138,8 +139,7 @@ def read_pairs(cfg: Config) -> tuple[list[list[dict]], Text, str]:
         try:
             record = json.loads(line)
             if template is None and isinstance(record["chosen"], list):
-                folder = cfg.init_from if is_hf_folder(cfg.init_from) else newest_readable(cfg.init_from)
-                template = read_template(folder, cfg.data)
+                template = read_template(text_folder(cfg.init_from), cfg.data)
             # markers in a template are tokens, in other texts plain text
             text.tokenizer.encode_special_tokens = isinstance(record["chosen"], str)
             pairs.append(pair_of(record, text, template))

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from corpus.files import unpacked
 from corpus.mixture import PACKED, format_of
-from corpus.tokenizer import check_hf_tokenizer, encoding_of, ends_of, has_bos, load_tokenizer, read_special_tokens
+from corpus.tokenizer import check_hf_tokenizer, encoding_of, ends_of, has_bos, load_tokenizer, read_special_tokens, text_folder
+from distributed.refusals import refuse
 from rl.answers import KINDS, is_right, never_right
 from rl.environments import load_own, open_env
-from storage.manifest import is_hf_folder, newest_readable
 from support.config import Need, flag
 from support.files import step_folders
 
@@ -104,15 +104,12 @@ def read_problems(path: str, flag: str, template: str, hint: str, kind: str) -> 
             raise ValueError(f"{line.where} has no {missing[0]}; need prompt or question, the same in all lines, and answer")
         answer, prompt = line.fields["answer"], fill_template(template or f"{{{asked}}}{hint}", line)
         reason = never_right(kind, answer)
-        for wrong, message in [
+        refuse((wrong, f"{line.where}: {message}") for wrong, message in [
             (not isinstance(line.fields[asked], str), f"{asked} is no text"),
             (not prompt.strip(), "the prompt is empty"),
             (reason, f"nothing can be right for --reward {kind} where the answer is {str(answer)[-60:]!r}: {reason}"),
             (answer_of(found.get(prompt, line)).strip() != str(answer).strip(),
-             f"the prompt is that of {found.get(prompt, line).where}, and the answer another; remove one of the lines"),
-        ]:
-            if wrong:
-                raise ValueError(f"{line.where}: {message}")
+             f"the prompt is that of {found.get(prompt, line).where}, and the answer another; remove one of the lines")])
         found.setdefault(prompt, line)
     return found
 
@@ -176,9 +173,8 @@ class Text:
         alphabet, for save() in the folder out. chat: text -> prompt, from open_chat(), or None. reset:
         the environment's, if any."""
         self.chat, self.alphabet, self.reset = chat, None, reset
-        if source and not is_hf_folder(source):
-            source = newest_readable(source)  # our checkpoints have a copy of the tokenizer
         if source:
+            source = text_folder(source)
             self.file = check_hf_tokenizer(source, 1 << 31)
             if self.file is None:
                 raise ValueError(f"{source} has no tokenizer.json: it cannot be given any text")
@@ -191,8 +187,7 @@ class Text:
                     raise ValueError(f"the characters of the task are not those in {self.file}, that {out} began with; "
                                      "give the old ALPHABET or data, or use --out NEW")
         self.eot = self.ends[0]
-        bos = read_special_tokens(source).get("bos_token") if self.bos else None
-        bos = self.tokenizer.token_to_id(bos) if bos else None
+        bos = self.tokenizer.token_to_id(read_special_tokens(source).get("bos_token", "")) if self.bos else None
         self.first = self.eot if bos is None else bos  # the token before the beginning of a text
         self.tokenizer.encode_special_tokens = not self.chat  # markers in a template are tokens, in other texts plain text
 

@@ -20,8 +20,7 @@ import jinja2.ext
 import jinja2.meta
 import jinja2.sandbox
 
-from corpus.tokenizer import ChatConfig, encoding_of, load_tokenizer, read_chat_template, read_special_tokens
-from storage.manifest import is_hf_folder, newest_readable
+from corpus.tokenizer import ChatConfig, encoding_of, load_tokenizer, read_chat_template, read_special_tokens, text_folder
 
 BEGIN, END = "\ufdd0", "\ufdd1"  # around the assistant's text; Unicode reserves both for programs, so no text has them
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant",
@@ -92,7 +91,7 @@ def read_template(folder: str, user: str) -> ChatTemplate:
         try:
             return what(*args, **values)
         except Exception as error:  # a template can make Python raise anything
-            raise ValueError(f"the chat template of {folder} fails: {error}") from None
+            raise ValueError(f"the chat template of {folder} fails: {str(error) or type(error).__name__}") from None
 
     compiled = guarded(environment.from_string, marked)
     always = {"messages", "tools", "documents", "add_generation_prompt", *special_tokens}
@@ -297,7 +296,7 @@ def open_chat(folder: str, cfg: ChatConfig) -> Callable | None:
         raise ValueError(f"{', '.join(given)}: there is no chat template without --chat or in a model that begins from nothing")
     if not cfg.chat or not folder:
         return None
-    folder = folder if is_hf_folder(folder) else newest_readable(folder)
+    folder = text_folder(folder)
     if type(cfg).chat and not given and not read_chat_template(folder):  # on by default, as in grpo.py: only if there is one
         return None
     return chat_prompts(folder, cfg.system, cfg.template_args)

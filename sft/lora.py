@@ -20,10 +20,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
+from corpus.tokenizer import weights_folder
 from distributed.agree import gather
 from distributed.layout import beside_weight, local_slice, local_tensor, named_tensors, with_forward
 from storage.dcp import read_tensors
-from storage.manifest import is_hf_folder
+from storage.manifest import ADAPTER, is_hf_folder
 from support.config import Need, flag
 from support.files import json_bytes, publish, read_json, write_file
 
@@ -206,11 +207,6 @@ def lora_of(path: str) -> dict:
     return read_json(path, "state.json")["identity"]["lora"]
 
 
-def adapter_names(path: str, model) -> list[str]:
-    """fqns of the adapters in a step folder, for this model."""
-    return [f"{name}.lora_{x}.weight" for name in lora_names(model, lora_of(path)["on"]) for x in "ab"]
-
-
 def read_adapters(table, path: str) -> dict[str, torch.Tensor]:
     """{fqn: the whole tensor}: adapters are small."""
     found = {key: torch.empty(kind.size, dtype=kind.dtype) for key, kind in table.items() if key.startswith("model.")}
@@ -257,7 +253,7 @@ def write_peft(out: str, path: str, table, model, beside: dict[str, bytes]) -> N
 
     about, adapters = read_json(path, "state.json"), read_adapters(table, path)
     lora, base = about["identity"]["lora"], about["base"]["folder"]
-    base = base if is_hf_folder(base) else ""  # peft cannot read a run of ours
+    base = base if is_hf_folder(base) and base == weights_folder(base) else ""  # peft reads no run of ours, nor two adapters
     hf, tensors, chosen = model.hf_keys(), {}, set()  # chosen: their names of the linears
     for fqn, t in adapters.items():
         linear, _, letter = fqn.removesuffix(".weight").rpartition(".lora_")
@@ -272,7 +268,7 @@ def write_peft(out: str, path: str, table, model, beside: dict[str, bytes]) -> N
         use_rslora=False, use_dora=False, init_lora_weights=True, modules_to_save=None, inference_mode=True)
     temporary = f"{os.path.abspath(out)}.tmp-{os.getpid()}"
     os.makedirs(temporary)
-    for name, content in {**beside, "adapter_config.json": json_bytes(config)}.items():
+    for name, content in {**beside, ADAPTER: json_bytes(config)}.items():
         write_file(os.path.join(temporary, name), content)
     write_file(os.path.join(temporary, "adapter_model.safetensors"), save(tensors, {"format": "pt"}))
     publish(temporary, out)

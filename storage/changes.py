@@ -42,7 +42,8 @@ def compare_start(path: str, source, own: bool, identity: dict, cfg) -> list[tup
     of resume_source. Raises ValueError for changes that are not allowed.
     """
     saved, flags = read_json(path, "state.json"), read_json(path, "config.json")
-    there = {"model": {}} | saved.get("identity", {})  # a stranger may have written anything
+    if not (there := saved.get("identity", {})).get("model"):  # a stranger may have written anything
+        raise ValueError(f"{path}/state.json names no model for its weights; give a checkpoint as a recipe saves it")
     fields, free = there["model"].keys() | identity["model"].keys(), FREE_FIELDS | {"data"}
     if set(cfg.exclude_from_loading) - {"optimizer"}:
         free |= EXCLUDED_FIELDS

@@ -12,14 +12,14 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import fields
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
 
-from corpus.tokenizer import check_hf_tokenizer, files_beside, find_tokenizer, load_tokenizer, read_hf_json
+from corpus.tokenizer import check_hf_tokenizer, files_beside, find_tokenizer, load_tokenizer, read_hf_json, weights_folder
 from distributed.agree import brief, fail_together, gather, new_gloo_group, on_rank_0, rank_in, reason
 from distributed.layout import local_slice, local_tensor, named_tensors
 from storage.manifest import Progress
@@ -32,6 +32,7 @@ FP8_BLOCK = 128  # fp8 weights have one scale per 128 x 128 block, in a tensor <
 
 def read_hf_config(folder: str, Config=None):
     """The model config of config.json. Config: the class; None: chosen by model_type. Raises ValueError."""
+    folder = weights_folder(folder)
     found, path = read_hf_json(folder, "config.json"), os.path.join(folder, "config.json")
     if Config is None:
         kind = found.get("model_type")
@@ -80,11 +81,22 @@ def check_hf_config(model_config, folder: str):
         raise ValueError(f"{folder}/config.json is of another model: {text}; {fix}")
 
 
+def open_safetensors(folder: str, file: str):
+    from safetensors import SafetensorError, safe_open
+
+    real = hf_file(folder, file)
+    try:
+        return safe_open(real, "pt")  # checks all sizes and offsets, and refuses absurd headers
+    except (OSError, SafetensorError) as error:
+        path = os.path.join(folder, file)
+        raise ValueError(f"{path} is no safetensors file that can be read: {reason(error)}") from None
+
+
 class HFTensors:
     """The tensors of a Hugging Face folder, by name. Files are mapped into memory: only the bytes of a slice are read."""
 
     def __init__(self, folder: str):
-        self.folder, self.opened, index = folder, {}, "model.safetensors.index.json"
+        self.folder, self.open, index = folder, cache(partial(open_safetensors, folder)), "model.safetensors.index.json"
         if os.path.lexists(os.path.join(folder, "model.safetensors")):
             self.where = dict.fromkeys(self.open("model.safetensors").keys(), "model.safetensors")
             return
@@ -96,18 +108,6 @@ class HFTensors:
             raise ValueError(f"{os.path.join(folder, index)} has no weight_map of tensor names to file names")
         for file in sorted(set(self.where.values())):
             hf_file(folder, file)
-
-    def open(self, file: str):
-        if file not in self.opened:
-            from safetensors import SafetensorError, safe_open
-
-            real = hf_file(self.folder, file)
-            try:
-                self.opened[file] = safe_open(real, "pt")  # checks all sizes and offsets, and refuses absurd headers
-            except (OSError, SafetensorError) as error:
-                path = os.path.join(self.folder, file)
-                raise ValueError(f"{path} is no safetensors file that can be read: {reason(error)}") from None
-        return self.opened[file]
 
     def handle(self, name: str):
         """safetensors' handle of a tensor: gives shape, dtype, and slices by indexing."""
@@ -141,8 +141,14 @@ class HFTensors:
 
 
 def open_tensors(Model: type[nn.Module], folder: str) -> HFTensors:
-    """The tensors of a folder; a model with a format of its own names the reader (hf_tensors in forks/gpt_oss.py)."""
-    return getattr(Model, "hf_tensors", HFTensors)(folder)
+    """The tensors of a folder; a model with a format of its own names the reader (hf_tensors in forks/gpt_oss.py). Those of a
+    PEFT adapter are its base's, merged with the adapters as they are read."""
+    source = getattr(Model, "hf_tensors", HFTensors)(weights_folder(folder))
+    if source.folder != folder:
+        from forks.peft_folder import merge_adapters
+
+        merge_adapters(source, folder, open_safetensors(folder, "adapter_model.safetensors"))
+    return source
 
 
 def own_group(modules: list[nn.Module], group):

@@ -17,6 +17,7 @@ from support.files import STEP_FOLDER, fsync, hub_hint, json_bytes, read_json, s
 FORMAT_VERSION = 3  # 2 had a longer tensors.json
 TABLE = "tensors.json"  # names, dtypes and shapes of all tensors, and the places of all shards
 READ = (".json", ".jinja", ".py", ".distcp", ".safetensors", ".bin", ".model")  # an unlisted file of these kinds is refused
+ADAPTER = "adapter_config.json"  # of peft, beside adapter_model.safetensors
 ABOUT = ("state.json", "config.json")  # files of a step folder read at a start, before the tensors
 
 
@@ -25,10 +26,10 @@ class Damaged(ValueError):
 
 
 def is_hf_folder(folder: str) -> bool:
-    """Whether the folder holds weights in Hugging Face's format. Pickled weights (.bin) count, too: a later reader refuses
-    them with the reason."""
+    """Whether the folder holds weights in Hugging Face's format, or a PEFT adapter beside such weights. Pickled weights (.bin)
+    count, too: a later reader refuses them with the reason."""
     weights = [f"{stem}{end}" for stem in ("model.safetensors", "pytorch_model.bin") for end in ("", ".index.json")]
-    ours, *theirs = (os.path.lexists(os.path.join(folder, name)) for name in ("manifest.json", *weights))
+    ours, *theirs = (os.path.lexists(os.path.join(folder, name)) for name in ("manifest.json", ADAPTER, *weights))
     return folder != "" and any(theirs) and not ours
 
 
@@ -148,8 +149,6 @@ def candidates(folder: str, step: int = -1) -> list[str]:
         raise ValueError(f"{folder} has no checkpoint of step {step}; it has the steps {', '.join(map(str, found)) or 'none'}")
     if not found:
         what = "holds no checkpoint" if os.path.isdir(folder) else "is no folder"
-        if os.path.lexists(os.path.join(folder, "adapter_config.json")):
-            what = "is a PEFT adapter, to be merged with its base by merge_and_unload() of peft"
         raise ValueError(f"{folder} {what}; give a run folder, or one of its folders checkpoints/step-N{hub_hint(folder)}")
     return [found[step]] if step >= 0 else list(found.values())
 

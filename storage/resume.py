@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 
 from corpus.mixture import parse_mixture
 from corpus.shards import is_shards
-from corpus.tokenizer import BESIDE
+from corpus.tokenizer import BESIDE, text_folder
 from storage.manifest import ABOUT, is_hf_folder, newest_readable, resume_source, step_folders
 from support.config import FROM_FILE, own_rank
 from support.files import check_local, matches, read_json
@@ -61,8 +61,6 @@ def check_run(out: str, identity: dict, cfg, lr_at=None):
 
     Otherwise rank 0 prints the changed flags. lr_at: the recipe's, to show how changed flags move the learning rate.
     """
-    if cfg.keep_latest_k < 0:
-        raise ValueError(f"--keep_latest_k {cfg.keep_latest_k}: give a number of checkpoints, or 0 to keep all")
     if cfg.after_save and "{}" not in cfg.after_save:
         raise ValueError(f"--after_save {cfg.after_save!r} must have {{}} where the checkpoint's folder goes: 'cp -r {{}} /x'")
     if stateless := {"lr_scheduler", "dataloader", "train_state"} & set(cfg.exclude_from_loading):
@@ -76,8 +74,8 @@ def check_run(out: str, identity: dict, cfg, lr_at=None):
 
         path = newest_readable(source.folder, source.step, ABOUT)
         if source.folder != out and "lora" in read_json(path, "state.json").get("identity", {}):
-            merge = f"python checkpoint.py to_hf {source.folder} OUT"
-            raise ValueError(f"--init_from {source.folder} holds adapters only; merge them, {merge}, and start from OUT")
+            raise ValueError(f"--init_from {source.folder} holds adapters only; merge them, python checkpoint.py to_hf "
+                             f"{source.folder} OUT, and start from OUT")
         differ = compare_start(path, source, source.folder == out, identity, cfg)
         text = describe_start(path, differ, cfg, lr_at) if source.everything else ""
         if text and own_rank() == 0:
@@ -212,7 +210,7 @@ def source_tokenizer(cfg) -> str:
     if not cfg.init_from or cfg.tokenizer or not is_text or has_new_ids(cfg):
         return ""
     source, names = resume_source(cfg.out, cfg), (*ABOUT, "tokenizer.json", *BESIDE)
-    folder = newest_readable(source.folder, source.step, names) if source else cfg.init_from
+    folder = newest_readable(source.folder, source.step, names) if source else text_folder(cfg.init_from)
     file = os.path.join(folder, "tokenizer.json")
     if not os.path.lexists(file):
         raise ValueError(f"{file} is missing: give the tokenizer of these weights with --tokenizer")

@@ -837,8 +837,9 @@ def test_a_step_folder_whose_state_names_no_model_is_told_in_one_line(tmp_path):
     """To a start, to evaluate.py and to generate.py."""
     folder = path(save_run(tmp_path, 2), 2)
     rewrite(folder, "state.json", json_bytes({"state": [1]}))
-    new = "module is models.llama3 but .* was trained with not set"
-    refuses(new, check_run, str(tmp_path), {"model": {"module": "models.llama3"}}, CheckpointConfig())
+    for out, init_from in (str(tmp_path), ""), ("new", folder):
+        cfg = SimpleNamespace(**vars(CheckpointConfig(init_from=init_from)), data="", tokenizer="")
+        refuses("state.json names no model for its weights; give", check_run, out, {"model": {"module": "models.llama3"}}, cfg)
     refuses("does not describe a model", load_model, folder)
     refuses("is no place in a run", has_bos, str(tmp_path))
     assert not checkpoint.has_adapters(folder)

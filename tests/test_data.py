@@ -236,11 +236,6 @@ def test_doc_mask_arrays(corpus):
     assert some_boundary and (plain.labels >= 0).all()
 
 
-def test_batch_sizes_must_divide(corpus):
-    refused(lambda: open_corpus(corpus).batches(0, 10, 4, 0, 1, "cpu"), "--global_batch_size 10", "--local_batch_size", "4")
-    refused(lambda: open_corpus(corpus).batches(0, 8, 4, 0, 4, "cpu"), "4 x 4 = 16")
-
-
 # ---- the prefetch thread -------------------------------------------------------------------------------------------
 
 
@@ -435,7 +430,6 @@ def test_eot_in_plain_text_separates_documents_but_not_in_json(tmp_path):
         loaded = open_data(DataConfig(data=str(tmp_path / name), cache_dir=str(tmp_path)), 8)
         assert json.loads((loaded.folder / "index.json").read_text())["documents"] == documents
         assert shard_files.find_damage(loaded.folder) == []
-    refused(lambda: loaded.val_batches(4, 4, 0, 1, "cpu"), "no text for validation", "--val_every 0")
 
 
 def test_no_document_end_is_lost_between_pieces(tmp_path):
@@ -652,10 +646,7 @@ def test_a_tokenizer_of_strangers(tmp_path, name):
 
 
 @pytest.mark.parametrize("name, content, parts", [
-    ("none.txt", None, ["none.txt", "no such file", "need .txt"]),
-    ("a.txt.bz2", b"1", ["a.txt.bz2: need .txt", "unpack other archives"]),
     ("short.txt", b"ab\n", ["short.txt", "--seq_len 64", "longer text"]),
-    ("space.txt", b"\n \n", ["space.txt", "--seq_len"]),
     ("latin.txt", b"caf\xe9 " * 100, ["latin.txt", "byte 3", "UTF-8", "iconv"]),
     ("a.jsonl", b'{"text": "ok"}\n\n{"text": "ok"\n', ["a.jsonl line 3", '"text"']),
     ("b.jsonl", b'{"text": "ok"}\n{"content": "no"}\n', ["b.jsonl line 2", "KeyError('text')"]),
@@ -663,12 +654,10 @@ def test_a_tokenizer_of_strangers(tmp_path, name):
     ("d.jsonl", b"[1]\n", ["d.jsonl line 1"]),
     ("e.jsonl", b'{"text": "\\ud800"}\n', ["e.jsonl line 1"]),
     ("f.jsonl", b'{"text": ""}\n' * 200, ["f.jsonl", "0 training tokens"]),
-    ("g.jsonl", b'{"text": "' + b"ok " * 50 + b'"}\n{"te', ["g.jsonl line 2"]),
     ("h.jsonl", b'{"text": "ok"}\n' * 100 + b"oops\n", ["h.jsonl line 101"]),
 ])
 def test_bad_text(tmp_path, name, content, parts):
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
+    (tmp_path / name).write_bytes(content)
     refused(lambda: open_data(DataConfig(data=str(tmp_path / name), cache_dir=str(tmp_path / "cache")), 64), *parts)
 
 

@@ -16,6 +16,7 @@ from generate import continue_texts, generate, main, open_checkpoint, print_samp
 from models import deepseek
 from models.llama3 import Attention, Llama3, Llama3Config
 from rl import decoding
+from storage.manifest import checksums, write_manifest
 
 PROMPTS = [[5, 9, 2, 77, 31, 8], [3], [60, 61, 62], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]]
 
@@ -187,6 +188,8 @@ def run_folder(tmp_path, tokenizer, monkeypatch):
     step = tmp_path / "run" / "checkpoints" / "step-3"
     step.mkdir(parents=True)
     tokenizer.save(str(step / "tokenizer.json"))
+    (step / "state.json").write_text('{"state": {}}')
+    write_manifest(str(step), checksums(str(step), ["tokenizer.json", "state.json"]), step=3)
     (tmp_path / "run" / "config.json").write_text('{"seq_len": 64}')
     torch.manual_seed(1)
     config = Llama3Config(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=64, vocab_size=280, max_seq_len=256)

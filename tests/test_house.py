@@ -17,7 +17,7 @@ LAYERS = [
     ["distributed"],
     ["parallel"],
     ["support"],
-    ["corpus", "storage", "sft"],
+    ["corpus", "storage", "sft", "forks.peft_folder"],  # the last is a reader of files for storage.hf
     ["data", "checkpoint"],
     ["sft.base", "sft.chat_data"],
     ["rl"],

@@ -613,3 +613,8 @@ def test_an_error_names_the_module_in_which_it_happened():
     assert pool(2).run(where_it_fails, dict(tp=2, ac="full")) == [name + hint] * 2
     assert pool(1).run(where_it_fails, {}) == [None]
     assert failed_module(ValueError("no model")) == ""
+    model = nn.Identity()
+    model.register_forward_pre_hook(mock.Mock(side_effect=RuntimeError("Tensor and DTensor")))
+    with pytest.raises(RuntimeError) as found:
+        model(1)
+    assert 'a "head" is given to self.token_loss(..., kernel=YOURS), not called' in failed_module(found.value)

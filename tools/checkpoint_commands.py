@@ -83,8 +83,7 @@ def from_hf(folder: str, out: str):
     check_export(out)
     model, tokenizer_file = load_hf_model(folder)
     about = {"module": type(model).__module__, "class": type(model).__name__, **asdict(model.config)}
-    identity = {"model": about, "data": {}, "optimizer": {}}
-    write_run(out, model, identity, {"step": 0, "samples": 0, "tokens": 0}, tokenizer_file)
+    write_run(out, model, {"model": about, "data": {}, "optimizer": {}}, {"step": 0, "samples": 0, "tokens": 0}, tokenizer_file)
 
 
 def write_run(out: str, model, identity: dict, state: dict, tokenizer_file: str | None):

@@ -18,8 +18,7 @@ from test_parallel import MOE, V2
 import checkpoint
 from checkpoint import CheckpointConfig, Checkpoints, load_model
 from evaluate import read_checkpoint
-from generate import open_checkpoint
-from sft.base import load_base, read_model
+from sft.base import load_base
 from sft.lora import base_hash, claim_adapters, is_adapter, lora_names, placed_sum
 from storage import hf
 from storage.resume import check_run
@@ -64,7 +63,7 @@ def theirs(folder):
 @pytest.mark.parametrize("kind", SMALL)
 @torch.no_grad()
 def test_merged_weights_and_the_adapter_give_the_same_logits_in_transformers_and_here(kind, tmp_path):
-    """From a run: to_hf merged, to_hf --adapter with peft, and load_model."""
+    """From a run: to_hf merged, to_hf --adapter with peft and here, and load_model."""
     import peft  # not at the top: slow to import, and every worker of a pool would wait
 
     problem, lora = SMALL[kind]
@@ -83,12 +82,39 @@ def test_merged_weights_and_the_adapter_give_the_same_logits_in_transformers_and
     found = peft.PeftModel.from_pretrained(theirs(base), tmp_path / "adapter")
     assert sum(".lora_A." in name for name, _ in found.named_parameters()) == len(lora_names(model, cfg.lora_on))
     merged, loaded = theirs(tmp_path / "merged"), load_model(str(tmp_path / "run"))[0]
-    for other in found(tokens).logits, merged(tokens).logits, loaded(tokens):
+    adapted = hf.load_hf_model(str(tmp_path / "adapter"))[0]
+    for other in found(tokens).logits, merged(tokens).logits, loaded(tokens), adapted(tokens):
         torch.testing.assert_close(other, expected, rtol=0, atol=1e-5)
 
-    cfg = flags_of(lora, init_from=str(tmp_path / "adapter"))
-    for read, what in (read_model, cfg), (read_checkpoint, cfg.init_from), (open_checkpoint, cfg.init_from):
-        refuses("is a PEFT adapter, to be merged with its base by merge_and_unload", read, what)  # in evaluate.py, generate.py
+
+@torch.no_grad()
+def test_an_adapter_of_peft_is_read_as_peft_merges_it(tmp_path):
+    """Patterns and rsLoRA, on one process and with tp; what is no plain LoRA, or does not fit the base, is refused by name."""
+    import peft
+
+    problem, adapter, tokens = dict(n_layers=2), str(tmp_path / "adapter"), random_tokens(2, 24, seed=1)
+    _, base = written_base(tmp_path / "base", problem)
+    lora = peft.LoraConfig(r=4, lora_alpha=6, use_rslora=True, target_modules="all-linear", init_lora_weights=False,
+                           rank_pattern={"q_proj": 2}, alpha_pattern={"layers.1.self_attn.q_proj": 20})
+    adapted = peft.get_peft_model(theirs(base), lora)
+    adapted.save_pretrained(adapter)
+    expected = adapted.merge_and_unload()(tokens).logits.log_softmax(-1)
+    read = hf.load_hf_model(adapter)[0]
+    torch.testing.assert_close(read(tokens).log_softmax(-1), expected, rtol=0, atol=1e-4)
+    for weights in pool(2).run(merged_weights, adapter, problem, dict(tp=2)):
+        assert all(torch.allclose(weight, read.get_parameter(fqn), rtol=0, atol=1e-6) for fqn, weight in weights.items())
+    config_file = tmp_path / "adapter/adapter_config.json"
+    about = json.loads(config_file.read_text())
+    for change, words in [(dict(use_dora=True), "has use_dora True, and only plain LoRA is read here; merge_and_unload"),
+                          (dict(alpha_pattern={"(q|k)_proj": 3}), "alpha_pattern {'.q|k._proj': 3}"),
+                          (dict(base_model_name_or_path=f"{adapter}/"), "adapter/', which is no folder of weights here"),
+                          (dict(base_model_name_or_path="meta/Llama"), "is 'meta/Llama', which is no folder of weights here")]:
+        config_file.write_text(json.dumps(about | change))
+        refuses(words, hf.load_hf_model, adapter)
+    written_base(tmp_path / "other", dict(n_layers=1))
+    config_file.write_text(json.dumps(about | dict(base_model_name_or_path=str(tmp_path / "other"))))
+    refuses("layers.1.mlp.down_proj.lora_A.weight, .*: no pair of LoRA matrices that fits a weight of .*/other",
+            hf.load_hf_model, adapter)
 
 
 def test_what_peft_would_take_for_experts_is_not_exported_for_it(tmp_path):
@@ -198,15 +224,11 @@ def test_adapters_of_a_run_that_was_trained_on_since_are_told_their_step(tmp_pat
 
 @pytest.mark.parametrize("change, words", [
     (dict(lora_rank=8), "lora.rank is 8 but .* was trained with 4; use --out NEW"),
-    (dict(lora_alpha=9), "lora.alpha is 9 but .* was trained with 6"),
-    (dict(lora_on=["wq"]), r"lora.on is \['wq'\] but .* was trained with"),
     (dict(lora_rank=0), "lora is not set but .* was trained with"),
     (dict(init_from="no/where"), "--init_from no/where is no folder; give the one of the frozen weights"),
     (dict(init_from=""), "--lora_rank 4 trains beside weights that have learned; give --init_from"),
     (dict(init_model_only=False), "--no-init_model_only with --lora_rank"),
     (dict(exclude_from_loading=["head"]), "--exclude_from_loading head with --lora_rank"),
-    (dict(out="new", lora_rank=0, init_from="run", init_model_only=False), "--init_from .*run holds adapters only; merge them"),
-    (dict(out="new", lora_rank=0, init_from="run"), "--init_from .*run holds adapters only; merge them"),
     (dict(out="new", init_from="run"), "--init_from .*run holds adapters only; merge them"),
 ])
 def test_what_cannot_go_on_is_refused_by_name(change, words, tmp_path):

@@ -7,7 +7,7 @@ import sys
 from functools import partial
 
 import pytest
-from chats import EOS, SPECIAL, TEMPLATES, WORDS, chat_folder, conversations, judged, with_marks
+from chats import EOS, SPECIAL, TEMPLATES, WORDS, bpe, chat_folder, conversations, judged, with_marks
 from runs import REPO
 from saves import refuses
 from test_data import call_cli
@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
 from corpus.build import is_chat
-from corpus.tokenizer import read_special_tokens
+from corpus.tokenizer import load_tokenizer, read_special_tokens
 from data import DataConfig, open_data
 from sft import chat
 from sft.chat import add_marks, chat_prompts, chat_tokenizer, parse_conversation, read_template, tokens_and_mask
@@ -237,9 +237,18 @@ def test_a_template_that_fails_is_named_with_the_line(tmp_path):
     with pytest.raises(ValueError, match="^the chat template of .*fails fails: roles must alternate$"):
         ours(folder, {"messages": FOUR}, "{{ raise_exception('roles must alternate') }}")
     refuses("^the chat template of .*fails fails: ", ours, folder, {"messages": FOUR}, "{% if %}")
+    refuses("fails fails: MemoryError", ours, folder, {"messages": FOUR}, "{{ 'x' * 2 ** 62 }}")
     (folder / "chat_template.jinja").unlink()
     refuses("x: .*fails has no chat template", read_template, str(folder), "x")
     assert read_special_tokens(str(folder))["eos_token"] == EOS["qwen3"]
+
+
+def test_rules_of_a_tokenizer_that_grow_a_text_absurdly_are_refused(tmp_path):
+    rules = [{"type": "Replace", "pattern": {"String": a}, "content": b * 99} for a, b in ("ab", "bc", "cd")]
+    for part in "normalizer", "decoder":
+        made = json.loads(bpe("abc", 300).to_str()) | {part: {"type": "Sequence", f"{part}s": rules}}
+        (tmp_path / f"{part}.json").write_text(json.dumps(made))
+        refuses(f"{part}.json: its rules may make a text 970,299 times longer", load_tokenizer, tmp_path / f"{part}.json")
 
 
 def test_a_second_template_for_tools_is_not_passed_over(tmp_path):
