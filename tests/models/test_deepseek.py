@@ -10,19 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from layouts import Flags, config, equals_transformers, global_batch, on_meta, random_tokens
+from layouts import config, equals_transformers, global_batch, on_meta, random_tokens
 from pieces import in_pieces
 from safetensors import safe_open
 from safetensors.torch import save_file
 from saves import refuses
 
-from distributed.refusals import check_layout
 from models.attention import causal_attention, sdpa
-from models.deepseek import FLAVORS, DeepSeek, DeepSeekConfig, MoE, shift_targets
+from models.deepseek import FLAVORS, DeepSeek, DeepSeekConfig, MoE
 from models.layers import rope_frequencies
 from models.loss import IGNORE
 from storage import hf
-from support.config import override_fields
 
 REPO = Path(__file__).parents[2]
 
@@ -226,15 +224,6 @@ def test_the_cache_keeps_the_latent_and_gives_the_same_logits(changes):
 # ---------------------------------------------------------------- multi-token prediction
 
 
-def test_shift_targets_by_hand():
-    tokens, labels = torch.tensor([[10, 11, 12, 13, 14]]), torch.tensor([[11, 12, 13, IGNORE, 15]])
-    next_tokens, next_labels = shift_targets(tokens, labels)
-    assert next_tokens[0, :4].tolist() == [11, 12, 13, 14] and next_labels.tolist() == [[12, 13, IGNORE, 15, IGNORE]]
-    next_tokens, next_labels = shift_targets(tokens, labels, torch.tensor([[0, 0, 1, 1, 1]]))
-    assert next_tokens[0, [0, 2, 3]].tolist() == [11, 13, 14]
-    assert next_labels.tolist() == [[12, IGNORE, IGNORE, 15, IGNORE]]
-
-
 def mtp_losses(model, tokens, labels, doc_ids):
     """(sum of next-token losses, sum of the losses of the tokens after): arXiv:2412.19437, eq. 21-25, a document at a time."""
     D, head, mtp = model.config.dim, model.head.weight, model.mtp
@@ -281,17 +270,6 @@ def test_loss_and_gradients_of_multi_token_prediction(documents):
     for fqn, p in model.named_parameters():
         assert p.grad.norm() > 0 and (got[fqn] - p.grad).norm() <= 1e-4 * p.grad.norm(), fqn
     assert model.mtp.block.moe.balance.load.sum() > 0
-
-
-def test_no_multi_token_prediction_without_gradients():
-    model = normal(DeepSeek(tiny(n_layers=2, mtp_depth=1)))
-    model.mtp.forward = None
-    tokens = random_tokens(2, 8)
-    with torch.no_grad():
-        model(tokens, tokens)
-    model(tokens)  # logits, as for RL and for generation
-    with pytest.raises(TypeError):
-        model(tokens, tokens)
 
 
 # ---------------------------------------------------------------- files
@@ -416,16 +394,3 @@ def test_the_kernel_gets_heads_of_one_size(monkeypatch):
         out = sdpa(*(torch.randn(1, 2, 3, size) for size in (K, K, U)))
         assert out.shape[-1] == U
     assert seen == [192, 128, 512]
-
-
-# ---------------------------------------------------------------- what a user can get wrong
-
-
-def test_tied_embedding_with_mtp_has_no_half_backward():
-    """torch's split backward walks the graph of the shared weight twice, and fails."""
-    tied = override_fields(FLAVORS["debug_mtp"], "tie_embeddings=true", "--model_args")
-    flags = Flags(pp=2, pp_schedule="ZBVZeroBubble")
-    refuses("cannot halve the backward of a tied embedding", check_layout, flags, tied, seq_len=96, local_batch_size=16,
-            global_batch_size=-1, device="cpu", world_size=2)
-
-

@@ -3,17 +3,13 @@ from unittest import mock
 
 import pytest
 import torch
-from layouts import build, config, full, global_batch, local_batch, relative
+from layouts import build, config, full, global_batch, local_batch, on_meta, relative
 from pool import pool
-from runs import MODEL as MODEL_ARGS
-from runs import launch, run, train_lines
 
 import parallel
 import train_qwen3
 from distributed.layout import local_tensor
 from distributed.refusals import check_layout
-from storage.dcp import read_table
-from storage.manifest import verify
 from support import muon as stacks
 from support.muon import Muon
 from support.optim import adamw, skip_if_not_finite
@@ -95,22 +91,11 @@ def test_stacks_of_experts_equal_torch_expert_by_expert(monkeypatch, at_once):
     assert [list(ours.state[p]) for p in params] == [["momentum_buffer"]] * 4
 
 
-@pytest.mark.slow
-def test_experts_learn_with_muon(tmp_path):
-    """The recipe itself, on one process and with ep; no expert has AdamW's moments."""
-    flags = ["--flavor", "debug_moe", "--model_args", MODEL_ARGS + ",n_experts=8,top_k=2,moe_ffn_dim=32", "--optimizer", "muon",
-             "--steps", 30, "--warmup_steps", 5, "--lr", "1e-2", "--seq_len", 64, "--local_batch_size", 4,
-             "--global_batch_size", 8, "--val_every", 0, "--log_every", 1, "--device", "cpu", "--compute_dtype", "float32"]
-    losses = []
-    for processes, layout in ((1, []), (2, ["--ep", 2])):
-        run(launch(processes, "train_qwen3.py", *flags, *layout, "--out", tmp_path / str(processes)))
-        losses.append([line["loss"] for line in train_lines(tmp_path / str(processes))])
-    one, two = losses
-    assert two[:3] == pytest.approx(one[:3], rel=1e-4) and max(one[-1], two[-1]) < one[0] - 1.5
-    folder = str(tmp_path / "2" / "checkpoints" / "step-30")
-    keys = read_table(folder, verify(folder)["files"])
-    state = {key.rpartition(".")[2] for key in keys if key.startswith("optimizer.") and ".experts." in key}
-    assert state == {"momentum_buffer"}
+def test_experts_and_matrices_of_blocks_are_muons():
+    model = on_meta(config("qwen3", n_experts=8, top_k=2, moe_ffn_dim=32))
+    muon = train_qwen3.build_optimizers([model], train_qwen3.Config(optimizer="muon"))[-1]
+    mine = {p for group in muon.param_groups for p in group["params"]}
+    assert mine == {p for fqn, p in model.named_parameters() if fqn.startswith("blocks.") and p.dim() > 1}
 
 
 # ---------------------------------------------------------------- AdamW with fewer bits

@@ -12,8 +12,8 @@ from distributed.pipeline import ONE_STAGE_PER_RANK
 from models.llama3 import Llama3Config
 from tools import dryrun
 from tools.dryrun import bubble, rows_of, simulate
-from tools.explain import axis_groups, shown_ranks
-from tools.layout_plots import draw_mesh, draw_schedule, pipeline_peers, plot
+from tools.explain import axis_groups
+from tools.layout_plots import draw_mesh, pipeline_peers, plot
 from tools.svg import LOOKS
 
 BUBBLES = dict(GPipe=3 / 11, LoopedBFS=3 / 19, Interleaved1F1B=3 / 19, InterleavedZeroBubble=1 / 17, ZBVZeroBubble=1 / 17,
@@ -91,13 +91,3 @@ def test_device_0_talks_to_its_pipeline_neighbours(ids, tied, peers):
     stage = SimpleNamespace(config=Llama3Config(tie_embeddings=tied))
     report = SimpleNamespace(ranks=[SimpleNamespace(ids=held, stages=[stage]) for held in ids])
     assert pipeline_peers(report) == peers
-
-
-def test_large_pictures():
-    """A schedule with two stages per rank, and the beginning of a large mesh."""
-    assert "DualPipeV" in draw_schedule(simulate(rows_of(Flags(pp=4, pp_schedule="DualPipeV"), 4, 8, 8)), "DualPipeV")
-    with world(pp=2, dp_shard=64, tp=2) as layout:
-        pass
-    ranks, _ = shown_ranks(layout)
-    assert sum(len(column) for panel in ranks for column in panel) == 128
-    assert "(shown: 32 of 64 columns)" in draw_mesh(layout, [1])
