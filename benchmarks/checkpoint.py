@@ -81,7 +81,7 @@ def main(cfg: Config):
 
     def ours(mode, load_only=False):
         flags = CheckpointConfig(checkpoint_async=mode, keep_latest_k=0, load_only=load_only)
-        about = dict(identity={"model": {}}, config={}, source="")
+        about = dict(identity={"model": {"class": "DeepSeek"}}, config={}, source="")
         checkpoints = Checkpoints(flags, folder, modules=[model], optimizer=optimizer, **about)
         checkpoints.say = lambda text: None
         return checkpoints

@@ -42,7 +42,7 @@ CODE = dict(
 from models.loss import softmax_loss
 def cap(h, weight, labels, all_reduce, vocab_start, out):
     logits = 0.05 * torch.tanh(F.linear(h, weight) / 0.05)
-    total = softmax_loss(logits, torch.eye(len(weight)), labels, all_reduce, vocab_start, out)
+    total = softmax_loss(logits, torch.eye(len(weight), dtype=h.dtype), labels, all_reduce, vocab_start, out)
     return total if out is None else (out.mul_(1 - (logits / 0.05) ** 2), total)[1]
 """ + changed("Llama3", """
     pp_stage = {"head2": "last", "norm2": "last"}
