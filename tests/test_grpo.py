@@ -493,12 +493,12 @@ def test_dynamic_sampling_fills_the_batch(tmp_path):
     flags = ["--env", tmp_path / "coin.py", "--steps", 4, "--loss", "dapo", "--overlong_tokens", 4, "--dynamic_sampling", 40]
     run(1, *TINY, *flags, "--out", tmp_path / "run")
     steps = steps_of(tmp_path / "run")
-    drawn = [line["prompts_drawn"] for line in steps]
-    assert all(line["zero_variance_groups"] == 0 for line in steps) and max(drawn) > 4
-    assert any(n % 4 for n in drawn)  # no more prompts than are likely to suffice
+    assert all(line["zero_variance_groups"] == 0 and line["prompts_drawn"] > 4 for line in steps)
+    assert any(line["prompts_drawn"] % 4 for line in steps)  # no more than are likely to suffice
     run(1, *TINY, *flags[:-2], "--out", tmp_path / "without")
     without = steps_of(tmp_path / "without")
-    assert any(line["zero_variance_groups"] > 0 for line in without) and {line["prompts_drawn"] for line in without} == {4}
+    failed, equal = (sum(line[name] for line in without) for name in ("all_failed_groups", "zero_variance_groups"))
+    assert failed > equal / 2 > 0 and {line["prompts_drawn"] for line in without} == {4}
 
 
 # ---------------------------------------------------------------- signals, hangs, patience
