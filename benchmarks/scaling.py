@@ -159,7 +159,7 @@ def measure_resume(folder, n_ranks, names, shape, distribute_tensor, init_device
     manifest = read_manifest(folder, lambda name: name == TABLE)
     table = read_table(folder, manifest["files"])
     parsed = time.process_time()
-    shards = find_shards(dict.fromkeys(names, tensor), table)
+    shards = find_shards(dict.fromkeys(names, tensor), table, folder)
     assert len(shards.storage_data) == len(names)  # of each tensor one shard: this rank's
     return {"resume, rank 0, files: CPU s": looked - began, "any rank, table: CPU s": parsed - looked,
             "its own shards: CPU s": time.process_time() - parsed,

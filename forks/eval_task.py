@@ -12,8 +12,10 @@ from corpus.tokenizer import encoding_of, load_tokenizer
 def open_eval_task(cfg, model_config, data) -> tuple[list, list]:
     """(lines, requests of each line) of the file cfg.eval_task, as `evaluate.py --task` makes them. Raises ValueError."""
     kind, lines = evaluate.read_task(cfg.eval_task, "--eval_task")
-    if kind != "choice" or cfg.tp > 1 and not cfg.loss_parallel:
-        raise ValueError(f"--eval_task {cfg.eval_task}: need questions with choices, and no --no-loss_parallel under --tp")
+    if kind != "choice":
+        raise ValueError(f"--eval_task {cfg.eval_task}: need questions with choices; for the loss on a text use --val_data")
+    if cfg.tp > 1 and not cfg.loss_parallel:
+        raise ValueError(f"--eval_task under --tp {cfg.tp} scores with a split head: leave out --no-loss_parallel")
     tokenizer = load_tokenizer(data.tokenizer_file)
     ids = lambda string, bos=False: encoding_of(tokenizer, string, bos).ids  # noqa: E731
     text = SimpleNamespace(ids=ids, chat=None, bos=False, first=data.eot)

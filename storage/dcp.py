@@ -137,7 +137,7 @@ def serve_writes(pipe):
 def read_tensors(tensors: dict[str, Tensor], folder: str, table: dict):
     """Overwrites `tensors` (plain or DTensor, any layout) with the folder's tensors of the same keys, each rank by itself.
     table: from read_table(). Raises ValueError."""
-    dcp, found = import_dcp(), find_shards(tensors, table)
+    dcp, found = import_dcp(), find_shards(tensors, table, folder)
 
     class Reader(dcp.FileSystemReader):
         def read_metadata(self):  # DCP's version unpickles .metadata, and a pickle can run any code
@@ -231,7 +231,7 @@ def read_table(folder: str, files: dict[str, list]) -> dict[str, SavedTensor]:
     return table
 
 
-def find_shards(tensors: dict[str, Tensor], table: dict[str, SavedTensor]):
+def find_shards(tensors: dict[str, Tensor], table: dict[str, SavedTensor], folder: str):
     """DCP's Metadata with the saved shards that overlap with this rank's part of `tensors`: of millions only a few."""
     from torch.distributed.checkpoint import filesystem, metadata
 
@@ -240,7 +240,7 @@ def find_shards(tensors: dict[str, Tensor], table: dict[str, SavedTensor]):
         (shape, first), saved, chunks = local_slice(tensor), table[key], []
         shards, error = attempt(saved.read_shards, first, shape)
         if error:
-            raise ValueError(f"{TABLE} is refused: {key}: {error}")
+            raise ValueError(f"{folder}/{TABLE} is refused: {key}: {error}")
         for file, start, length, offset, size in zip(*(column.tolist() for column in shards)):
             chunks.append(metadata.ChunkStorageMetadata(torch.Size(offset), torch.Size(size)))
             info = filesystem._StorageInfo(saved.files[0][file], start, length)
