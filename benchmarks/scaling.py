@@ -81,7 +81,7 @@ def measure_run(rank: int, n: int, folder: str, answers) -> None:
             module.register_parameter(f"w{i}", nn.Parameter(part))
         optimizer = torch.optim.AdamW(module.parameters())
         run = Checkpoints(CheckpointConfig(), f"{folder}/run", modules=[module], optimizer=optimizer, source="",
-                          identity={"model": {}, "data": {}, "optimizer": {}}, config={"checkpoint_every": 1})
+                          identity={"model": {"class": "Module"}, "data": {}, "optimizer": {}}, config={"checkpoint_every": 1})
         check_replicas([module], layout)
         return run
 
