@@ -11,18 +11,16 @@ import os
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import datetime
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-import jinja2.ext
 import jinja2.meta
-import jinja2.sandbox
+import jinja2.nodes
 
 from corpus.tokenizer import ChatConfig, encoding_of, load_tokenizer, read_chat_template, read_special_tokens, text_folder
+from sft.sandbox import BEGIN, END, Sandbox, limits
 
-BEGIN, END = "\ufdd0", "\ufdd1"  # around the assistant's text; Unicode reserves both for programs, so no text has them
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant",
                   "function_call": "assistant", "function": "tool", "function_response": "tool", "observation": "tool"}
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys of the thoughts before an answer, in various files
@@ -46,22 +44,6 @@ class ChatTemplate(NamedTuple):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Templates
-class Generation(jinja2.ext.Extension):
-    """{% generation %}: puts the inner text between BEGIN and END."""
-
-    tags = {"generation"}
-
-    def parse(self, parser):
-        next(parser.stream)
-        inside = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        begin, end = (jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)]) for mark in (BEGIN, END))
-        return [begin, jinja2.nodes.Scope(inside), end]
-
-
-def fail(message):
-    raise jinja2.TemplateError(message)
-
-
 def add_marks(template: str) -> tuple[str, str]:
     """(template with {% generation %} added, its name) of a published template in chat_marks.json, found by the SHA-256 of its
     text without blanks at both ends. Any other template comes back unchanged, with the name ""."""
@@ -80,16 +62,12 @@ def read_template(folder: str, user: str) -> ChatTemplate:
     special_tokens = read_special_tokens(folder)
     marked, _ = add_marks(template)
 
-    # A template is a program by a stranger: the sandbox keeps Python's objects out of reach. Options and names are as in
-    # transformers.
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation])
-    environment.filters["tojson"] = lambda value, **options: json.dumps(value, **({"ensure_ascii": False} | options))
-    environment.globals |= dict(raise_exception=fail, strftime_now=lambda text: datetime.now().strftime(text))
+    environment = Sandbox()
 
     def guarded(what, *args, **values):
         try:
-            return what(*args, **values)
+            with limits():
+                return what(*args, **values)
         except Exception as error:  # a template can make Python raise anything
             raise ValueError(f"the chat template of {folder} fails: {str(error) or type(error).__name__}") from None
 

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from corpus.build import is_chat
 from corpus.tokenizer import load_tokenizer, read_special_tokens
 from data import DataConfig, open_data
-from sft import chat
+from sft import chat, sandbox
 from sft.chat import add_marks, chat_prompts, chat_tokenizer, parse_conversation, read_template, tokens_and_mask
 from sft.chat_data import ChatData
 from tools.data_commands import documents_of
@@ -232,12 +232,18 @@ def test_bad_lines_are_named(tmp_path, line, part):
     assert len(refuses(words, list, documents_of(file, folder / "tokenizer.json", 0))) < 500  # without the line itself
 
 
-def test_a_template_that_fails_is_named_with_the_line(tmp_path):
+def test_a_template_that_fails_or_never_ends_is_named_with_the_line(tmp_path, monkeypatch):
     folder = chat_folder(tmp_path / "fails", "qwen3")
     with pytest.raises(ValueError, match="^the chat template of .*fails fails: roles must alternate$"):
         ours(folder, {"messages": FOUR}, "{{ raise_exception('roles must alternate') }}")
     refuses("^the chat template of .*fails fails: ", ours, folder, {"messages": FOUR}, "{% if %}")
-    refuses("fails fails: MemoryError", ours, folder, {"messages": FOUR}, "{{ 'x' * 2 ** 62 }}")
+    for what, evil in [
+        ("takes longer than 0.2 s", "{% for i in range(10**5) %}{% for j in range(10**5) %}{% endfor %}{% endfor %}"),
+        ("or 1 GiB more", "{% set ns = namespace(x='abc') %}{% for i in range(40) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}"),
+        ("makes more than", "{{ 'x' * 2 ** 62 }}"), ("text is longer than", "{{ 'x'|center(300000000) }}"),
+    ]:
+        monkeypatch.setattr(sandbox, "LONGEST_S", 0.2 if "longer than 0" in what else 60)
+        refuses(f"fails fails: .*{what}", ours, folder, {"messages": FOUR}, evil)
     (folder / "chat_template.jinja").unlink()
     refuses("x: .*fails has no chat template", read_template, str(folder), "x")
     assert read_special_tokens(str(folder))["eos_token"] == EOS["qwen3"]

@@ -1,0 +1,92 @@
+"""Runs a chat template, a program by a stranger: Python's objects are out of its reach, and it is stopped if it does not end.
+
+jinja2's sandbox limits neither time nor memory. Python can raise an error in another thread, between two of its instructions
+(PyThreadState_SetAsyncExc): a thread looks every 50 ms at the templates that run, and ends those beyond a limit. An instruction
+that takes long cannot be ended, so sums, products and powers are checked before.
+"""
+import ctypes
+import json
+import resource
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from datetime import datetime
+
+import jinja2.ext
+import jinja2.sandbox
+
+BEGIN, END = "\ufdd0", "\ufdd1"  # around the assistant's text; Unicode reserves both for programs, so no text has them
+LONGEST_S, MOST_GIB, LARGEST = 10, 1, 1 << 28  # of one rendering: time, memory; and the most that a number or a length may be
+PER_GIB = 1 << (30 if sys.platform == "darwin" else 20)  # the unit of ru_maxrss is a byte or a KiB
+RESULTS = {"+": float.__add__, "*": float.__mul__, "**": float.__pow__}
+
+
+class Generation(jinja2.ext.Extension):
+    """{% generation %}: puts the inner text between BEGIN and END."""
+
+    tags = {"generation"}
+
+    def parse(self, parser):
+        next(parser.stream)
+        inside = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        begin, end = (jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)]) for mark in (BEGIN, END))
+        return [begin, jinja2.nodes.Scope(inside), end]
+
+
+class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Options and names are as in transformers."""
+
+    intercepted_binops = frozenset(RESULTS)
+
+    def __init__(self):
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation])
+        self.filters["tojson"] = lambda value, **options: json.dumps(value, **({"ensure_ascii": False} | options))
+        self.globals |= dict(raise_exception=fail, strftime_now=lambda text: datetime.now().strftime(text))
+
+    def call_binop(self, context, operator, *values):
+        sizes = [len(x) if hasattr(x, "__len__") else x for x in values]
+        if all(isinstance(size, int) for size in sizes) and RESULTS[operator](*map(float, sizes)) > LARGEST:
+            fail(f"{operator} makes more than {LARGEST:,}")
+        return super().call_binop(context, operator, *values)
+
+    def concat(self, parts):
+        text = "".join(parts)
+        return text if len(text) <= LARGEST else fail(f"its text is longer than {LARGEST:,} characters")
+
+
+def fail(message):
+    raise jinja2.TemplateError(message)
+
+
+class Endless(Exception):
+    def __str__(self):
+        return f"it takes longer than {LONGEST_S} s, or {MOST_GIB} GiB more than the process had"
+
+
+running, lock = {}, threading.Lock()  # {thread: [when its template began, peak memory of the process soon after]}
+
+
+@contextmanager
+def limits():
+    """Raises Endless inside of the context if it takes too long, or too much memory."""
+    if all(thread.name != "watch" for thread in threading.enumerate()):  # the first time, and after a fork
+        threading.Thread(target=watch, name="watch", daemon=True).start()
+    running[threading.get_ident()] = [time.monotonic(), None]
+    try:
+        yield
+    finally:
+        with lock:  # watch() holds the lock while it ends a template, so its error comes inside of this context or never
+            running.pop(threading.get_ident(), None)
+
+
+def watch():
+    while True:
+        time.sleep(0.05)
+        with lock:
+            for thread, entry in [*running.items()]:
+                memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / PER_GIB
+                entry[1] = entry[1] or memory
+                if time.monotonic() - entry[0] > LONGEST_S or memory - entry[1] > MOST_GIB:
+                    del running[thread]
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Endless))
