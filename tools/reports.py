@@ -32,6 +32,7 @@ class ReportConfig(PlotConfig):
     TITLE = "in place of training"  # of the section of --help
     dry_run: bool = False  # no device, no launcher: report memory, collectives, FLOPs and bubble of the layout
     machine: Literal["H100", "H200", "B200"] = flag("H100", DRY_RUN)  # the device whose peak bounds the time of a step
+    best: int = flag(0, DRY_RUN)  # in place of one layout: the ten fastest layouts of this many devices, by dry runs
     explain: bool = False  # a page on one block: how each parameter is split, and which collectives run when, and why
     html: str = flag("", EXPLAIN)  # a file: a web page to hover and step through, with the tensors and sends of every rank
     check_parity: bool = False  # train 3 steps on one process and on the layout, in fp32, and compare; start it with python
@@ -81,6 +82,8 @@ def report_or_train(main, cfg, options: ReportConfig) -> int:
     plots_layout = options.plot and "RANK" not in os.environ and any(getattr(cfg, axis) > 1 for axis in AXES)
     if "RANK" in os.environ and (options.check_parity or options.dry_run or options.explain):
         raise ValueError("--check_parity, --dry_run and --explain start from one process: use python, not torchrun")
+    if options.best and (options.explain or options.plot):
+        raise ValueError("--best compares layouts, and --explain and --plot show one: ask for one after the other")
     if options.check_parity and (options.dry_run or options.explain):
         raise ValueError("--check_parity trains, and --dry_run and --explain do not: ask for one after the other")
     if options.check_parity:
@@ -108,6 +111,7 @@ def report_parity(main, cfg, options: ReportConfig) -> int:
 
 def report_layout(main, cfg, options: ReportConfig) -> int:
     """--dry_run, --explain and --plot of a recipe; returns the exit status."""
+    from tools.best import print_best
     from tools.dryrun import make_report, print_report
     from tools.explain import count_block, explain
     from tools.layout_plots import plot
@@ -115,6 +119,8 @@ def report_layout(main, cfg, options: ReportConfig) -> int:
 
     if cfg.float8 != "off":
         raise ValueError(f"--float8 {cfg.float8} is not in the dry run, which would count bf16; leave it out")
+    if options.best:
+        return print_best(main, cfg, options.best, options.machine)
     if options.html:
         check_page(options.html)
     if options.dry_run or options.plot or options.html:

@@ -27,7 +27,7 @@ from distributed import experts, launch, pipeline
 from distributed import layout as layouts
 from distributed.layout import AXES
 from distributed.pipeline import n_microbatches
-from tools import dryrun
+from tools import best, dryrun
 from tools.dryrun import Watch, rows_of
 from tools.explain import count_block, explain, list_collectives
 
@@ -300,3 +300,24 @@ def test_the_measured_numbers_of_the_guide(axis):
 if __name__ == "__main__":
     text = GUIDE.read_text()
     GUIDE.write_text(text.split(BEGIN)[0] + BEGIN + support_matrix() + END + text.split(END)[1])
+
+
+@pytest.mark.slow
+def test_best_layouts_are_dry_runs_of_their_flags(monkeypatch, capsys):
+    """The table's peak is that of a dry run of its flags; slow links, or a small device, give another table."""
+    main, cfg, found = importlib.import_module("train_qwen3").main, config("train_qwen3", dict(tp=2, model_args=MOE)), []
+    monkeypatch.setattr(best, "SHOWN", 3)
+    monkeypatch.setattr(best, "MOST_RUNS", 3)
+    for speed, bounds in (1e15, {"arithmetic"}), (1e6, {"tp", "efsdp"}):
+        monkeypatch.setitem(best.MACHINES, "H100", (80, speed, speed))
+        best.print_best(main, cfg, 4, "H100")
+        title, _, _, *rows = capsys.readouterr().out.splitlines()
+        assert title.startswith("26 legal layouts of 4 devices") and "--global_batch_size 16:" in title
+        found.append([re.split("  +", row) for row in rows])
+        assert len(rows) == 3 and {row[3] for row in found[-1]} == bounds and all("--tp 2" in row[4] for row in found[-1])
+        assert found[-1] == sorted(found[-1], key=lambda row: float(row[0][:-2]))
+    flags = dict(pair.split() for pair in found[1][1][4].removeprefix("--").split(" --"))
+    c = replace(cfg, **{name: int(n) for name, n in flags.items()}, global_batch_size=16)
+    assert flags["ep"] == "2" and found[1][1][2] == dryrun.human(dryrun.make_report(main, c).ranks[0].peak)
+    monkeypatch.setitem(best.MACHINES, "H100", (1e-3, 1e6, 1e6))
+    refuses("none of 26 legal layouts fits a device of 0.001 GB; the smallest of 3 dry", best.print_best, main, cfg, 4, "H100")
