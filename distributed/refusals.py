@@ -112,7 +112,7 @@ def batch_rows(layout: Layout) -> list[tuple]:
 def model_rows(layout: Layout, cfg, c, seq_len: int) -> list[tuple]:
     """What the model c and the sequence must be divisible by."""
     tp, cp = layout.tp, layout.cp
-    sizes = {name: getattr(c, name) for name in ("n_heads", "n_kv_heads", "ffn_dim") if hasattr(c, name)}
+    sizes = {name: getattr(c, name) for name in ("n_heads", "n_kv_heads", "ffn_dim") if getattr(c, name, None)}
     if shared := getattr(c, "n_shared_experts", 0):
         sizes["n_shared_experts x moe_ffn_dim"] = shared * c.moe_ffn_dim
     odd = [f"{name} {size}" for name, size in sizes.items() if size % tp]

@@ -3,52 +3,44 @@
 B batch, T sequence (T/cp on this rank), D dim, H heads (H/tp), G key/value heads (G/tp), K head_dim, F moe_ffn_dim,
 V vocab (V/tp), E experts (E/ep). Under sequence parallelism the activations between attention and experts are (B, T/cp/tp, D).
 
-Architecture: gpt-oss model card, arXiv:2508.10925, and the config.json of openai/gpt-oss-20b and -120b. A comment says where
-and why this differs from models/qwen3.py; all else is an equal copy (tests/test_copies.py).
+Architecture: gpt-oss model card, arXiv:2508.10925, and the config.json of openai/gpt-oss-20b and -120b. All else is inherited
+from models/qwen3.py, the attention from models/llama3.py, or imported; comments explain each difference.
 """
-import math
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.attention import causal_attention
+from models import qwen3
 from models.hf_config import SHARED_FIELDS, SHARED_FIXED, YARN, check_sizes, config_from_hf, config_to_hf
-from models.layers import RMSNorm, cos_and_sin, rotate
-from models.loss import linear_cross_entropy
-from models.moe import Balance, Experts, apply_experts, combine, grouped_linear, router_scores, spread
+from models.layers import cos_and_sin, rotate
+from models.llama3 import Attention as Llama3Attention
+from models.moe import Experts, Router, apply_experts, combine, grouped_linear, spread
+from models.qwen3 import Qwen3, Qwen3Config
 
 
 @dataclass(kw_only=True)
-class GptOssConfig:
-    dim: int = 192
-    n_layers: int = 6
-    n_heads: int = 8
-    n_kv_heads: int = 4
-    head_dim: int = 32
-    vocab_size: int = 4096
+class GptOssConfig(Qwen3Config):
+    # rope_scaling is yarn: factor, original_max_position_embeddings, beta_fast, beta_slow
     norm_eps: float = 1e-5
     rope_theta: float = 150000.0
-    rope_scaling: dict | None = None  # yarn: factor, original_max_position_embeddings, beta_fast, beta_slow
-    tie_embeddings: bool = False
     max_seq_len: int = 131072
     sliding_window: int = 128  # tokens that every other layer, from the first on, looks back, the token itself included
     n_experts: int = 8
     top_k: int = 2  # experts per token
     moe_ffn_dim: int = 256
     swiglu_limit: float = 7.0  # activations inside the experts are clamped to it
+    # Constants for the code of Qwen3 and Llama 3; a ClassVar is no field, so no config.json or flag can set it.
+    ffn_dim: ClassVar[None] = None  # all layers have experts
+    norm_topk_prob: ClassVar[bool] = True  # a softmax over a token's experts: the weights' sum is 1
+    qkv_bias: ClassVar[bool] = True
 
     def __post_init__(self):
         check_sizes(self, "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "vocab_size", "max_seq_len",
                     "sliding_window", "n_experts", "moe_ffn_dim")
-        if self.n_heads % self.n_kv_heads:
-            raise ValueError(f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}, which they share")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim {self.head_dim} is odd, and RoPE turns pairs; use {self.head_dim + 1}")
-        if not 1 <= self.top_k <= self.n_experts:
-            raise ValueError(f"top_k {self.top_k} must be between 1 and n_experts {self.n_experts}")
+        super().__post_init__()
 
     @classmethod
     def from_hf(cls, config_json: dict) -> "GptOssConfig":
@@ -99,14 +91,10 @@ class Sinks(nn.Module):
         return torch.zeros_like(q.flatten(0, -3)[0, :, 0]) + self.weight
 
 
-# differs from qwen3: sinks, and biases in place of norms
-class Attention(nn.Module):
+# differs from qwen3: Llama 3's attention, without norms of queries and keys, but with sinks and biases
+class Attention(Llama3Attention):
     def __init__(self, config):
-        super().__init__()
-        self.head_dim = config.head_dim
-        self.wq = nn.Linear(config.dim, config.n_heads * config.head_dim)
-        self.wk = nn.Linear(config.dim, config.n_kv_heads * config.head_dim)
-        self.wv = nn.Linear(config.dim, config.n_kv_heads * config.head_dim)
+        super().__init__(config)
         self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim)
         self.sinks = Sinks(config.n_heads)
 
@@ -120,15 +108,13 @@ class Attention(nn.Module):
         return self.wo(out.transpose(1, 2).flatten(-2))  # (B, T/cp, D), summed over tp
 
 
-# differs from qwen3: a bias
-class Router(nn.Module):
+class BiasedRouter(Router):
     def __init__(self, dim, n_experts):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(n_experts, dim))
+        super().__init__(dim, n_experts)
         self.bias = nn.Parameter(torch.empty(n_experts))
 
     def forward(self, x):
-        return router_scores(x, self.weight) + self.bias.float()  # (B, T/cp/tp, E) fp32
+        return super().forward(x) + self.bias.float()  # (B, T/cp/tp, E) fp32
 
 
 class BiasedExperts(Experts):
@@ -155,15 +141,13 @@ def clamped_experts(x, counts, gate_up, gate_up_bias, down, down_bias, limit, li
 
 
 # differs from qwen3: softmax over the chosen experts only
-class MoE(nn.Module):
+class MoE(qwen3.MoE):
     """top-k, then softmax over these k."""
 
     def __init__(self, config):
-        super().__init__()
-        self.top_k = config.top_k
-        self.router = Router(config.dim, config.n_experts)
+        super().__init__(config)
+        self.router = BiasedRouter(config.dim, config.n_experts)
         self.experts = BiasedExperts(config)
-        self.balance = Balance(config.n_experts)
 
     def forward(self, x):
         B, D = x.shape[0], x.shape[-1]
@@ -174,40 +158,22 @@ class MoE(nn.Module):
         return apply_experts(self.experts, flat, index, weight, self.balance.count(index)).view_as(x)
 
 
-# differs from qwen3: experts in every block
-class Block(nn.Module):
+# differs from qwen3: the attention and the experts of this file
+class Block(qwen3.Block):
     def __init__(self, config):
-        super().__init__()
-        self.attn_norm = RMSNorm(config.dim, eps=config.norm_eps)
-        self.attn = Attention(config)
-        self.ffn_norm = RMSNorm(config.dim, eps=config.norm_eps)
-        self.moe = MoE(config)
-
-    def forward(self, h, cos, sin, attend):
-        h = h + self.attn(self.attn_norm(h), cos, sin, attend)
-        return h + self.moe(self.ffn_norm(h))
+        super().__init__(config)
+        self.attn, self.moe = Attention(config), MoE(config)
 
 
-class GptOss(nn.Module):
+class GptOss(Qwen3):
     """The whole model or a pipeline stage; in a stage the parts of other stages are None."""
 
     def __init__(self, config: GptOssConfig):
-        super().__init__()
-        self.config = config
-        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
-        self.blocks = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
-        self.norm = RMSNorm(config.dim, eps=config.norm_eps)
-        # tied: forward takes the embedding's weight for the head as well
-        self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
-        # parallel.py replaces these functions: context_parallel the first, tensor_parallel and compile the other two.
-        self.make_attend, self.token_loss, self.logits = causal_attention, linear_cross_entropy, F.linear
+        super().__init__(config)
+        self.blocks = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})  # in place of Qwen3's
 
     def forward(self, tokens, labels=None, positions=None, doc_ids=None, loss_denom=None, cache=None):
-        """tokens (B, T) -> logits (B, T, V) in compute dtype; with labels (B, T): the scalar sum of token losses / loss_denom.
-
-        positions (B, T) or (1, T), default 0..T-1; doc_ids (B, T) of the whole sequence: attention stays inside a
-        document. cache: for generation, see rl/decoding.py. A later pipeline stage takes activations in place of tokens.
-        """
+        """As Qwen3.forward, but the blocks are of two kinds."""
         h = tokens if tokens.is_floating_point() else self.tok_embeddings(tokens)  # (B, T/cp, D)
         if positions is None:
             positions = torch.arange(h.shape[1], device=h.device)[None]
@@ -228,48 +194,26 @@ class GptOss(nn.Module):
         return self.token_loss(h, weight, labels, loss_denom)
 
     def init_std(self, fqn: str) -> float | None:
-        """Standard deviation of a weight's initial values; None for an unknown name.
-
-        Norms start at 1 and biases at 0, as distributed/initial.py says. Matrices that write into the residual stream are
-        scaled down by sqrt(2 L), so the stream's variance does not grow with depth (GPT-2).
-        """
-        name = ".".join(fqn.split(".")[-2:])
-        if name in ("wo.weight", "experts.down"):
-            return 0.02 / math.sqrt(2 * self.config.n_layers)
-        matrices = ("tok_embeddings", "wq", "wk", "wv", "sinks", "router", "head")
-        return 0.02 if name in ["experts.gate_up", *(f"{matrix}.weight" for matrix in matrices)] else None
+        """As in Qwen3, where the experts' matrices have other names."""
+        if fqn.endswith("sinks.weight"):
+            return 0.02
+        return super().init_std(fqn.replace("experts.gate_up", "experts.w1").replace("experts.down", "experts.w2"))
 
     def n_active_params(self) -> int:
-        """Parameters that a token uses: all but the experts not chosen."""
+        """As in Qwen3, without the biases of the experts not chosen."""
         c = self.config
-        idle = c.n_layers * (c.n_experts - c.top_k) * (3 * c.dim * c.moe_ffn_dim + 2 * c.moe_ffn_dim + c.dim)
-        return sum(p.numel() for p in self.parameters()) - idle
+        return super().n_active_params() - c.n_layers * (c.n_experts - c.top_k) * (2 * c.moe_ffn_dim + c.dim)
 
     def flops_per_token(self, seq_len: int) -> int:
-        """Forward and backward, PaLM's convention (arXiv:2204.02311, app. B): 6 N + 12 L H K T; N active, without lookups.
-        Half of the layers see a window of T only."""
-        c = self.config
-        n = self.n_active_params() - (0 if c.tie_embeddings else c.vocab_size * c.dim)
-        sliding = (c.n_layers + 1) // 2
-        seen = sliding * min(c.sliding_window, seq_len) + (c.n_layers - sliding) * seq_len  # keys, summed over the layers
-        return 6 * n + 12 * c.n_heads * c.head_dim * seen
+        """As in Qwen3, without the keys before the window, which half of the layers do not see."""
+        c, sliding = self.config, (self.config.n_layers + 1) // 2
+        unseen = sliding * max(seq_len - c.sliding_window, 0)  # keys, summed over the layers
+        return super().flops_per_token(seq_len) - 12 * c.n_heads * c.head_dim * unseen
 
     def tp_plan(self) -> dict[str, str]:
-        """fqn pattern -> style (a key of parallel.TP_STYLES). Between blocks, activations are sharded along the sequence."""
-        plan = {
-            "tok_embeddings": "vocab_embedding",
-            "blocks.*.attn_norm": "sequence",
-            "blocks.*.attn": "gather_sequence",
-            "blocks.*.attn.wq": "colwise",
-            "blocks.*.attn.wk": "colwise",
-            "blocks.*.attn.wv": "colwise",
-            "blocks.*.attn.sinks": "head_norm",
-            "blocks.*.attn.wo": "rowwise",
-            "blocks.*.ffn_norm": "sequence",
-            "blocks.*.moe.router": "sequence_linear",  # the experts: distributed.experts.expert_parallel
-            "norm": "sequence",
-        }
-        return plan if self.config.tie_embeddings else plan | {"head": "vocab_head"}
+        plan = super().tp_plan() | {"blocks.*.attn.sinks": "head_norm"}
+        del plan["blocks.*.attn.q_norm"], plan["blocks.*.attn.k_norm"]  # there are no such norms
+        return plan
 
     @staticmethod
     def hf_tensors(folder: str):

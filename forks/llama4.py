@@ -4,38 +4,32 @@ B batch, T sequence (T/cp on this rank), D dim, H heads (H/tp), G key/value head
 V vocab (V/tp), E experts (E/ep). Under sequence parallelism the activations between attention and FFN are (B, T/cp/tp, D).
 
 Architecture and numbers of the flavors: ai.meta.com/blog/llama-4-multimodal-intelligence, and text_config in the config.json of
-meta-llama/Llama-4-Scout-17B-16E and -Maverick-17B-128E. A comment says where and why this differs from models/qwen3.py; all
-else is imported or an equal copy (tests/test_copies.py).
+meta-llama/Llama-4-Scout-17B-16E and -Maverick-17B-128E. All else is inherited from models/qwen3.py, the attention from
+models/llama3.py, or imported; comments explain each difference.
 """
-import math
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.attention import causal_attention
+from models import qwen3
 from models.hf_config import SHARED_FIELDS, SHARED_FIXED, STRETCHES, check_sizes, config_from_hf, config_to_hf
 from models.layers import RMSNorm, cos_and_sin, rotate
+from models.llama3 import Attention as Llama3Attention
 from models.llama3 import FeedForward, scaled
-from models.loss import linear_cross_entropy
-from models.moe import Balance, Experts, Router, apply_experts, combine, grouped_linear, spread
+from models.moe import Experts, apply_experts, combine, grouped_linear, spread
+from models.qwen3 import Qwen3, Qwen3Config
 
 
 @dataclass(kw_only=True)
-class Llama4Config:
-    dim: int = 192
+class Llama4Config(Qwen3Config):
+    # ffn_dim is of the layers without experts, rope_scaling as of Llama 3.1
     n_layers: int = 4
-    n_heads: int = 8
-    n_kv_heads: int = 4
-    head_dim: int = 32
-    ffn_dim: int = 512  # of layers without experts
-    vocab_size: int = 4096
     norm_eps: float = 1e-5
     rope_theta: float = 500000.0
-    rope_scaling: dict | None = None  # as of Llama 3.1
-    tie_embeddings: bool = False
     max_seq_len: int = 131072
     n_experts: int = 8
     top_k: int = 1  # experts per token, beside the shared one
@@ -47,16 +41,16 @@ class Llama4Config:
     temperature_tuning: bool = True  # in layers without RoPE queries grow with the logarithm of their position
     floor_scale: int = 8192  # in steps of so many positions
     attn_scale: float = 0.1  # and by this factor
+    # Constants for the code of Qwen3 and Llama 3; a ClassVar is no field, so no config.json or flag can set it.
+    norm_topk_prob: ClassVar[bool] = False
+    qkv_bias: ClassVar[bool] = False
 
     def __post_init__(self):
         check_sizes(self, "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size", "max_seq_len",
                     "n_experts", "moe_ffn_dim", "moe_every", "nope_every", "chunk_size", "floor_scale")
-        if self.n_heads % self.n_kv_heads:
-            raise ValueError(f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}, which they share")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim {self.head_dim} is odd, and RoPE turns pairs; use {self.head_dim + 1}")
         if self.top_k != 1:
             raise ValueError(f"top_k {self.top_k}: a token of Llama 4 has one expert beside the shared one; use top_k=1")
+        super().__post_init__()
         if self.moe_every > self.n_layers:
             raise ValueError(f"moe_every {self.moe_every} is more than n_layers {self.n_layers}: no layer would have experts")
 
@@ -105,16 +99,12 @@ FLAVORS = {
 }
 
 
-# differs from qwen3: RoPE in most layers only, neighbours turn, and then a norm without weights
-class Attention(nn.Module):
+# differs from qwen3: Llama 3's attention, with RoPE in most layers only, of neighbours, and then a norm without weights
+class Attention(Llama3Attention):
     def __init__(self, config, has_rope: bool):
-        super().__init__()
-        self.head_dim, self.has_rope = config.head_dim, has_rope
+        super().__init__(config)
+        self.has_rope = has_rope
         self.qk_eps = config.norm_eps if config.qk_norm and has_rope else None
-        self.wq = nn.Linear(config.dim, config.n_heads * config.head_dim, bias=False)
-        self.wk = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
-        self.wv = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
-        self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=False)
 
     def forward(self, x, cos, sin, attend):
         """cos, sin (B, 1, T/cp, K/2); without RoPE cos is the factor of queries, (B, 1, T/cp, 1), and sin None."""
@@ -149,15 +139,12 @@ def stacked_experts(x, counts, gate_up, down, linear=grouped_linear) -> Tensor:
 
 
 # differs from qwen3: the sigmoid of the best expert's score is multiplied with what goes into it
-class MoE(nn.Module):
+class MoE(qwen3.MoE):
     """One expert per token."""
 
     def __init__(self, config):
-        super().__init__()
-        self.top_k = config.top_k
-        self.router = Router(config.dim, config.n_experts)
+        super().__init__(config)
         self.experts = StackedExperts(config.n_experts, config.dim, config.moe_ffn_dim)
-        self.balance = Balance(config.n_experts)
 
     def forward(self, x):
         B, D = x.shape[0], x.shape[-1]
@@ -187,26 +174,15 @@ class Block(nn.Module):
         return h + (self.moe(x) + self.shared(x) if hasattr(self, "moe") else self.ffn(x))
 
 
-class Llama4(nn.Module):
+class Llama4(Qwen3):
     """The whole model or a pipeline stage; in a stage the parts of other stages are None."""
 
     def __init__(self, config: Llama4Config):
-        super().__init__()
-        self.config = config
-        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
-        self.blocks = nn.ModuleDict({str(i): Block(config, i) for i in range(config.n_layers)})
-        self.norm = RMSNorm(config.dim, eps=config.norm_eps)
-        # tied: forward takes the embedding's weight for the head as well
-        self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
-        # parallel.py replaces these functions: context_parallel the first, tensor_parallel and compile the other two.
-        self.make_attend, self.token_loss, self.logits = causal_attention, linear_cross_entropy, F.linear
+        super().__init__(config)
+        self.blocks = nn.ModuleDict({str(i): Block(config, i) for i in range(config.n_layers)})  # in place of Qwen3's
 
     def forward(self, tokens, labels=None, positions=None, doc_ids=None, loss_denom=None, cache=None):
-        """tokens (B, T) -> logits (B, T, V) in compute dtype; with labels (B, T): the scalar sum of token losses / loss_denom.
-
-        positions (B, T) or (1, T), default 0..T-1; doc_ids (B, T) of the whole sequence: attention stays inside a
-        document. cache: for generation, see rl/decoding.py. A later pipeline stage takes activations in place of tokens.
-        """
+        """As Qwen3.forward, but the blocks are of two kinds."""
         h = tokens if tokens.is_floating_point() else self.tok_embeddings(tokens)  # (B, T/cp, D)
         if positions is None:
             positions = torch.arange(h.shape[1], device=h.device)[None]
@@ -230,16 +206,8 @@ class Llama4(nn.Module):
         return self.token_loss(h, weight, labels, loss_denom)
 
     def init_std(self, fqn: str) -> float | None:
-        """Standard deviation of a weight's initial values; None for an unknown name.
-
-        Norms start at 1 and biases at 0, as distributed/initial.py says. Matrices that write into the residual stream are
-        scaled down by sqrt(2 L), so the stream's variance does not grow with depth (GPT-2).
-        """
-        name = ".".join(fqn.split(".")[-2:])
-        if name in ("wo.weight", "w2.weight", "experts.down"):
-            return 0.02 / math.sqrt(2 * self.config.n_layers)
-        matrices = ("tok_embeddings", "wq", "wk", "wv", "w1", "w3", "router", "head")
-        return 0.02 if name in ["experts.gate_up", *(f"{matrix}.weight" for matrix in matrices)] else None
+        """As in Qwen3, where the experts' matrices have other names."""
+        return super().init_std(fqn.replace("experts.gate_up", "experts.w1").replace("experts.down", "experts.w2"))
 
     def n_active_params(self) -> int:
         """Parameters that a token uses: all but the experts not chosen."""
@@ -248,31 +216,18 @@ class Llama4(nn.Module):
         return sum(p.numel() for p in self.parameters()) - n_moe * (c.n_experts - 1) * 3 * c.dim * c.moe_ffn_dim
 
     def flops_per_token(self, seq_len: int) -> int:
-        """Forward and backward, PaLM's convention (arXiv:2204.02311, app. B): 6 N + 12 L H K T; N active, without lookups.
-        Layers with RoPE see a chunk of T only."""
+        """As in Qwen3, without the keys before the chunk, which layers with RoPE do not see."""
         c = self.config
-        n = self.n_active_params() - (0 if c.tie_embeddings else c.vocab_size * c.dim)
-        seen = sum(min(c.chunk_size, seq_len) if c.has_rope(i) else seq_len for i in range(c.n_layers))  # keys, of all layers
-        return 6 * n + 12 * c.n_heads * c.head_dim * seen
+        unseen = sum(map(c.has_rope, range(c.n_layers))) * max(seq_len - c.chunk_size, 0)  # keys, summed over the layers
+        return super().flops_per_token(seq_len) - 12 * c.n_heads * c.head_dim * unseen
 
     def tp_plan(self) -> dict[str, str]:
-        """fqn pattern -> style (a key of parallel.TP_STYLES). Between blocks, activations are sharded along the sequence."""
-        plan = {
-            "tok_embeddings": "vocab_embedding",
-            "blocks.*.attn_norm": "sequence",
-            "blocks.*.attn": "gather_sequence",
-            "blocks.*.attn.wq": "colwise",
-            "blocks.*.attn.wk": "colwise",
-            "blocks.*.attn.wv": "colwise",
-            "blocks.*.attn.wo": "rowwise",
-            "blocks.*.ffn_norm": "sequence",
-            "blocks.*.moe.router": "sequence_linear",  # the experts: distributed.experts.expert_parallel
-            "norm": "sequence",
-        }
+        plan = super().tp_plan()
+        del plan["blocks.*.attn.q_norm"], plan["blocks.*.attn.k_norm"]  # these norms have no weights
         for ffn in ("shared", "ffn") if self.config.moe_every > 1 else ("shared",):
             plan |= {f"blocks.*.{ffn}": "gather_sequence", f"blocks.*.{ffn}.w2": "rowwise"}
             plan |= {f"blocks.*.{ffn}.{matrix}": "colwise" for matrix in ("w1", "w3")}
-        return plan if self.config.tie_embeddings else plan | {"head": "vocab_head"}
+        return plan
 
     def hf_keys(self) -> dict[str, str]:
         """fqn -> name in Hugging Face's files. The numbers and the shapes are the same."""

@@ -4,49 +4,30 @@ queries and keys over all heads together.
 B batch, T sequence (T/cp on this rank), D dim, H heads (H/tp), G key/value heads (G/tp), K head_dim, F ffn_dim (F/tp),
 V vocab (V/tp). Under sequence parallelism the activations between attention and FFN are (B, T/cp/tp, D).
 
-Architecture: Olmo 3, arXiv:2512.13961, and the config.json of allenai/Olmo-3-1025-7B and -1125-32B. Comments explain each
-difference from models/llama3.py; all else is imported or an equal copy (tests/test_copies.py).
+Architecture: Olmo 3, arXiv:2512.13961, and the config.json of allenai/Olmo-3-1025-7B and -1125-32B. All else is inherited
+from models/llama3.py or imported; comments explain each difference.
 """
-import math
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 from forks.norm_over_heads import NormOverHeads
-from models.attention import causal_attention
-from models.hf_config import SHARED_FIELDS, SHARED_FIXED, YARN, check_sizes, config_from_hf, config_to_hf
+from models import llama3
+from models.hf_config import SHARED_FIXED, YARN, config_from_hf, config_to_hf
 from models.layers import RMSNorm, cos_and_sin, rotate
-from models.llama3 import FeedForward
-from models.loss import linear_cross_entropy
+from models.llama3 import Llama3, Llama3Config
 from parallel import TP_STYLES
 
 
 @dataclass(kw_only=True)
-class Olmo3Config:
-    dim: int = 192
-    n_layers: int = 6
-    n_heads: int = 8
-    n_kv_heads: int = 4
-    head_dim: int = 32
-    ffn_dim: int = 512
-    vocab_size: int = 4096
+class Olmo3Config(Llama3Config):
+    # rope_scaling is yarn, and only the layers that see all tokens are stretched
     norm_eps: float = 1e-6
-    rope_theta: float = 500000.0
-    rope_scaling: dict | None = None  # yarn, of the layers that see all tokens; names of Hugging Face's config.json: YARN
-    tie_embeddings: bool = False
     max_seq_len: int = 65536
+    qkv_bias: ClassVar[bool] = False  # OLMo 3 has no biases; a ClassVar is no field, so no config.json or flag can set it
     sliding_window: int = 4096  # tokens that a query sees, its own included, in all layers but every fourth
-
-    def __post_init__(self):
-        check_sizes(self, "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size", "max_seq_len",
-                    "sliding_window")
-        if self.n_heads % self.n_kv_heads:
-            raise ValueError(f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}, which they share")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim {self.head_dim} is odd, and RoPE turns pairs; use {self.head_dim + 1}")
 
     @classmethod
     def from_hf(cls, config_json: dict) -> "Olmo3Config":
@@ -91,14 +72,9 @@ FLAVORS = {
 
 
 # differs from llama3: the queries of all heads together have one norm, and so have the keys
-class Attention(nn.Module):
+class Attention(llama3.Attention):
     def __init__(self, config):
-        super().__init__()
-        self.head_dim = config.head_dim
-        self.wq = nn.Linear(config.dim, config.n_heads * config.head_dim, bias=False)
-        self.wk = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
-        self.wv = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
-        self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=False)
+        super().__init__(config)
         self.q_norm = RMSNorm(config.n_heads * config.head_dim, eps=config.norm_eps)
         self.k_norm = RMSNorm(config.n_kv_heads * config.head_dim, eps=config.norm_eps)
 
@@ -111,40 +87,26 @@ class Attention(nn.Module):
         return self.wo(out.transpose(1, 2).flatten(-2))  # (B, T/cp, D), summed over tp
 
 
-# differs from llama3: norms after attention and FFN, none before
-class Block(nn.Module):
+# differs from llama3: the norms come after attention and FFN, not before
+class Block(llama3.Block):
     def __init__(self, config):
-        super().__init__()
+        super().__init__(config)
         self.attn = Attention(config)
-        self.attn_norm = RMSNorm(config.dim, eps=config.norm_eps)
-        self.ffn = FeedForward(config.dim, config.ffn_dim)
-        self.ffn_norm = RMSNorm(config.dim, eps=config.norm_eps)
 
     def forward(self, h, cos, sin, attend):
         h = h + self.attn_norm(self.attn(h, cos, sin, attend))
         return h + self.ffn_norm(self.ffn(h))
 
 
-class Olmo3(nn.Module):
+class Olmo3(Llama3):
     """The whole model or a pipeline stage; in a stage the parts of other stages are None."""
 
     def __init__(self, config: Olmo3Config):
-        super().__init__()
-        self.config = config
-        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
-        self.blocks = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
-        self.norm = RMSNorm(config.dim, eps=config.norm_eps)
-        # tied: forward takes the embedding's weight for the head as well
-        self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
-        # parallel.py replaces these functions: context_parallel the first, tensor_parallel and compile the other two.
-        self.make_attend, self.token_loss, self.logits = causal_attention, linear_cross_entropy, F.linear
+        super().__init__(config)
+        self.blocks = torch.nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})  # in place of Llama 3's
 
     def forward(self, tokens, labels=None, positions=None, doc_ids=None, loss_denom=None, cache=None):
-        """tokens (B, T) -> logits (B, T, V) in compute dtype; with labels (B, T): the scalar sum of token losses / loss_denom.
-
-        positions (B, T) or (1, T), default 0..T-1; doc_ids (B, T) of the whole sequence: attention stays inside a
-        document. cache: for generation, see rl/decoding.py. A later pipeline stage takes activations in place of tokens.
-        """
+        """As Llama3.forward, but the blocks are of two kinds."""
         h = tokens if tokens.is_floating_point() else self.tok_embeddings(tokens)  # (B, T/cp, D)
         if positions is None:
             positions = torch.arange(h.shape[1], device=h.device)[None]
@@ -164,80 +126,33 @@ class Olmo3(nn.Module):
             return self.logits(h, weight)
         return self.token_loss(h, weight, labels, loss_denom)
 
-    def init_std(self, fqn: str) -> float | None:
-        """Standard deviation of a weight's initial values; None for an unknown name.
-
-        Norms start at 1 and biases at 0, as distributed/initial.py says. Matrices that write into the residual stream are
-        scaled down by sqrt(2 L), so the stream's variance does not grow with depth (GPT-2).
-        """
-        name = ".".join(fqn.split(".")[-2:])
-        if name in ("wo.weight", "w2.weight"):
-            return 0.02 / math.sqrt(2 * self.config.n_layers)
-        matrices = ("tok_embeddings", "wq", "wk", "wv", "w1", "w3", "head")
-        return 0.02 if name in [f"{matrix}.weight" for matrix in matrices] else None
-
     def flops_per_token(self, seq_len: int) -> int:
-        """Forward and backward, PaLM's convention (arXiv:2204.02311, app. B): 6 N + 12 L H K T; N without the lookup table.
-        Three of four layers see a window of T only."""
-        c = self.config
-        n = sum(p.numel() for p in self.parameters()) - (0 if c.tie_embeddings else c.vocab_size * c.dim)
-        full = c.n_layers // 4
-        seen = full * seq_len + (c.n_layers - full) * min(seq_len, c.sliding_window)  # keys, summed over the layers
-        return 6 * n + 12 * c.n_heads * c.head_dim * seen
+        """As in Llama 3 with a window in each layer, and the tokens before the window, seen by every fourth layer."""
+        c, full = self.config, self.config.n_layers // 4
+        return super().flops_per_token(seq_len) + 12 * full * c.n_heads * c.head_dim * max(seq_len - c.sliding_window, 0)
 
     def tp_plan(self) -> dict[str, str]:
-        """fqn pattern -> style (a key of parallel.TP_STYLES). Between blocks, activations are sharded along the sequence."""
-        plan = {
-            "tok_embeddings": "vocab_embedding",
-            "blocks.*.attn_norm": "sequence",
-            "blocks.*.attn": "gather_sequence",
-            "blocks.*.attn.wq": "colwise",
-            "blocks.*.attn.wk": "colwise",
-            "blocks.*.attn.wv": "colwise",
-            "blocks.*.attn.q_norm": "norm_over_heads",
-            "blocks.*.attn.k_norm": "norm_over_heads",
-            "blocks.*.attn.wo": "rowwise",
-            "blocks.*.ffn_norm": "sequence",
-            "blocks.*.ffn": "gather_sequence",
-            "blocks.*.ffn.w1": "colwise",
-            "blocks.*.ffn.w3": "colwise",
-            "blocks.*.ffn.w2": "rowwise",
-            "norm": "sequence",
-        }
-        return plan if self.config.tie_embeddings else plan | {"head": "vocab_head"}
+        norms = {"blocks.*.attn.q_norm": "norm_over_heads", "blocks.*.attn.k_norm": "norm_over_heads"}
+        return super().tp_plan() | norms
 
     def hf_keys(self) -> dict[str, str]:
-        """fqn -> name in Hugging Face's files. Nothing is permuted: both sides rotate element i together with i + K/2."""
-        names = {"tok_embeddings.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
-        if not self.config.tie_embeddings:
-            names["head.weight"] = "lm_head.weight"
-        block = {
+        names, norms = super().hf_keys(), {
             "attn_norm": "post_attention_layernorm",
-            "attn.wq": "self_attn.q_proj",
-            "attn.wk": "self_attn.k_proj",
-            "attn.wv": "self_attn.v_proj",
-            "attn.wo": "self_attn.o_proj",
             "attn.q_norm": "self_attn.q_norm",
             "attn.k_norm": "self_attn.k_norm",
             "ffn_norm": "post_feedforward_layernorm",
-            "ffn.w1": "mlp.gate_proj",
-            "ffn.w2": "mlp.down_proj",
-            "ffn.w3": "mlp.up_proj",
         }
         for i in range(self.config.n_layers):
-            names |= {f"blocks.{i}.{ours}.weight": f"model.layers.{i}.{theirs}.weight" for ours, theirs in block.items()}
+            names |= {f"blocks.{i}.{ours}.weight": f"model.layers.{i}.{theirs}.weight" for ours, theirs in norms.items()}
         return names
 
 
 TP_STYLES["norm_over_heads"] = NormOverHeads
 
 # Hugging Face's config.json; models/hf_config.py explains the tables.
-HF_FIELDS = SHARED_FIELDS | dict(
+HF_FIELDS = llama3.HF_FIELDS | dict(
     norm_eps=("rms_norm_eps", 1e-5),
     rope_theta=("rope_theta", 500000.0),
-    n_kv_heads=("num_key_value_heads", lambda hf: hf["num_attention_heads"]),
-    head_dim=("head_dim", lambda hf: hf["hidden_size"] // hf["num_attention_heads"]),
-    max_seq_len=("max_position_embeddings", 2048),
     sliding_window=("sliding_window", 4096),
 )
 HF_FIXED = dict(model_type=("olmo3",)) | SHARED_FIXED

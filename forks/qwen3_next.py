@@ -5,12 +5,12 @@ B batch, T sequence (T/cp on this rank), D dim, H heads (H/tp), G key/value head
 V vocab (V/tp), E experts (E/ep); of the delta rule: H key heads (H/tp), R value heads of each key head, N linear_k_dim,
 U linear_v_dim. Under sequence parallelism the activations between attention and experts are (B, T/cp/tp, D).
 
-Architecture: the config.json of Qwen/Qwen3-Next-80B-A3B-Instruct; the delta rule: arXiv:2412.06464. Comments explain each
-difference from models/qwen3.py; all else is imported or an equal copy (tests/test_copies.py).
+Architecture: the config.json of Qwen/Qwen3-Next-80B-A3B-Instruct; the delta rule: arXiv:2412.06464. All else is inherited from
+models/qwen3.py or imported; comments explain each difference.
 """
-import math
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -18,39 +18,28 @@ from torch import nn
 
 from distributed.layout import local_tensor
 from forks.delta_rule import GatherRows, OwnRows, ShortConv, cached_scan, make_scan
-from models.attention import causal_attention
+from models import qwen3
 from models.hf_config import SHARED_FIELDS, SHARED_FIXED, YARN, check_sizes, config_from_hf, config_to_hf
 from models.layers import RMSNorm, cos_and_sin, rotate
-from models.loss import linear_cross_entropy
-from models.moe import Balance, Experts, Router, apply_experts
-from models.qwen3 import FeedForward
+from models.qwen3 import FeedForward, MoE, Qwen3, Qwen3Config
 from parallel import TP_STYLES
 
 
 @dataclass(kw_only=True)
-class Qwen3NextConfig:
-    dim: int = 192
-    n_layers: int = 6
-    n_heads: int = 8
-    n_kv_heads: int = 4
-    head_dim: int = 32
-    vocab_size: int = 4096
-    norm_eps: float = 1e-6
+class Qwen3NextConfig(Qwen3Config):
     rope_theta: float = 10000000.0
-    rope_scaling: dict | None = None  # yarn, with the names of Hugging Face's config.json: YARN
     rope_share: float = 0.25  # of each head's numbers, the first ones, have a position
-    tie_embeddings: bool = False
     max_seq_len: int = 262144
     n_experts: int = 8
     top_k: int = 2  # experts per token, beside the shared one
     moe_ffn_dim: int = 256
     shared_ffn_dim: int = 256
-    norm_topk_prob: bool = True  # the weights of a token's experts are scaled to sum 1
     linear_k_heads: int = 4  # heads of the delta rule
     linear_v_heads: int = 8  # several heads of values share the keys of a head
     linear_k_dim: int = 32
     linear_v_dim: int = 32
     conv_size: int = 4  # tokens of the short convolution before the delta rule, the token itself included
+    ffn_dim: ClassVar[None] = None  # all layers have experts; a ClassVar is no field, so no config.json or flag can set it
 
     def __post_init__(self):
         check_sizes(self, "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "vocab_size", "max_seq_len", "n_experts",
@@ -120,14 +109,10 @@ class ZeroCentered(nn.Module):
 
 
 # differs from qwen3: RoPE for a part of each head, and a gate for what a head has found
-class Attention(nn.Module):
+class Attention(qwen3.Attention):
     def __init__(self, config):
-        super().__init__()
-        self.head_dim = config.head_dim
+        super().__init__(config)
         self.wq = nn.Linear(config.dim, config.n_heads * 2 * config.head_dim, bias=False)  # of each head query, then gate
-        self.wk = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
-        self.wv = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
-        self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=False)
         self.q_norm = ZeroCentered(config.head_dim, config.norm_eps)
         self.k_norm = ZeroCentered(config.head_dim, config.norm_eps)
 
@@ -181,27 +166,6 @@ class DeltaNet(nn.Module):
         return self.wo(out.flatten(-2))  # (B, T/cp, D), summed over tp
 
 
-class MoE(nn.Module):
-    """softmax over all experts, then top-k, then (norm_topk_prob) weights that sum to 1."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.top_k, self.norm_topk_prob = config.top_k, config.norm_topk_prob
-        self.router = Router(config.dim, config.n_experts)
-        self.experts = Experts(config.n_experts, config.dim, config.moe_ffn_dim)
-        self.balance = Balance(config.n_experts)
-
-    def forward(self, x):
-        B, D = x.shape[0], x.shape[-1]
-        probs = self.router(x).softmax(-1).flatten(0, -2)  # (N, E)
-        index = self.balance.choose(probs, self.top_k)  # (N, k)
-        weight = probs.gather(1, index)
-        if self.norm_topk_prob:
-            weight = weight / weight.sum(-1, keepdim=True)
-        flat = self.balance.add_loss(x.reshape(-1, D), probs, index, B)  # (N, D)
-        return apply_experts(self.experts, flat, index, weight, self.balance.count(index)).view_as(x)
-
-
 # differs from qwen3: two kinds of attention, experts in every block, and a shared one with a gate
 class Block(nn.Module):
     def __init__(self, config, is_full: bool):
@@ -219,27 +183,17 @@ class Block(nn.Module):
         return h + self.moe(x) + torch.sigmoid(self.shared_gate(x)) * self.shared(x)
 
 
-class Qwen3Next(nn.Module):
+class Qwen3Next(Qwen3):
     """The whole model or a pipeline stage; in a stage the parts of other stages are None."""
 
     def __init__(self, config: Qwen3NextConfig):
-        super().__init__()
-        self.config = config
-        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
-        self.blocks = nn.ModuleDict({str(i): Block(config, i % 4 == 3) for i in range(config.n_layers)})
+        super().__init__(config)
+        self.blocks = nn.ModuleDict({str(i): Block(config, i % 4 == 3) for i in range(config.n_layers)})  # in place of Qwen3's
         self.norm = ZeroCentered(config.dim, config.norm_eps)
-        # tied: forward takes the embedding's weight for the head as well
-        self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
         self.cp_group = None
-        # parallel.py replaces these functions: context_parallel the first, tensor_parallel and compile the other two.
-        self.make_attend, self.token_loss, self.logits = causal_attention, linear_cross_entropy, F.linear
 
     def forward(self, tokens, labels=None, positions=None, doc_ids=None, loss_denom=None, cache=None):
-        """tokens (B, T) -> logits (B, T, V) in compute dtype; with labels (B, T): the scalar sum of token losses / loss_denom.
-
-        positions (B, T) or (1, T), default 0..T-1; doc_ids (B, T) of the whole sequence: attention stays inside a
-        document. cache: for generation, see rl/decoding.py. A later pipeline stage takes activations in place of tokens.
-        """
+        """As Qwen3.forward, but the blocks are of two kinds."""
         h = tokens if tokens.is_floating_point() else self.tok_embeddings(tokens)  # (B, T/cp, D)
         if positions is None:
             positions = torch.arange(h.shape[1], device=h.device)[None]
@@ -266,28 +220,13 @@ class Qwen3Next(nn.Module):
         super().__setattr__(name, value)
 
     def init_std(self, fqn: str) -> float | None:
-        """Standard deviation of a weight's initial values; None for an unknown name.
-
-        Norms start at 1 and biases at 0, as distributed/initial.py says. Matrices that write into the residual stream are
-        scaled down by sqrt(2 L), so the stream's variance does not grow with depth (GPT-2).
-        """
-        name = ".".join(fqn.split(".")[-2:])
-        if name in ("wo.weight", "w2.weight", "experts.w2"):
-            return 0.02 / math.sqrt(2 * self.config.n_layers)
-        matrices = ("tok_embeddings", "wq", "wk", "wv", "w_qkvz", "w_ba", "w1", "w3", "router", "shared_gate", "head")
-        if name == "conv.weight":
+        if fqn.endswith("conv.weight"):
             return 0.5  # of conv_size numbers: the sum is as large as the input
-        return 0.02 if name in ["experts.w1", "experts.w3", *(f"{matrix}.weight" for matrix in matrices)] else None
+        return 0.02 if fqn.endswith(("w_qkvz.weight", "w_ba.weight", "shared_gate.weight")) else super().init_std(fqn)
 
     def init_constants(self) -> dict[str, float]:
         norms = ("norm.weight", "blocks.*_norm.weight")
         return {"blocks.*.out_norm.weight": 1.0, "blocks.*.decay.A_log": 1.0} | dict.fromkeys(norms, 0.0)
-
-    def n_active_params(self) -> int:
-        """Parameters that a token uses: all but the experts not chosen."""
-        c = self.config
-        idle = c.n_layers * (c.n_experts - c.top_k) * 3 * c.dim * c.moe_ffn_dim
-        return sum(p.numel() for p in self.parameters()) - idle
 
     def flops_per_token(self, seq_len: int) -> int:
         """Forward and backward, PaLM's convention (arXiv:2204.02311, app. B): 6 N + 12 L H K T; N active, without lookups.
@@ -299,63 +238,40 @@ class Qwen3Next(nn.Module):
         return 6 * n + 12 * full * c.n_heads * c.head_dim * seq_len + state
 
     def tp_plan(self) -> dict[str, str]:
-        """fqn pattern -> style (a key of parallel.TP_STYLES). Between blocks, activations are sharded along the sequence."""
-        plan = {
-            "tok_embeddings": "vocab_embedding",
-            "blocks.*.attn_norm": "sequence",
-            "blocks.*.attn": "gather_sequence",
-            "blocks.*.attn.wo": "rowwise",
+        plan = super().tp_plan() | {
             "blocks.*.attn.w_qkvz": "colwise",
             "blocks.*.attn.w_ba": "colwise",
             "blocks.*.attn.conv": "gather_rows",
             "blocks.*.attn.decay": "own_rows",
             "blocks.*.attn.out_norm": "head_norm",
-            "blocks.*.ffn_norm": "sequence",
-            "blocks.*.moe.router": "sequence_linear",  # the experts: distributed.experts.expert_parallel
             "blocks.*.shared": "gather_sequence",
             "blocks.*.shared.w1": "colwise",
             "blocks.*.shared.w3": "colwise",
             "blocks.*.shared.w2": "rowwise",
             "blocks.*.shared_gate": "sequence_linear",
-            "norm": "sequence",
         }
-        if self.config.n_layers > 3:  # the fourth has attention
-            plan |= {f"blocks.*.attn.{name}": "colwise" for name in ("wq", "wk", "wv")}
-            plan |= {f"blocks.*.attn.{name}": "head_norm" for name in ("q_norm", "k_norm")}
-        return plan if self.config.tie_embeddings else plan | {"head": "vocab_head"}
+        for name in ("wq", "wk", "wv", "q_norm", "k_norm") if self.config.n_layers < 4 else ():
+            del plan[f"blocks.*.attn.{name}"]  # the fourth layer is the first with attention
+        return plan
 
     def hf_keys(self) -> dict[str, str | list[str]]:
-        """fqn -> name in Hugging Face's files; for a stack of experts a list of names. The values are the same."""
-        names = {"tok_embeddings.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
-        if not self.config.tie_embeddings:
-            names["head.weight"] = "lm_head.weight"
-        attn = {
-            "attn.wq": "self_attn.q_proj",
-            "attn.wk": "self_attn.k_proj",
-            "attn.wv": "self_attn.v_proj",
-            "attn.wo": "self_attn.o_proj",
-            "attn.q_norm": "self_attn.q_norm",
-            "attn.k_norm": "self_attn.k_norm",
-        }
+        names, ffn = super().hf_keys(), {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+        shared = {"shared_gate": "shared_expert_gate"} | {f"shared.{w}": f"shared_expert.{name}" for w, name in ffn.items()}
         delta = {
-            "attn.w_qkvz": "linear_attn.in_proj_qkvz",
-            "attn.w_ba": "linear_attn.in_proj_ba",
-            "attn.conv": "linear_attn.conv1d",
-            "attn.out_norm": "linear_attn.norm",
-            "attn.wo": "linear_attn.out_proj",
+            "w_qkvz.weight": "in_proj_qkvz.weight",
+            "w_ba.weight": "in_proj_ba.weight",
+            "conv.weight": "conv1d.weight",
+            "decay.A_log": "A_log",
+            "decay.dt_bias": "dt_bias",
+            "out_norm.weight": "norm.weight",
+            "wo.weight": "out_proj.weight",
         }
-        ffn = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-        block = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "moe.router": "mlp.gate"}
-        block |= {"shared_gate": "mlp.shared_expert_gate"}
-        block |= {f"shared.{ours}": f"mlp.shared_expert.{theirs}" for ours, theirs in ffn.items()}
         for i in range(self.config.n_layers):
-            for ours, theirs in ffn.items():
-                experts = [f"model.layers.{i}.mlp.experts.{e}.{theirs}.weight" for e in range(self.config.n_experts)]
-                names[f"blocks.{i}.moe.experts.{ours}"] = experts
-            table = block | (attn if i % 4 == 3 else delta)
-            names |= {f"blocks.{i}.{ours}.weight": f"model.layers.{i}.{theirs}.weight" for ours, theirs in table.items()}
-            for name in ("A_log", "dt_bias") if i % 4 != 3 else ():
-                names[f"blocks.{i}.attn.decay.{name}"] = f"model.layers.{i}.linear_attn.{name}"
+            names |= {f"blocks.{i}.{ours}.weight": f"model.layers.{i}.mlp.{theirs}.weight" for ours, theirs in shared.items()}
+            if i % 4 != 3:  # no attention
+                for name in ("wq", "wk", "wv", "q_norm", "k_norm"):
+                    del names[f"blocks.{i}.attn.{name}.weight"]
+                names |= {f"blocks.{i}.attn.{ours}": f"model.layers.{i}.linear_attn.{theirs}" for ours, theirs in delta.items()}
         return names
 
     def hf_optional(self) -> list[str]:

@@ -43,8 +43,8 @@ def read_hf_config(folder: str, Config=None):
         config = Config.from_hf(found)
     except Exception as error:  # any error: a value in the file is the cause
         raise ValueError(f"{path}: {reason(error).removeprefix('config.json: ')}") from None
-    for name, kind in get_type_hints(Config).items():
-        value, (kind, optional) = getattr(config, name), unwrap(kind)
+    for name in (field.name for field in fields(Config)):
+        value, (kind, optional) = getattr(config, name), unwrap(get_type_hints(Config)[name])
         if not has_type(value, kind) and not (optional and value is None):
             raise ValueError(f"{path}: {name} would be {str(value)[:40]!r}, not {getattr(kind, '__name__', kind)}")
     return config
@@ -518,17 +518,17 @@ def check_same_model(Model, config):
     own = f"{Model.__module__}.{Model.__name__}"
     if not hasattr(config, "to_hf") or not hasattr(Model, "hf_keys"):
         raise ValueError(f"{own} cannot be exported: it needs hf_keys(), and to_hf() of its config")
-    config_json = config.to_hf()
-    kind = config_json.get("model_type")
+    kind = config.to_hf().get("model_type")
     if kind not in HF_MODELS:
         return  # a model_type that transformers does not know
     rename = f"transformers would open an export of {own} as {kind}; let to_hf() return another model_type"
     if own != ".".join(HF_MODELS[kind]):
         raise ValueError(f"{rename}, or, if {own} computes the same, name it for {kind} in storage/same_model.json")
-    imports = [node.module for node in ast.walk(read_code(Model.__module__)) if isinstance(node, ast.ImportFrom)]
-    for module in sorted({Model.__module__, *imports} & COMPARED.keys()):
+    files = {Class.__module__ for Class in Model.__mro__ if hasattr(Class, "hf_keys")}  # a fork may inherit from another model
+    imports = [node.module for file in files for node in ast.walk(read_code(file)) if isinstance(node, ast.ImportFrom)]
+    for module in sorted({*files, *imports} & COMPARED.keys()):
         if (found := code_hash(module)) != COMPARED[module]:
             raise ValueError(f"{rename}, because {module.replace('.', '/')}.py is not the code that was compared with "
                              f"transformers; if it computes the same, write {found} for {module} in storage/same_model.json")
-    if config_class(kind).from_hf(config_json) != config:
+    if config_class(kind).from_hf(config.to_hf()) != config:
         raise ValueError(f"{rename}, because config.json cannot tell all of {config}")

@@ -307,7 +307,7 @@ def say_flags(cfg):
 
 def override_fields(instance, text: str, flag: str):
     """A copy of a dataclass instance with the fields of "n_layers=4,dim=512" changed. Raises ValueError for a wrong field."""
-    kinds, changes = get_type_hints(type(instance)), {}
+    kinds, changes = {f.name: get_type_hints(type(instance))[f.name] for f in dataclasses.fields(instance)}, {}
     for item in filter(None, text.split(",")):
         name, equals, value = (part.strip() for part in item.partition("="))
         if not equals or name not in kinds:

@@ -8,11 +8,8 @@ from safetensors.torch import load_file, save_file
 from saves import refuses
 
 from forks import delta_rule, gpt_oss, llama4, olmo3, qwen3_next
-from forks.gpt_oss import GptOss, GptOssConfig
-from forks.llama4 import Llama4Config
-from forks.olmo3 import Olmo3Config
-from forks.qwen3_next import Qwen3NextConfig
 from storage.hf import class_of, load_hf
+from support.config import override_fields
 
 pytestmark = pytest.mark.slow  # make test has no room for it
 
@@ -26,15 +23,15 @@ MAVERICK = SCOUT | dict(moe_every=2, qk_norm=False, rope_scaling=None, n_layers=
 OLMO = COMMON | dict(n_layers=5, ffn_dim=48, sliding_window=5, rope_scaling=YARN | dict(attention_factor=1.2))
 NEXT = EXPERTS | dict(n_layers=5, top_k=2, shared_ffn_dim=24, linear_k_heads=2, linear_v_heads=4, linear_k_dim=8)
 CONFIGS = {
-    "qwen3_next": Qwen3NextConfig(**NEXT),
-    "qwen3_next tied": Qwen3NextConfig(**NEXT | dict(tie_embeddings=True, n_layers=4, rope_share=0.5, conv_size=3)),
-    "gpt_oss": GptOssConfig(**OSS),
-    "gpt_oss tied": GptOssConfig(**OSS | dict(rope_scaling=None, tie_embeddings=True, n_layers=2, swiglu_limit=0.5)),
-    "llama4 scout": Llama4Config(**SCOUT),
-    "llama4 maverick": Llama4Config(**MAVERICK),
-    "llama4 tied": Llama4Config(**SCOUT | dict(temperature_tuning=False, tie_embeddings=True)),
-    "olmo3": Olmo3Config(**OLMO),
-    "olmo3 tied": Olmo3Config(**OLMO | dict(rope_scaling=None, tie_embeddings=True, n_kv_heads=4)),
+    "qwen3_next": qwen3_next.Qwen3NextConfig(**NEXT),
+    "qwen3_next tied": qwen3_next.Qwen3NextConfig(**NEXT | dict(tie_embeddings=True, n_layers=4, rope_share=0.5, conv_size=3)),
+    "gpt_oss": gpt_oss.GptOssConfig(**OSS),
+    "gpt_oss tied": gpt_oss.GptOssConfig(**OSS | dict(rope_scaling=None, tie_embeddings=True, n_layers=2, swiglu_limit=0.5)),
+    "llama4 scout": llama4.Llama4Config(**SCOUT),
+    "llama4 maverick": llama4.Llama4Config(**MAVERICK),
+    "llama4 tied": llama4.Llama4Config(**SCOUT | dict(temperature_tuning=False, tie_embeddings=True)),
+    "olmo3": olmo3.Olmo3Config(**OLMO),
+    "olmo3 tied": olmo3.Olmo3Config(**OLMO | dict(rope_scaling=None, tie_embeddings=True, n_kv_heads=4)),
 }
 
 
@@ -90,6 +87,10 @@ def test_what_a_fork_cannot_represent_is_refused(name, change, words):
     refuses(words, CONFIGS[name].from_hf, CONFIGS[name].to_hf() | change)
 
 
+def test_a_field_that_a_fork_took_away_is_no_field():
+    refuses("'qkv_bias=1' is no field=value; .*fields are dim, ", override_fields, CONFIGS["olmo3"], "qkv_bias=1", "--flag")
+
+
 def test_delta_rule_in_chunks_is_the_recurrence(monkeypatch):
     """Token by token, in fp64. Documents end between chunks, inside a chunk, and twice in one chunk."""
     monkeypatch.setattr(delta_rule, "CHUNK", 4)
@@ -140,10 +141,10 @@ def read_shards(config, folder):
 
 
 def test_published_experts_of_four_bits_are_read(tmp_path):
-    config = GptOssConfig(**OSS | dict(dim=64, moe_ffn_dim=32))
+    config = gpt_oss.GptOssConfig(**OSS | dict(dim=64, moe_ffn_dim=32))
     theirs(config).save_pretrained(tmp_path)
     meant = in_mxfp4(tmp_path, config)
-    ours = GptOss(config)
+    ours = gpt_oss.GptOss(config)
     load_hf(ours, tmp_path)
     names, weights = ours.hf_keys(), dict(ours.named_parameters())
     found = {names[fqn]: p for fqn, p in weights.items() if names[fqn] in meant}
@@ -156,4 +157,4 @@ def test_published_experts_of_four_bits_are_read(tmp_path):
     whole, name = load_file(file), "model.layers.0.mlp.experts.gate_up_proj_"
     for part, change in (("blocks", lambda t: t[:, :-1]), ("scales", lambda t: t.float())):  # one line for what does not fit
         save_file(whole | {name + part: change(whole[name + part]).contiguous()}, file)
-        refuses("gate_up_proj_blocks and .*_scales are", load_hf, GptOss(config), tmp_path)
+        refuses("gate_up_proj_blocks and .*_scales are", load_hf, gpt_oss.GptOss(config), tmp_path)

@@ -59,12 +59,11 @@ def test_hashes_are_of_the_code_that_is_there():
 @pytest.mark.parametrize("kind", [kind for kind in hf.HF_MODELS if kind != "kimi_k2"])  # exported as deepseek_v3
 def test_shipped_models_are_exported(kind):
     module = importlib.import_module(hf.HF_MODELS[kind][0])
-    Model = getattr(module, hf.HF_MODELS[kind][1])
     changes = dict(mistral=dict(sliding_window=8), qwen2=dict(qkv_bias=True)).get(kind, {})
     flavors = [c for flavor in module.FLAVORS.values() if (c := replace(flavor, **changes)).to_hf()["model_type"] == kind]
     assert flavors
     for config in flavors:
-        hf.check_same_model(Model, config)
+        hf.check_same_model(hf.class_of(config), config)
 
 
 def test_a_fork_is_not_exported_as_llama(tmp_path, fork, capsys):
@@ -91,8 +90,10 @@ def test_an_edit_of_a_shipped_model_is_not_exported(fork, change):
 
 
 def test_an_edit_of_a_file_that_the_model_imports_is_not_exported(fork):
-    fork(("class RMSNorm", "ONE = 1\n\n\nclass RMSNorm"), name="models.layers", file="layers")
-    refuses("because models/layers.py is not the code", hf.check_same_model, llama3.Llama3, small(llama3))
+    """OLMo 3 inherits from Llama 3, whose file has the import."""
+    fork(("def sdpa(", "ONE = 1\n\n\ndef sdpa("), name="models.attention", file="attention")
+    for config in (small(llama3), hf.config_class("olmo3")()):
+        refuses("because models/attention.py is not the code", hf.check_same_model, hf.class_of(config), config)
 
 
 def test_comments_and_docstrings_may_change(fork):
