@@ -320,4 +320,4 @@ def test_best_layouts_are_dry_runs_of_their_flags(monkeypatch, capsys):
     c = replace(cfg, **{name: int(n) for name, n in flags.items()}, global_batch_size=16)
     assert flags["ep"] == "2" and found[1][1][2] == dryrun.human(dryrun.make_report(main, c).ranks[0].peak)
     monkeypatch.setitem(best.MACHINES, "H100", (1e-3, 1e6, 1e6))
-    refuses("none of 26 legal layouts fits a device of 0.001 GB; the smallest of 3 dry", best.print_best, main, cfg, 4, "H100")
+    refuses("none of 26 legal layouts fits a device of 0.001 GB; of 3 dry runs", best.print_best, main, cfg, 4, "H100")
