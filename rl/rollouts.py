@@ -8,7 +8,7 @@ import time
 import zlib
 from array import array
 from base64 import b64decode, b64encode
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from contextlib import contextmanager
 from dataclasses import fields
 from datetime import timedelta
@@ -201,18 +201,16 @@ def reuse_batches(state: dict, folder: str, cfg, rank0: bool) -> list[dict]:
 
 
 class InPlace:
-    """The trainer's own ranks sample. submit() does all the work, collect() returns its result."""
+    """The trainer's own ranks sample. submit() does all the work."""
 
     def __init__(self, trainer, cursor: int, *task):
-        self.trainer, self.cursor, self.task, self.ready = trainer, cursor, task, deque()
+        self.trainer, self.cursor, self.task = trainer, cursor, task
 
     def submit(self):
         with whole_weights(self.trainer.model):
-            self.ready.append(make_batch(*self.task, self.trainer.model, self.cursor, self.trainer.policy_version))
-        self.cursor = self.ready[-1]["cursor"]
-
-    def collect(self) -> dict:
-        return self.ready.popleft()
+            batch = make_batch(*self.task, self.trainer.model, self.cursor, self.trainer.policy_version)
+        self.cursor = batch["cursor"]
+        return lambda: batch
 
     def evaluate(self, tasks: list[tuple], group_size: int, temperature: float) -> list[dict]:
         with whole_weights(self.trainer.model):
