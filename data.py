@@ -83,20 +83,12 @@ def permute(k: np.ndarray, n: int, key: str) -> np.ndarray:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Finished batches: a hash that is equal in all layouts, tensors, and a thread that reads ahead
-def scramble(x: np.ndarray) -> np.ndarray:
-    """uint64 to uint64, a bijection; neighbouring numbers end far apart."""
-    x = (x ^ (x >> np.uint64(32))) * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
-    return x ^ (x >> np.uint64(32))
-
-
 def hash_sequences(tokens: np.ndarray, labels: np.ndarray, first_row: int) -> int:
     """A number below 2**48 for some rows (sequences, T) of a global batch. The sum over all rows, modulo 2**48, is the same
     in every layout, and differs if a token, a label or the order of the rows changes. first_row: number of the first row."""
-    weights = scramble(np.arange(1, tokens.shape[1] + 1, dtype=np.uint64)) | np.uint64(1)  # odd: no change is multiplied away
-    pairs = tokens.astype(np.uint64) + (labels.astype(np.uint64) << np.uint64(32))
-    rows = np.arange(first_row + 1, first_row + 1 + len(tokens), dtype=np.uint64)
-    return int(scramble((pairs * weights).sum(1, dtype=np.uint64) + scramble(rows)).sum(dtype=np.uint64)) % 2**48
+    rows = enumerate(zip(tokens, labels), first_row)
+    contents = (b"%d " % number + row.tobytes() + row_labels.tobytes() for number, (row, row_labels) in rows)
+    return sum(int.from_bytes(hashlib.sha256(content).digest()[:6], "little") for content in contents) % 2**48
 
 
 def to_tensors(arrays, local_batch_size: int) -> list:
