@@ -23,7 +23,6 @@ from rl.datasets import DatasetConfig
 from rl.decoding import draw_noise, rollout
 from rl.environments import Turns, draw_task
 from rl.rewards import RewardConfig, pay_all
-from support.config import default_of
 from support.files import read_json
 
 NUMBERS = {"prompt": "i", "ids": "i", "logprobs": "f", "mask": "f"}  # values per token of a sample: the kinds of their arrays
@@ -189,15 +188,14 @@ def pack_batches(batches: list[dict], cfg) -> dict[str, bytes]:
 
 def reuse_batches(state: dict, folder: str, cfg, rank0: bool) -> list[dict]:
     """The batches of a step folder if this run's flags would sample the same; else none, and the prompts are sampled again."""
-    saved = read_json(folder, BATCHES) if state.get("ahead") else state  # older checkpoints have the batches in their state
-    batches, old, new = saved.get("batch") or [], saved.get("made_with") or {}, batch_flags(cfg)
-    for batch in batches:
+    saved = read_json(folder, BATCHES) if state.get("ahead") else {"batch": [], "made_with": {}}
+    for batch in saved["batch"]:
         batch["samples"] = [*map(as_arrays, batch["samples"])]
-    old = {f"--{f.name}": default_of(f) for f in fields(cfg) if f"--{f.name}" in new} | old  # flags newer than the checkpoint
+    old, new = saved["made_with"], batch_flags(cfg)
     differ = [f"{name} {old.get(name)} -> {new.get(name)}" for name in new | old if old.get(name) != new.get(name)]
-    if batches and differ and rank0:
+    if saved["batch"] and differ and rank0:
         print(f"the batch in the checkpoint was made with other flags ({', '.join(differ)}): its prompts are sampled again")
-    return [] if differ else batches
+    return [] if differ else saved["batch"]
 
 
 class InPlace:
