@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
 from functools import cache, lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -221,13 +222,10 @@ def knows_thoughts(template: ChatTemplate) -> bool:
 
 def find_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
     """(text without marks, [(start, end)] of the marked parts)"""
-    whole, spans = "", []
     text = text.replace(END + BEGIN, "")  # a template may write one answer in several marked parts
-    for i, part in enumerate(map(remove_marks, re.split(f"{BEGIN}(.*?){END}", text, flags=re.DOTALL))):
-        if i % 2 and part:
-            spans.append((len(whole), len(whole) + len(part)))
-        whole += part
-    return whole, spans
+    parts = [remove_marks(part) for part in re.split(f"{BEGIN}(.*?){END}", text, flags=re.DOTALL)]  # every second is marked
+    ends = accumulate(map(len, parts))
+    return "".join(parts), [(end - len(part), end) for part, end in [*zip(parts, ends)][1::2] if part]
 
 
 def find_answer(i: int, full: str, conversation: Conversation, template: ChatTemplate) -> tuple[int, int] | None:
@@ -299,15 +297,10 @@ def open_chat(folder: str, cfg: ChatConfig) -> Callable | None:
     folder = text_folder(folder)
     if type(cfg).chat and not given and not read_chat_template(folder):  # on by default, as in grpo.py: only if there is one
         return None
-    return chat_prompts(folder, cfg.system, cfg.template_args)
-
-
-def chat_prompts(folder: str, system="", template_args="") -> Callable:
-    """Function text -> prompt for a chat model, by the folder's chat template. Raises ValueError."""
     template = read_template(folder, "--chat")
-    values, system = read_values(template_args), system.replace("\\n", "\n").replace("\\t", "\t")
+    values, system = read_values(cfg.template_args), cfg.system.replace("\\n", "\n").replace("\\t", "\t")
     if unknown := sorted(values.keys() - template.names):
-        raise ValueError(f"--template_args {template_args}: {template.name} does not ask for {unknown[0]}; it asks for "
+        raise ValueError(f"--template_args {cfg.template_args}: {template.name} does not ask for {unknown[0]}; it asks for "
                          f"{', '.join(sorted(template.names)) or 'nothing'}")
 
     def render(text: str, system=system, values=values) -> str:
