@@ -12,6 +12,8 @@ import threading
 import time
 from dataclasses import dataclass
 
+from distributed.agree import attempt
+
 
 @dataclass(kw_only=True)
 class RewardConfig:
@@ -41,16 +43,13 @@ def short(text: str) -> str:
     return repr(text if len(text) <= 400 else f"{text[:200]} ... {text[-200:]}")
 
 
-def pay_all(env, jobs: list[tuple[str, str, bool]], cfg: RewardConfig) -> list[float | ValueError]:
-    """For each (prompt, completion, truncated) the reward, or an error. A failure that ends the run comes back alone. Threads
-    are daemons, because the process must not wait for a late reward at exit."""
+def pay_all(env, jobs: list[tuple[str, str, bool]], cfg: RewardConfig) -> list[tuple[float | None, str | None]]:
+    """For each (prompt, completion, truncated) the reward and None, or None and the failure. A failure that ends the run comes
+    back alone. Threads are daemons, because the process must not wait for a late reward at exit."""
     waiting, running, results, ended = list(range(len(jobs)))[::-1], {}, {}, queue.SimpleQueue()
 
     def work(i):
-        try:
-            ended.put((i, pay(env, *jobs[i])))
-        except ValueError as error:
-            ended.put((i, error))
+        ended.put((i, attempt(pay, env, *jobs[i])))
 
     while waiting or running:
         while waiting and len(running) < cfg.reward_threads:
@@ -62,10 +61,10 @@ def pay_all(env, jobs: list[tuple[str, str, bool]], cfg: RewardConfig) -> list[f
             i, result = ended.get(timeout=max(running[first] - time.monotonic(), 0))
         except queue.Empty:
             reason = f"it takes longer than --reward_timeout_s {cfg.reward_timeout_s:g}"
-            i, result = first, ValueError(no_reward(*jobs[first][:2], reason))
+            i, result = first, (None, no_reward(*jobs[first][:2], reason))
         if running.pop(i, None) is not None:  # else given up before
             results[i] = result
-            if isinstance(result, ValueError) and cfg.failed_reward is None:
+            if result[1] and cfg.failed_reward is None:
                 return [result]
     return [results[i] for i in range(len(jobs))]
 
