@@ -62,17 +62,15 @@ def pieces(cfg) -> int:
     return (2 * cfg.cp if cfg.cp > 1 else 1) * cfg.tp
 
 
-def row_length(tokens: int, cfg, layout) -> int:
-    """T of a forward whose longest row has so many tokens: a multiple of the pieces of cp and tp. A packed row has one of
-    sixteen lengths, because a GPU's kernel for documents is compiled for each length; with --compile only one length."""
-    step = pieces(layout)
+def row_length(rows: list[list[int]], lengths: list[int], cfg, layout) -> int:
+    """T of a forward of these rows of sample numbers: a multiple of the pieces of cp and tp. A packed row has one of sixteen
+    lengths, because a GPU's kernel for documents is compiled for each length; with --compile only one length."""
     if cfg.batch_invariant:
         return cfg.seq_len
-    if not cfg.pack_tokens:
-        return math.ceil(tokens / step) * step
-    step *= math.ceil(cfg.pack_tokens / 16 / step)
+    tokens, step = max((sum(lengths[i] for i in row) for row in rows), default=1), pieces(layout)
+    step *= max(math.ceil(cfg.pack_tokens / 16 / step), 1)
     rounded = math.ceil(tokens / step) * step
-    if tokens > cfg.pack_tokens:  # a single sample of the warm-up
+    if tokens > cfg.pack_tokens:  # rows of one sample; packed, only the warm-up has so long a sample
         return rounded
     return cfg.pack_tokens if cfg.compile else min(rounded, cfg.pack_tokens)
 
@@ -83,11 +81,7 @@ def plan_forwards(lengths: list[int], cfg, layout) -> list[list[tuple[list[list[
         shares = in_sequences(lengths, cfg.pack_tokens, layout.data_ranks)
     else:
         shares = in_rows(lengths, cfg.local_batch_size, layout.data_ranks)
-
-    def longest(rows):
-        return max((sum(lengths[i] for i in row) for row in rows), default=1)
-
-    return [[(rows, row_length(longest(rows), cfg, layout)) for rows in share] for share in shares]
+    return [[(rows, row_length(rows, lengths, cfg, layout)) for rows in share] for share in shares]
 
 
 # ---------------------------------------------------------------- tensors of a forward
