@@ -16,7 +16,7 @@ import hashlib
 import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -91,9 +91,10 @@ def hash_sequences(tokens: np.ndarray, labels: np.ndarray, first_row: int) -> in
     return sum(int.from_bytes(hashlib.sha256(content).digest()[:6], "little") for content in contents) % 2**48
 
 
-def to_tensors(arrays, local_batch_size: int) -> list:
-    """Each array (sequences, T) as a tensor (A, B, T)."""
-    return [a if a is None else torch.from_numpy(a.reshape(-1, local_batch_size, a.shape[-1]).copy()) for a in arrays]
+def to_tensors(arrays, local_batch_size: int, device: torch.device | str) -> list:
+    """Each array (sequences, T) as a tensor (A, B, T) on the host, page-locked if the batch goes to a GPU."""
+    tensors = [a if a is None else torch.from_numpy(a.reshape(-1, local_batch_size, a.shape[-1]).copy()) for a in arrays]
+    return [t.pin_memory() if t is not None and torch.device(device).type == "cuda" else t for t in tensors]
 
 
 def prefetch(batches, device: torch.device):
@@ -101,21 +102,14 @@ def prefetch(batches, device: torch.device):
 
     An error in the thread is raised here. The thread ends with the generator (close(), garbage collection) or at exit."""
     gpu = None if device.type != "cuda" else torch.cuda.current_device() if device.index is None else device.index
-
-    def on_tensors(change, batch):
-        return type(batch)(**{name: change(value) if torch.is_tensor(value) else value for name, value in vars(batch).items()})
-
-    def load():
-        batch = next(batches, None)
-        return batch if gpu is None or batch is None else on_tensors(torch.Tensor.pin_memory, batch)
-
     # a new thread is on GPU 0, and pinning there would cost every rank a context on it
     thread = ThreadPoolExecutor(1, "prefetch", *(() if gpu is None else (torch.cuda.set_device, (gpu,))))
     try:
-        ready = deque(thread.submit(load) for _ in range(2))
+        ready = deque(thread.submit(next, batches, None) for _ in range(2))
         while (batch := ready.popleft().result()) is not None:
-            ready.append(thread.submit(load))
-            yield batch if gpu is None else on_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
+            ready.append(thread.submit(next, batches, None))
+            tensors = {name: value for name, value in vars(batch).items() if torch.is_tensor(value)}
+            yield replace(batch, **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
     finally:  # the garbage collector may close us in any thread, also in our own, and a thread must not wait for itself
         thread.shutdown(wait=not threading.current_thread().name.startswith("prefetch"), cancel_futures=True)
 
@@ -210,7 +204,9 @@ class TokenData:
 
     def plan(self, samples: int) -> str:
         """For the start: a line per part of a mixture, with its share and epochs in so many sequences."""
-        return ""
+        parts, epochs = self.fingerprint.get("parts", {}), self.epochs(samples)
+        return "".join(f"{name}: {100 * float(Fraction(part['weight'])):.6g} % of the sequences, {part['n_tokens']:,} tokens, "
+                       f"{epochs['data_epochs'][name]:.3g} epochs\n" for name, part in parts.items())
 
     def has_labels(self, split: str, n_samples: int) -> bool:
         """Whether any token of a split has a loss. Stops at the first window with a loss, usually number 0."""
@@ -240,7 +236,7 @@ class TokenData:
             while True:
                 arrays = self.sequences(np.arange(cursor + first_row, cursor + first_row + share))
                 digest = f"{hash_sequences(*arrays[:2], first_row):012x}"
-                yield Batch(*to_tensors(arrays, local_batch_size), global_batch_size, digest, first=cursor + first_row)
+                yield Batch(*to_tensors(arrays, local_batch_size, device), global_batch_size, digest, first=cursor + first_row)
                 cursor += global_batch_size
 
         return prefetch(make(), torch.device(device))
@@ -258,7 +254,8 @@ class TokenData:
                     windows[:len(mine)] = data.windows("val", mine)
                     arrays, bytes_of = data.arrays(windows), data.token_bytes
                     n_bytes = None if bytes_of is None else int(bytes_of[arrays[1][arrays[1] >= 0]].sum())
-                    yield Batch(*to_tensors(arrays, local_batch_size), min(rows, len(numbers) - first), "", n_bytes, data.name)
+                    tensors = to_tensors(arrays, local_batch_size, device)
+                    yield Batch(*tensors, min(rows, len(numbers) - first), "", n_bytes, data.name)
 
         return prefetch(make(), torch.device(device))
 
@@ -289,11 +286,6 @@ class MixedData(TokenData):
 
     def epochs(self, samples: int) -> dict:
         return {"data_epochs": {part.name: int(n) / part.n_samples for part, n in zip(self.parts, self.turns.counts(samples))}}
-
-    def plan(self, samples: int) -> str:
-        percent, epochs = 100 * self.turns.shares / self.turns.shares.sum(), self.epochs(samples)["data_epochs"]
-        return "".join(f"{part.name}: {share:.6g} % of the sequences, {part.fingerprint['n_tokens']:,} tokens, "
-                       f"{epochs[part.name]:.3g} epochs\n" for part, share in zip(self.parts, percent))
 
 
 def open_data(cfg: DataConfig, seq_len: int, tokenizer: str = "", Chats: type | None = None) -> TokenData:
