@@ -295,8 +295,7 @@ def open_data(cfg: DataConfig, seq_len: int, tokenizer: str = "", Chats: type | 
     None: refuse conversations. Needs no process group: ranks that call together wait until one rank has filled the cache."""
     data = open_parts(cfg, "--data", cfg.data, seq_len, tokenizer, Chats)
     if cfg.val_data:
-        tokenizer = tokenizer or data.tokenizer_file or ""
-        data.validation = open_parts(cfg, "--val_data", cfg.val_data, seq_len, tokenizer, Chats)
+        data.validation = open_parts(cfg, "--val_data", cfg.val_data, seq_len, tokenizer or data.tokenizer_file or "", Chats)
         check_same_ids({f"--data {cfg.data}": data, f"--val_data {cfg.val_data}": data.validation})
         data.n_val_samples = data.validation.n_val_samples
     return data
