@@ -193,8 +193,7 @@ def plan(cfg: Config, kind: str, model_config, folder: str) -> tuple[Config, Lay
         (kind == "answer" and cfg.tp > 1 and hasattr(model_config, "mtp_depth"),
          f"--tp {cfg.tp}: writing with DeepSeek caches latents, which tp does not split; use --dp_shard"),
         (given, f"{', '.join(given)}: nothing is trained here; leave it out")])
-    usual = "bfloat16" if runs_on_cuda(cfg.device) else "float32"
-    dtype = usual if cfg.compute_dtype == "auto" else cfg.compute_dtype
+    dtype = cfg.compute_dtype if cfg.compute_dtype != "auto" else "bfloat16" if runs_on_cuda(cfg.device) else "float32"
     # Without an optimizer, nothing needs more digits than the matmuls. Any number of micro-batches works with GPipe.
     cfg = replace(cfg, compute_dtype=dtype, param_dtype=dtype, pp_schedule="GPipe" if cfg.pp > 1 else cfg.pp_schedule)
     cfg.kind = kind  # not a flag, but flags need it, see WRITING
