@@ -160,20 +160,21 @@ def is_trained(message: dict) -> bool:
 
 
 def from_sharegpt(record: dict) -> list[dict]:
-    """{"conversations": [{"from", "value"}], "system"} as messages. Some files have role and content in "conversations"."""
+    """{"conversations": [{"from", "value"}], "system"} as messages."""
     messages = [{"role": "system", "content": record["system"]}] if record.get("system") else []
-    for turn in record["conversations"]:
-        if "from" not in turn:
-            messages.append(turn)
-            continue
-        role, value = turn["from"], turn["value"]
-        message = {"role": SHAREGPT_ROLES.get(role.lower(), role), "content": value}
-        if role == "function_call":
-            calls = json.loads(value) if isinstance(value, str) else value
-            calls = calls if isinstance(calls, list) else [calls]
-            message |= {"content": "", "tool_calls": [{"type": "function", "function": call} for call in calls]}
-        messages.append(message)
-    return messages
+    return messages + [from_turn(turn) for turn in record["conversations"]]
+
+
+def from_turn(turn: dict) -> dict:
+    """{"from", "value"} as a message. Some files have role and content in "conversations"; such a turn is a message already."""
+    if "from" not in turn:
+        return turn
+    role, value = turn["from"], turn["value"]
+    if role != "function_call":
+        return {"role": SHAREGPT_ROLES.get(role.lower(), role), "content": value}
+    calls = json.loads(value) if isinstance(value, str) else value
+    calls = calls if isinstance(calls, list) else [calls]
+    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call} for call in calls]}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -292,12 +293,10 @@ def open_chat(folder: str, cfg: ChatConfig) -> Callable | None:
     given = [f"--{name} {value}" for name, value in (("system", cfg.system), ("template_args", cfg.template_args)) if value]
     if given and not (cfg.chat and folder):
         raise ValueError(f"{', '.join(given)}: there is no chat template without --chat or in a model that begins from nothing")
-    if not cfg.chat or not folder:
+    is_default = type(cfg).chat and not given  # on by default, as in grpo.py: only if there is a template
+    if not cfg.chat or not folder or is_default and not read_chat_template(text_folder(folder)):
         return None
-    folder = text_folder(folder)
-    if type(cfg).chat and not given and not read_chat_template(folder):  # on by default, as in grpo.py: only if there is one
-        return None
-    template = read_template(folder, "--chat")
+    template = read_template(text_folder(folder), "--chat")
     values, system = read_values(cfg.template_args), cfg.system.replace("\\n", "\n").replace("\\t", "\t")
     if unknown := sorted(values.keys() - template.names):
         raise ValueError(f"--template_args {cfg.template_args}: {template.name} does not ask for {unknown[0]}; it asks for "
