@@ -50,7 +50,7 @@ from models.loss import IGNORE, no_reduce, token_logprobs
 from parallel import make_mesh
 from rl.answers import KINDS as RIGHT
 from rl.answers import final_number, is_right, never_right
-from rl.datasets import Line, Text, fill_template, read_lines, unescape
+from rl.datasets import Line, Text, fill_template, read_task_lines, unescape
 from rl.decoding import draw_noise, rollout
 from rl.packing import in_rows, lay_out, pieces
 from rl.policy import split_model
@@ -108,7 +108,7 @@ KINDS = {"text": ("text",), "choice": ("question", "choices", "answer"), "answer
 
 def read_task(path: str, flag="--task") -> tuple[str, list[Line]]:
     """("text", "choice" or "answer", the lines) of a task's file. The ValueError names the line."""
-    lines = read_lines(path, flag, ".txt", ".jsonl")
+    lines = read_task_lines(path, flag, ".txt", ".jsonl")
     found = [kind for kind, names in KINDS.items() if set(names) <= lines[0].fields.keys()]
     if not found or found[0] == "text" and len(found) > 1:
         raise ValueError(f"{lines[0].where} has {', '.join(lines[0].fields) or 'no fields'}; need text, or question, choices "

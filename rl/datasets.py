@@ -54,7 +54,7 @@ class Line(NamedTuple):
     fields: dict
 
 
-def read_lines(path: str, flag: str, *suffixes: str) -> list[Line]:
+def read_task_lines(path: str, flag: str, *suffixes: str) -> list[Line]:
     """The lines of a .jsonl, or a .txt as a single line {"text": ...}, packed or not. Raises ValueError for a name with none of
     the suffixes, and for a file without lines."""
     file, suffix = Path(path), format_of(Path(path))
@@ -99,7 +99,7 @@ def fill_template(template: str, line: Line) -> str:
 # ---------------------------------------------------------------- problems
 def read_problems(path: str, flag: str, template: str, hint: str, kind: str) -> dict[str, Line]:
     """{prompt: Line} of a file; equal lines count once. kind: of the reward. The ValueError names the line."""
-    lines, found = read_lines(path, flag, ".jsonl"), {}
+    lines, found = read_task_lines(path, flag, ".jsonl"), {}
     asked = "prompt" if "prompt" in lines[0].fields else "question"
     for line in lines:
         if missing := [name for name in (asked, "answer") if name not in line.fields]:

@@ -112,10 +112,9 @@ def sample_groups(cfg, env, text, layout, model, tasks: list[tuple], group_size,
         s["group"], s["prompt"], s["text"] = mine[j // group_size], prompts[j // group_size], text.decode(s["ids"])
         s["answer"] = tasks[s["group"]][2]
     jobs = [(tasks[s["group"]][1], s["text"], s["truncated"]) for s in samples]
-    paid = pay_all(env, jobs, cfg) if hasattr(env, "reward") else [(s["earned"], None) for s in samples]
+    paid = pay_all(env, jobs, cfg) if hasattr(env, "reward") else [(s["earned"], "") for s in samples]
     for j, (s, (reward, failure)) in enumerate(zip(samples, paid)):
-        name, s["failed"] = tasks[s["group"]][0], failure or ""
-        s["reward"] = cfg.failed_reward if s["failed"] else reward
+        name, s["failed"], s["reward"] = tasks[s["group"]][0], failure, cfg.failed_reward if failure else reward
         if s["failed"] and cfg.failed_reward is None:
             failed.append(s["failed"])
         if cfg.control == "random" and not name.startswith("eval/"):

@@ -100,7 +100,7 @@ def test_a_reward_of_your_own_is_given_what_it_asks_for(tmp_path):
     env = task(data, reward=str(own))
     assert env.reward(lines[2]["prompt"], "8*2+3") == 2.0 and env.reward(lines[2]["prompt"], "19") == 0.0
     own.write_text("def reward(prompt, completion, answer, truncated, fields):\n    return truncated and fields['answer'] == 1")
-    assert rewards.pay(task(data, reward=str(own)), lines[0]["prompt"], "", True) == 1.0
+    assert rewards.pay(task(data, reward=str(own)), lines[0]["prompt"], "", True) == (1.0, "")
     assert local_code()["my_reward.py"] == own.read_text()  # a checkpoint keeps the source of the reward
     for code, message in [("def reward(prompt, solution): pass", "reward\\(\\) asks for solution; it may ask for prompt, "),
                           ("x = 1", "it must define reward\\(prompt, "), ("import nope", "No module named 'nope'")]:
