@@ -29,8 +29,8 @@ def test_a_reward_that_is_none_names_its_sample(value):
             raise KeyError("no\nsuch key")
         return value
 
-    refuses("no reward for prompt '1 2', completion 'some\\\\nwhere'",
-            rewards.pay, SimpleNamespace(reward=reward), "1 2", "some\nwhere", False)
+    nothing, failure = rewards.pay(SimpleNamespace(reward=reward), "1 2", "some\nwhere", False)
+    assert nothing is None and "no reward for prompt '1 2', completion 'some\\nwhere'" in failure and "\n" not in failure
 
 
 def test_prompts_are_drawn_without_replacement_where_there_is_a_list():
