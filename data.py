@@ -16,7 +16,7 @@ import hashlib
 import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -83,25 +83,18 @@ def permute(k: np.ndarray, n: int, key: str) -> np.ndarray:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Finished batches: a hash that is equal in all layouts, tensors, and a thread that reads ahead
-def scramble(x: np.ndarray) -> np.ndarray:
-    """uint64 to uint64, a bijection; neighbouring numbers end far apart."""
-    x = (x ^ (x >> np.uint64(32))) * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
-    return x ^ (x >> np.uint64(32))
-
-
 def hash_sequences(tokens: np.ndarray, labels: np.ndarray, first_row: int) -> int:
     """A number below 2**48 for some rows (sequences, T) of a global batch. The sum over all rows, modulo 2**48, is the same
     in every layout, and differs if a token, a label or the order of the rows changes. first_row: number of the first row."""
-    weights = scramble(np.arange(1, tokens.shape[1] + 1, dtype=np.uint64)) | np.uint64(1)  # odd: no change is multiplied away
-    pairs = tokens.astype(np.uint64) + (labels.astype(np.uint64) << np.uint64(32))
-    rows = np.arange(first_row + 1, first_row + 1 + len(tokens), dtype=np.uint64)
-    return int(scramble((pairs * weights).sum(1, dtype=np.uint64) + scramble(rows)).sum(dtype=np.uint64)) % 2**48
+    rows = enumerate(zip(tokens, labels), first_row)
+    contents = (b"%d " % number + row.tobytes() + row_labels.tobytes() for number, (row, row_labels) in rows)
+    return sum(int.from_bytes(hashlib.sha256(content).digest()[:6], "little") for content in contents) % 2**48
 
 
-def to_tensors(arrays, local_batch_size: int) -> list:
-    """Each array (sequences, T) as a tensor (A, B, T)."""
-    return [a if a is None else torch.from_numpy(a.reshape(-1, local_batch_size, a.shape[-1]).copy()) for a in arrays]
+def to_tensors(arrays, local_batch_size: int, device: torch.device | str) -> list:
+    """Each array (sequences, T) as a tensor (A, B, T) on the host, page-locked if the batch goes to a GPU."""
+    tensors = [a if a is None else torch.from_numpy(a.reshape(-1, local_batch_size, a.shape[-1]).copy()) for a in arrays]
+    return [t.pin_memory() if t is not None and torch.device(device).type == "cuda" else t for t in tensors]
 
 
 def prefetch(batches, device: torch.device):
@@ -109,21 +102,14 @@ def prefetch(batches, device: torch.device):
 
     An error in the thread is raised here. The thread ends with the generator (close(), garbage collection) or at exit."""
     gpu = None if device.type != "cuda" else torch.cuda.current_device() if device.index is None else device.index
-
-    def on_tensors(change, batch):
-        return type(batch)(**{name: change(value) if torch.is_tensor(value) else value for name, value in vars(batch).items()})
-
-    def load():
-        batch = next(batches, None)
-        return batch if gpu is None or batch is None else on_tensors(torch.Tensor.pin_memory, batch)
-
     # a new thread is on GPU 0, and pinning there would cost every rank a context on it
     thread = ThreadPoolExecutor(1, "prefetch", *(() if gpu is None else (torch.cuda.set_device, (gpu,))))
     try:
-        ready = deque(thread.submit(load) for _ in range(2))
+        ready = deque(thread.submit(next, batches, None) for _ in range(2))
         while (batch := ready.popleft().result()) is not None:
-            ready.append(thread.submit(load))
-            yield batch if gpu is None else on_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
+            ready.append(thread.submit(next, batches, None))
+            tensors = {name: value for name, value in vars(batch).items() if torch.is_tensor(value)}
+            yield replace(batch, **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
     finally:  # the garbage collector may close us in any thread, also in our own, and a thread must not wait for itself
         thread.shutdown(wait=not threading.current_thread().name.startswith("prefetch"), cancel_futures=True)
 
@@ -218,7 +204,9 @@ class TokenData:
 
     def plan(self, samples: int) -> str:
         """For the start: a line per part of a mixture, with its share and epochs in so many sequences."""
-        return ""
+        parts, epochs = self.fingerprint.get("parts", {}), self.epochs(samples)
+        return "".join(f"{name}: {100 * float(Fraction(part['weight'])):.6g} % of the sequences, {part['n_tokens']:,} tokens, "
+                       f"{epochs['data_epochs'][name]:.3g} epochs\n" for name, part in parts.items())
 
     def has_labels(self, split: str, n_samples: int) -> bool:
         """Whether any token of a split has a loss. Stops at the first window with a loss, usually number 0."""
@@ -248,7 +236,7 @@ class TokenData:
             while True:
                 arrays = self.sequences(np.arange(cursor + first_row, cursor + first_row + share))
                 digest = f"{hash_sequences(*arrays[:2], first_row):012x}"
-                yield Batch(*to_tensors(arrays, local_batch_size), global_batch_size, digest, first=cursor + first_row)
+                yield Batch(*to_tensors(arrays, local_batch_size, device), global_batch_size, digest, first=cursor + first_row)
                 cursor += global_batch_size
 
         return prefetch(make(), torch.device(device))
@@ -266,7 +254,8 @@ class TokenData:
                     windows[:len(mine)] = data.windows("val", mine)
                     arrays, bytes_of = data.arrays(windows), data.token_bytes
                     n_bytes = None if bytes_of is None else int(bytes_of[arrays[1][arrays[1] >= 0]].sum())
-                    yield Batch(*to_tensors(arrays, local_batch_size), min(rows, len(numbers) - first), "", n_bytes, data.name)
+                    tensors = to_tensors(arrays, local_batch_size, device)
+                    yield Batch(*tensors, min(rows, len(numbers) - first), "", n_bytes, data.name)
 
         return prefetch(make(), torch.device(device))
 
@@ -298,11 +287,6 @@ class MixedData(TokenData):
     def epochs(self, samples: int) -> dict:
         return {"data_epochs": {part.name: int(n) / part.n_samples for part, n in zip(self.parts, self.turns.counts(samples))}}
 
-    def plan(self, samples: int) -> str:
-        percent, epochs = 100 * self.turns.shares / self.turns.shares.sum(), self.epochs(samples)["data_epochs"]
-        return "".join(f"{part.name}: {share:.6g} % of the sequences, {part.fingerprint['n_tokens']:,} tokens, "
-                       f"{epochs[part.name]:.3g} epochs\n" for part, share in zip(self.parts, percent))
-
 
 def open_data(cfg: DataConfig, seq_len: int, tokenizer: str = "", Chats: type | None = None) -> TokenData:
     """The data of --data; text is tokenized first. Raises ValueError with one line for every mistake of a user.
@@ -311,8 +295,7 @@ def open_data(cfg: DataConfig, seq_len: int, tokenizer: str = "", Chats: type | 
     None: refuse conversations. Needs no process group: ranks that call together wait until one rank has filled the cache."""
     data = open_parts(cfg, "--data", cfg.data, seq_len, tokenizer, Chats)
     if cfg.val_data:
-        tokenizer = tokenizer or data.tokenizer_file or ""
-        data.validation = open_parts(cfg, "--val_data", cfg.val_data, seq_len, tokenizer, Chats)
+        data.validation = open_parts(cfg, "--val_data", cfg.val_data, seq_len, tokenizer or data.tokenizer_file or "", Chats)
         check_same_ids({f"--data {cfg.data}": data, f"--val_data {cfg.val_data}": data.validation})
         data.n_val_samples = data.validation.n_val_samples
     return data

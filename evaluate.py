@@ -31,8 +31,7 @@ import os
 import time
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
-from pathlib import Path
+from itertools import chain, pairwise
 from typing import Literal
 
 import torch
@@ -41,7 +40,6 @@ from torch import Tensor, nn
 
 import parallel
 from checkpoint import has_adapters, load_weights, saved_model
-from corpus.mixture import format_of
 from corpus.tokenizer import ChatConfig
 from distributed.checks import check_tp_plan
 from distributed.launch import LaunchConfig, connect, run, set_timeouts
@@ -52,7 +50,7 @@ from models.loss import IGNORE, no_reduce, token_logprobs
 from parallel import make_mesh
 from rl.answers import KINDS as RIGHT
 from rl.answers import final_number, is_right, never_right
-from rl.datasets import Line, Text, fill_template, jsonl_lines, read_content, unescape
+from rl.datasets import Line, Text, fill_template, read_task_lines, unescape
 from rl.decoding import draw_noise, rollout
 from rl.packing import in_rows, lay_out, pieces
 from rl.policy import split_model
@@ -110,11 +108,7 @@ KINDS = {"text": ("text",), "choice": ("question", "choices", "answer"), "answer
 
 def read_task(path: str, flag="--task") -> tuple[str, list[Line]]:
     """("text", "choice" or "answer", the lines) of a task's file. The ValueError names the line."""
-    content = read_content(path, flag, ".txt", ".jsonl")
-    is_text = format_of(Path(path)) == ".txt"
-    lines = [Line(path, {"text": content})] * bool(content) if is_text else jsonl_lines(content, path)
-    if not lines:
-        raise ValueError(f"{flag} {path} is empty: there is nothing to evaluate")
+    lines = read_task_lines(path, flag, ".txt", ".jsonl")
     found = [kind for kind, names in KINDS.items() if set(names) <= lines[0].fields.keys()]
     if not found or found[0] == "text" and len(found) > 1:
         raise ValueError(f"{lines[0].where} has {', '.join(lines[0].fields) or 'no fields'}; need text, or question, choices "
@@ -199,8 +193,7 @@ def plan(cfg: Config, kind: str, model_config, folder: str) -> tuple[Config, Lay
         (kind == "answer" and cfg.tp > 1 and hasattr(model_config, "mtp_depth"),
          f"--tp {cfg.tp}: writing with DeepSeek caches latents, which tp does not split; use --dp_shard"),
         (given, f"{', '.join(given)}: nothing is trained here; leave it out")])
-    usual = "bfloat16" if runs_on_cuda(cfg.device) else "float32"
-    dtype = usual if cfg.compute_dtype == "auto" else cfg.compute_dtype
+    dtype = cfg.compute_dtype if cfg.compute_dtype != "auto" else "bfloat16" if runs_on_cuda(cfg.device) else "float32"
     # Without an optimizer, nothing needs more digits than the matmuls. Any number of micro-batches works with GPipe.
     cfg = replace(cfg, compute_dtype=dtype, param_dtype=dtype, pp_schedule="GPipe" if cfg.pp > 1 else cfg.pp_schedule)
     cfg.kind = kind  # not a flag, but flags need it, see WRITING
@@ -250,12 +243,8 @@ def encode_pair(text: Text, context: str, continuation: str) -> tuple[list[int],
 def rolling_windows(ids: list[int], first: int, longest: int, stride: int) -> list[tuple[list[int], list[int]]]:
     """Requests that score each token of a text once, beginning after the token `first`. A forward has at most `longest` tokens;
     each window after the first scores `stride` tokens, with as much context as fits."""
-    whole, windows, done = [first, *ids], [], 0
-    while done < len(ids):
-        end = min(done + (stride if done else longest), len(ids))
-        windows.append((whole[max(0, end - longest) : done + 1], whole[done + 1 : end + 1]))
-        done = end
-    return windows
+    whole, ends = [first, *ids], [*range(longest, len(ids), stride), len(ids)] if ids else []
+    return [(whole[max(0, end - longest) : done + 1], whole[done + 1 : end + 1]) for done, end in pairwise([0, *ends])]
 
 
 def cut_requests(requests: list[tuple], room: int, vocab_size: int) -> tuple[list[tuple], int]:

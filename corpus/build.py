@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from corpus.mixture import PACKED, format_of, prepare_column
-from corpus.shards import FIRST, LOSS, cache_name, is_as_written, read_index, token_dtype, write_index, write_shard
+from corpus.shards import FIRST, LOSS, cache_name, changed_files, read_index, token_dtype, write_index, write_shard
 from corpus.tokenizer import BESIDE, BPE_VOCAB, EOT_NAMES, files_beside, load_tokenizer
 from support.config import own_rank
 from support.files import sha256_file, write_file
@@ -241,7 +241,7 @@ def tokenize_piece(piece: Piece, number: int, folder: Path, tokenizer: tuple, so
     made_from = cache_name(piece, text.st_size, text.st_mtime_ns, source["tokenizer"], eot, chat)
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # no note, or a damaged one
         known = json.loads(note.read_bytes())
-        if known["made_from"] == made_from and all(is_as_written(folder, entry) for entry in known["entries"].values()):
+        if known["made_from"] == made_from and not any(changed_files(folder, entry) for entry in known["entries"].values()):
             return known
 
     splits = ("train", "val") if piece.split == "hash" else (piece.split,)

@@ -55,10 +55,10 @@ def write_shard(path: Path, tokens: np.ndarray, documents: int, mask: np.ndarray
     return entry
 
 
-def is_as_written(folder: Path, entry: dict) -> bool:
-    """Whether shard and mask are unchanged, by their checksums."""
-    same = sha256_file(folder / entry["name"]) == entry["sha256"]
-    return same and ("mask_sha256" not in entry or sha256_file(folder / mask_name(entry["name"])) == entry["mask_sha256"])
+def changed_files(folder: Path, entry: dict) -> list[str]:
+    """Names of the files of a shard, tokens and mask, whose checksum is not the one of the entry."""
+    checksums = {entry["name"]: entry["sha256"], mask_name(entry["name"]): entry.get("mask_sha256")}
+    return [name for name, sha256 in checksums.items() if sha256 and sha256_file(folder / name) != sha256]
 
 
 def index_totals(index: dict) -> dict:
@@ -178,9 +178,7 @@ def find_damage(folder: Path) -> list:
         except ValueError as error:
             problems.append(str(error))
             continue
-        for name, sha256 in (entry["name"], entry["sha256"]), (mask_name(entry["name"]), entry.get("mask_sha256")):
-            if sha256 and sha256_file(folder / name) != sha256:
-                problems.append(f"{folder / name}: wrong checksum, a byte has changed")
+        problems += [f"{folder / name}: wrong checksum, a byte has changed" for name in changed_files(folder, entry)]
         if tokens.max(initial=0) >= index["vocab_size"]:
             problems.append(f"{path}: token id {tokens.max()}, but the vocabulary ends at {index['vocab_size'] - 1}")
         if (documents := np.count_nonzero(begins)) != entry["documents"]:

@@ -12,6 +12,7 @@ import math
 import re
 from contextlib import suppress
 from fractions import Fraction
+from itertools import accumulate, pairwise
 
 KINDS = ("exact", "number", "math")
 
@@ -83,13 +84,9 @@ def marked(text: str) -> str | None:
 
 
 def braced(text: str, begin: int) -> str | None:
-    """The text between the { at `begin` and the matching }."""
-    depth = 0
-    for end in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[end], 0)
-        if not depth:
-            return text[begin + 1 : end]
-    return None
+    """The text between the { at `begin` and the matching }; None without."""
+    depths = accumulate({"{": 1, "}": -1}.get(letter, 0) for letter in text[begin:])
+    return next((text[begin + 1 : begin + length] for length, depth in enumerate(depths) if depth == 0), None)
 
 
 def plain_latex(text: str) -> str:
@@ -131,13 +128,9 @@ def split_list(text: str) -> list[str]:
     """["(", "1", "2", ")"] for "(1,2)": the brackets, and the parts between the outermost commas."""
     found = re.fullmatch(r"(\\\{)(.*)(\\\})|([(\[{])(.*)([)\]}])", text, re.DOTALL)
     first, inside, last = [part for part in found.groups() if part is not None] if found else ("", text, "")
-    parts, depth = [""], 0
-    for letter in inside:
-        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(letter, 0)
-        if letter == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += letter
+    depths = accumulate({"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(letter, 0) for letter in inside)
+    commas = [place for place, (letter, depth) in enumerate(zip(inside, depths)) if letter == "," and depth == 0]
+    parts = [inside[before + 1 : comma] for before, comma in pairwise([-1, *commas, len(inside)])]
     return [text] if len(parts) == 1 else [first, *parts, last]
 
 

@@ -54,20 +54,24 @@ class Line(NamedTuple):
     fields: dict
 
 
-def read_content(path: str, flag: str, *suffixes: str) -> str:
-    """The text of a file, packed or not. Raises ValueError for a name with none of the suffixes."""
+def read_task_lines(path: str, flag: str, *suffixes: str) -> list[Line]:
+    """The lines of a .jsonl, or a .txt as a single line {"text": ...}, packed or not. Raises ValueError for a name with none of
+    the suffixes, and for a file without lines."""
     file, suffix = Path(path), format_of(Path(path))
     try:
         if suffix not in suffixes:
             raise ValueError(f"it ends with {suffix or 'nothing'}")
-        return (b"".join(unpacked(file)) if file.suffix in PACKED else file.read_bytes()).decode().removeprefix("\ufeff")
+        content = (b"".join(unpacked(file)) if file.suffix in PACKED else file.read_bytes()).decode().removeprefix("\ufeff")
     except (OSError, ValueError) as error:
         reason, need = getattr(error, "strerror", error), " or ".join(suffixes)
         raise ValueError(f"{flag} {path!r}: {reason}; need a {need}, which may be packed as .gz or .zst") from None
-
-
-def jsonl_lines(content: str, path: str) -> list[Line]:
-    return [json_line(text, f"{path}:{n}") for n, text in enumerate(content.split("\n"), 1) if text.strip()]
+    if suffix == ".txt":
+        lines = [Line(path, {"text": content})] * bool(content)
+    else:
+        lines = [json_line(text, f"{path}:{n}") for n, text in enumerate(content.split("\n"), 1) if text.strip()]
+    if not lines:
+        raise ValueError(f"{flag} {path} is empty")
+    return lines
 
 
 def json_line(text: str, where: str) -> Line:
@@ -95,9 +99,7 @@ def fill_template(template: str, line: Line) -> str:
 # ---------------------------------------------------------------- problems
 def read_problems(path: str, flag: str, template: str, hint: str, kind: str) -> dict[str, Line]:
     """{prompt: Line} of a file; equal lines count once. kind: of the reward. The ValueError names the line."""
-    lines, found = jsonl_lines(read_content(path, flag, ".jsonl"), path), {}
-    if not lines:
-        raise ValueError(f"{flag} {path} is empty: there are no problems")
+    lines, found = read_task_lines(path, flag, ".jsonl"), {}
     asked = "prompt" if "prompt" in lines[0].fields else "question"
     for line in lines:
         if missing := [name for name in (asked, "answer") if name not in line.fields]:

@@ -92,10 +92,8 @@ def noise_seed(name: str) -> int:
 def draw_noise(names: list[str], G: int, n: int) -> Tensor:
     """(names, G, n) numbers in [0, 1) for rollout(), a function of the names: neither device, number of ranks nor
     restart changes a sample."""
-    noise = torch.empty(len(names), G, n)
-    for row, name in zip(noise, names):
-        row.copy_(torch.rand(G, n, generator=torch.Generator().manual_seed(noise_seed(name))))
-    return noise
+    generators = (torch.Generator().manual_seed(noise_seed(name)) for name in names)
+    return torch.cat([torch.empty(0, G, n), *(torch.rand(1, G, n, generator=generator) for generator in generators)])
 
 
 def column_logits(h: Tensor, weight: Tensor, *, column: Tensor, mesh=None) -> Tensor:

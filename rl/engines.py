@@ -1,9 +1,9 @@
 """The engines of grpo.py: an engine samples the prompts of a step.
 
-    engine.submit()           # start a batch with the current policy; its prompts follow those of the previous batch
-    batch = engine.collect()  # the oldest batch: {"samples": [...], "cursor": of the next prompts, "version": of the policy}
+    wait = engine.submit()  # start a batch with the current policy; its prompts follow those of the previous batch
+    batch = wait()          # the finished batch: {"samples": [...], "cursor": of the next prompts, "version": of the policy}
     samples = engine.evaluate(tasks, group_size, temperature)  # of (name, prompt) pairs, with rewards, by the current policy
-    engine.close()            # at the end of the run, after a collect() for every submit()
+    engine.close()          # at the end of the run, after a wait() for every submit()
 
 The training loop makes no other calls. InPlace (rl/rollouts.py) samples on the trainer's ranks with the trainer's weights;
 Generators, below, sends the weights to ranks for sampling only (--gen_ranks), each with a whole model; HTTPEngine
@@ -14,6 +14,7 @@ import pickle
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -43,33 +44,25 @@ def open_engine(trainer, env, text, cursor: int, bridge):
 
 
 class Ahead:
-    """The batches of the next steps: ready ones, the oldest first, and those in flight."""
+    """The batches of the next steps, the oldest first, finished or in flight: for each a function that waits for the batch."""
 
     def __init__(self, engine, ready: list[dict]):
         """ready: batches of a checkpoint."""
-        self.engine, self.ready, self.running = engine, deque(ready), 0
+        self.engine, self.waits = engine, deque(partial(dict, batch) for batch in ready)
 
     def fill(self, n: int):
-        """Submit until n batches are ready or in flight, sampled by the current policy."""
-        while len(self.ready) + self.running < n:
-            self.engine.submit()
-            self.running += 1
+        """Submit until there are n batches; the current policy samples the new ones."""
+        while len(self.waits) < n:
+            self.waits.append(cache(self.engine.submit()))  # cache: wait once, although all() and take() both ask
 
     def take(self):
         """Yield the batch of this step; sample a batch now if none was submitted before."""
         self.fill(1)
-        self.wait(1)
-        yield self.ready.popleft()
-
-    def wait(self, n: int):
-        while len(self.ready) < n:
-            self.ready.append(self.engine.collect())
-            self.running -= 1
+        yield self.waits.popleft()()
 
     def all(self) -> list[dict]:
         """Wait for all batches in flight; a checkpoint saves them."""
-        self.wait(len(self.ready) + self.running)
-        return list(self.ready)
+        return [wait() for wait in self.waits]
 
 
 def staleness(batch: dict, policy_version: int, cfg) -> dict:
@@ -167,23 +160,20 @@ def fetch_batch(bridge: Bridge, cursor: int, version: int, weights: list[Tensor]
 
 class Generators:
     """The engine on a trainer's rank. submit() gives the weights to the courier, a thread of rank 0, and returns while the
-    generators sample; collect() waits for their samples. bridge: None except on trainer rank 0."""
+    generators sample. bridge: None except on trainer rank 0."""
 
     def __init__(self, trainer, in_place, bridge: Bridge | None):
         self.trainer, self.bridge, self.cursor, self.again = trainer, bridge, in_place.cursor, False
         self.evaluate = in_place.evaluate  # the trainer's ranks have the current weights
-        self.courier, self.running = ThreadPoolExecutor(1, "courier", use_own_stream, (trainer.layout.device,)), deque()
+        self.courier = ThreadPoolExecutor(1, "courier", use_own_stream, (trainer.layout.device,))
+        self.group = patient_group(dist.group.WORLD, trainer.cfg.rollout_timeout_s)  # the generators may need long
 
     def submit(self):
-        tensors = list_weights(self.trainer.model, self.trainer.layout.compute_dtype, self.again)
+        tensors, batch = list_weights(self.trainer.model, self.trainer.layout.compute_dtype, self.again), None
         sent, self.again = pack_weights(tensors, keep=self.bridge is not None), True
         if self.bridge is not None:
-            self.running.append(self.courier.submit(fetch_batch, self.bridge, self.cursor, self.trainer.policy_version, sent))
-
-    def collect(self) -> dict:
-        # the other trainers wait here as long as the generators sample
-        group = patient_group(dist.group.WORLD, self.trainer.cfg.rollout_timeout_s)
-        return on_rank_0(lambda: self.running.popleft().result(), group)
+            batch = self.courier.submit(fetch_batch, self.bridge, self.cursor, self.trainer.policy_version, sent)
+        return lambda: on_rank_0(lambda: batch.result(), self.group)
 
     def close(self):
         self.courier.shutdown()

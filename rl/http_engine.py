@@ -16,7 +16,6 @@ import os
 import shutil
 import time
 import uuid
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -170,8 +169,7 @@ def find_server(cfg, env):
 # ---------------------------------------------------------------- the engine
 class HTTPEngine:
     """The engine on a trainer's rank, see rl/engines.py. submit() writes the weights; a thread of rank 0 sends weights and
-    prompts to the server and pays rewards, one batch after the other, while the trainer trains. collect() waits for the
-    thread, and gives its batch to all ranks."""
+    prompts to the server and pays rewards, one batch after the other, while the trainer trains. All ranks get the result."""
 
     def __init__(self, trainer, env, text, cursor: int):
         self.trainer, self.text, self.cfg, cfg = trainer, text, trainer.cfg, trainer.cfg
@@ -180,7 +178,7 @@ class HTTPEngine:
         self.group = patient_group(dist.group.WORLD, 2 * cfg.rollout_timeout_s)
         self.folder = os.path.abspath(cfg.engine_weights or f"{cfg.out}/engine")
         self.mine = f"{Path(cfg.out).name}-{hashlib.sha256(os.path.abspath(cfg.out).encode()).hexdigest()[:6]}"
-        self.written, self.loaded, self.cursor, self.running = None, "", cursor, deque()
+        self.written, self.loaded, self.cursor = None, "", cursor
         self.server, self.start = on_rank_0(self.connect, self.group)
         self.worker, self.prompts = ThreadPoolExecutor(1), ThreadPoolExecutor(max(1, cfg.rollout_rows // cfg.group_size))
 
@@ -204,16 +202,17 @@ class HTTPEngine:
         return folder
 
     def submit(self):
-        folder, version = self.write_weights(), self.trainer.policy_version
-        if self.trainer.layout.rank == 0:
-            self.running.append(self.worker.submit(self.make, folder, version))
-
-    def collect(self) -> dict:
-        return on_rank_0(lambda: self.running.popleft().result(), self.group)
+        return self.in_thread(self.make, self.trainer.policy_version)
 
     def evaluate(self, *asked) -> list[dict]:
-        folder = self.write_weights()
-        return on_rank_0(lambda: self.worker.submit(self.groups, folder, *asked).result(), self.group)
+        return self.in_thread(sample_groups, *self.task, *asked, self.draw)()
+
+    def in_thread(self, work, *args):
+        """Write the weights, on all ranks, and start work(*args) on them in the thread of rank 0. Returns a function that waits
+        for the result, on all ranks."""
+        folder, rank = self.write_weights(), self.trainer.layout.rank
+        result = self.worker.submit(self.with_weights, folder, work, *args) if rank == 0 else None
+        return lambda: on_rank_0(lambda: result.result(), self.group)
 
     def close(self):
         self.worker.shutdown()
@@ -221,22 +220,18 @@ class HTTPEngine:
         shutil.rmtree(self.written or "", ignore_errors=True)
 
     # ------------------------------------------------ in the thread of rank 0
-    def make(self, folder: str, version: int) -> dict:
-        self.load(folder)
-        batch = make_batch(*self.task, self.cursor, version, draw=self.draw)
-        self.cursor = batch["cursor"]
-        return batch
-
-    def groups(self, folder: str, tasks, group_size: int, temperature: float) -> list[dict]:
-        self.load(folder)
-        return sample_groups(*self.task, tasks, group_size, temperature, draw=self.draw)
-
-    def load(self, folder: str):
-        """Make the server read the weights of this folder, and remove those before."""
+    def with_weights(self, folder: str, work, *args):
+        """work(*args), after the server has read the weights of this folder; those before are removed."""
         if folder != self.loaded:
             self.server.load(folder, os.path.basename(folder))
             shutil.rmtree(self.loaded, ignore_errors=True)
             self.loaded = folder
+        return work(*args)
+
+    def make(self, version: int) -> dict:
+        batch = make_batch(*self.task, self.cursor, version, draw=self.draw)
+        self.cursor = batch["cursor"]
+        return batch
 
     def draw(self, cfg, env, text, layout, model, tasks, prompts, group_size: int, temperature: float):
         """(2) by the server, in place of rollouts.draw_samples."""

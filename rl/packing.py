@@ -62,32 +62,24 @@ def pieces(cfg) -> int:
     return (2 * cfg.cp if cfg.cp > 1 else 1) * cfg.tp
 
 
-def row_length(tokens: int, cfg, layout) -> int:
-    """T of a forward whose longest row has so many tokens: a multiple of the pieces of cp and tp. A packed row has one of
-    sixteen lengths, because a GPU's kernel for documents is compiled for each length; with --compile only one length."""
-    step = pieces(layout)
+def row_length(rows: list[list[int]], lengths: list[int], cfg, layout) -> int:
+    """T of a forward of these rows of sample numbers: a multiple of the pieces of cp and tp. A packed row has one of sixteen
+    lengths, because a GPU's kernel for documents is compiled for each length; with --compile only one length."""
     if cfg.batch_invariant:
         return cfg.seq_len
-    if not cfg.pack_tokens:
-        return math.ceil(tokens / step) * step
-    step *= math.ceil(cfg.pack_tokens / 16 / step)
+    tokens, step = max((sum(lengths[i] for i in row) for row in rows), default=1), pieces(layout)
+    step *= max(math.ceil(cfg.pack_tokens / 16 / step), 1)
     rounded = math.ceil(tokens / step) * step
-    if tokens > cfg.pack_tokens:  # a single sample of the warm-up
+    if tokens > cfg.pack_tokens:  # rows of one sample; packed, only the warm-up has so long a sample
         return rounded
     return cfg.pack_tokens if cfg.compile else min(rounded, cfg.pack_tokens)
 
 
 def plan_forwards(lengths: list[int], cfg, layout) -> list[list[tuple[list[list[int]], int]]]:
     """For each data rank its forwards: (rows of sample numbers, T). A forward without rows feeds a row without training."""
-    if cfg.pack_tokens:
-        shares = in_sequences(lengths, cfg.pack_tokens, layout.data_ranks)
-    else:
-        shares = in_rows(lengths, cfg.local_batch_size, layout.data_ranks)
-
-    def longest(rows):
-        return max((sum(lengths[i] for i in row) for row in rows), default=1)
-
-    return [[(rows, row_length(longest(rows), cfg, layout)) for rows in share] for share in shares]
+    share_out, room = (in_sequences, cfg.pack_tokens) if cfg.pack_tokens else (in_rows, cfg.local_batch_size)
+    shares = share_out(lengths, room, layout.data_ranks)
+    return [[(rows, row_length(rows, lengths, cfg, layout)) for rows in share] for share in shares]
 
 
 # ---------------------------------------------------------------- tensors of a forward
@@ -105,11 +97,6 @@ def token_values(s: dict, first: int) -> dict[str, Tensor]:
     assert {len(x) for x in values.values()} == {L}, f"a sample's values are not one per token: {s}"
     integers = ("tokens", "labels", "positions", "at")
     return {name: torch.tensor(x, dtype=torch.long if name in integers else torch.float32) for name, x in values.items()}
-
-
-def idle(s: dict) -> dict:
-    """A sample of one input token, neither trained nor counted: for a rank without samples."""
-    return dict(prompt=s["prompt"][:1], ids=s["ids"][:1], logprobs=[0.0], mask=[0.0], advantage=0.0)
 
 
 def lay_out(rows: list[list[dict[str, Tensor]]], T: int, layout, fill: dict) -> dict[str, Tensor]:
@@ -130,8 +117,10 @@ def forwards_of(samples: list[dict], cfg, layout):
     """Yields (samples, tensors) of each forward of this data rank. segment: number of the token's sample in the forward."""
     plan = plan_forwards(list(map(n_read, samples)), cfg, layout)
     firsts = [0, *accumulate(len(s["ids"]) for s in samples)]
+    # one input token, neither trained nor counted: for a rank without samples
+    idle = dict(prompt=samples[0]["prompt"][:1], ids=samples[0]["ids"][:1], logprobs=[0.0], mask=[0.0], advantage=0.0)
     for rows, T in plan[layout.data_rank]:
-        values = [[token_values(samples[i], firsts[i]) for i in row] for row in rows] or [[token_values(idle(samples[0]), -1)]]
+        values = [[token_values(samples[i], firsts[i]) for i in row] for row in rows] or [[token_values(idle, -1)]]
         parts = [x for row in values for x in row]
         for n, x in enumerate(parts):
             x["segment"] = torch.full_like(x["tokens"], n)

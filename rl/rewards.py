@@ -20,16 +20,16 @@ class RewardConfig:
     failed_reward: float | None = None  # reward of a sample whose reward fails or is late; none = end the run
 
 
-def pay(env, prompt: str, completion: str, truncated: bool) -> float:
-    """The reward of a sample. Raises ValueError with prompt and completion if the reward fails or is not finite."""
+def pay(env, prompt: str, completion: str, truncated: bool) -> tuple[float | None, str]:
+    """(the reward of a sample, ""), or (None, why there is none) if the reward fails or is not finite."""
     try:
         asks = "truncated" in inspect.signature(env.reward).parameters
         value = env.reward(prompt, completion, **({"truncated": truncated} if asks else {}))
         if not math.isfinite(reward := float(value)):
             raise ValueError(f"it is {value}")
     except BaseException as error:  # also SystemExit: pay_all waits for an answer of each thread
-        raise ValueError(no_reward(prompt, completion, repr(error))) from None
-    return reward
+        return None, no_reward(prompt, completion, repr(error))
+    return reward, ""
 
 
 def no_reward(prompt: str, completion: str, reason: str) -> str:
@@ -41,16 +41,13 @@ def short(text: str) -> str:
     return repr(text if len(text) <= 400 else f"{text[:200]} ... {text[-200:]}")
 
 
-def pay_all(env, jobs: list[tuple[str, str, bool]], cfg: RewardConfig) -> list[float | ValueError]:
-    """For each (prompt, completion, truncated) the reward, or an error. A failure that ends the run comes back alone. Threads
-    are daemons, because the process must not wait for a late reward at exit."""
+def pay_all(env, jobs: list[tuple[str, str, bool]], cfg: RewardConfig) -> list[tuple[float | None, str]]:
+    """For each (prompt, completion, truncated) what pay() returns. A failure that ends the run comes back alone. Threads are
+    daemons, because the process must not wait for a late reward at exit."""
     waiting, running, results, ended = list(range(len(jobs)))[::-1], {}, {}, queue.SimpleQueue()
 
     def work(i):
-        try:
-            ended.put((i, pay(env, *jobs[i])))
-        except ValueError as error:
-            ended.put((i, error))
+        ended.put((i, pay(env, *jobs[i])))
 
     while waiting or running:
         while waiting and len(running) < cfg.reward_threads:
@@ -62,10 +59,10 @@ def pay_all(env, jobs: list[tuple[str, str, bool]], cfg: RewardConfig) -> list[f
             i, result = ended.get(timeout=max(running[first] - time.monotonic(), 0))
         except queue.Empty:
             reason = f"it takes longer than --reward_timeout_s {cfg.reward_timeout_s:g}"
-            i, result = first, ValueError(no_reward(*jobs[first][:2], reason))
+            i, result = first, (None, no_reward(*jobs[first][:2], reason))
         if running.pop(i, None) is not None:  # else given up before
             results[i] = result
-            if isinstance(result, ValueError) and cfg.failed_reward is None:
+            if result[1] and cfg.failed_reward is None:
                 return [result]
     return [results[i] for i in range(len(jobs))]
 

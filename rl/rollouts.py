@@ -8,7 +8,7 @@ import time
 import zlib
 from array import array
 from base64 import b64decode, b64encode
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from contextlib import contextmanager
 from dataclasses import fields
 from datetime import timedelta
@@ -23,7 +23,6 @@ from rl.datasets import DatasetConfig
 from rl.decoding import draw_noise, rollout
 from rl.environments import Turns, draw_task
 from rl.rewards import RewardConfig, pay_all
-from support.config import default_of
 from support.files import read_json
 
 NUMBERS = {"prompt": "i", "ids": "i", "logprobs": "f", "mask": "f"}  # values per token of a sample: the kinds of their arrays
@@ -113,10 +112,9 @@ def sample_groups(cfg, env, text, layout, model, tasks: list[tuple], group_size,
         s["group"], s["prompt"], s["text"] = mine[j // group_size], prompts[j // group_size], text.decode(s["ids"])
         s["answer"] = tasks[s["group"]][2]
     jobs = [(tasks[s["group"]][1], s["text"], s["truncated"]) for s in samples]
-    paid = pay_all(env, jobs, cfg) if hasattr(env, "reward") else [s["earned"] for s in samples]
-    for j, (s, reward) in enumerate(zip(samples, paid)):
-        name, s["failed"] = tasks[s["group"]][0], str(reward) if isinstance(reward, ValueError) else ""
-        s["reward"] = cfg.failed_reward if s["failed"] else reward
+    paid = pay_all(env, jobs, cfg) if hasattr(env, "reward") else [(s["earned"], "") for s in samples]
+    for j, (s, (reward, failure)) in enumerate(zip(samples, paid)):
+        name, s["failed"], s["reward"] = tasks[s["group"]][0], failure, cfg.failed_reward if failure else reward
         if s["failed"] and cfg.failed_reward is None:
             failed.append(s["failed"])
         if cfg.control == "random" and not name.startswith("eval/"):
@@ -189,30 +187,27 @@ def pack_batches(batches: list[dict], cfg) -> dict[str, bytes]:
 
 def reuse_batches(state: dict, folder: str, cfg, rank0: bool) -> list[dict]:
     """The batches of a step folder if this run's flags would sample the same; else none, and the prompts are sampled again."""
-    saved = read_json(folder, BATCHES) if state.get("ahead") else state  # older checkpoints have the batches in their state
-    batches, old, new = saved.get("batch") or [], saved.get("made_with") or {}, batch_flags(cfg)
-    for batch in batches:
+    saved = read_json(folder, BATCHES) if state.get("ahead") else {"batch": [], "made_with": {}}
+    for batch in saved["batch"]:
         batch["samples"] = [*map(as_arrays, batch["samples"])]
-    old = {f"--{f.name}": default_of(f) for f in fields(cfg) if f"--{f.name}" in new} | old  # flags newer than the checkpoint
+    old, new = saved["made_with"], batch_flags(cfg)
     differ = [f"{name} {old.get(name)} -> {new.get(name)}" for name in new | old if old.get(name) != new.get(name)]
-    if batches and differ and rank0:
+    if saved["batch"] and differ and rank0:
         print(f"the batch in the checkpoint was made with other flags ({', '.join(differ)}): its prompts are sampled again")
-    return [] if differ else batches
+    return [] if differ else saved["batch"]
 
 
 class InPlace:
-    """The trainer's own ranks sample. submit() does all the work, collect() returns its result."""
+    """The trainer's own ranks sample. submit() does all the work."""
 
     def __init__(self, trainer, cursor: int, *task):
-        self.trainer, self.cursor, self.task, self.ready = trainer, cursor, task, deque()
+        self.trainer, self.cursor, self.task = trainer, cursor, task
 
     def submit(self):
         with whole_weights(self.trainer.model):
-            self.ready.append(make_batch(*self.task, self.trainer.model, self.cursor, self.trainer.policy_version))
-        self.cursor = self.ready[-1]["cursor"]
-
-    def collect(self) -> dict:
-        return self.ready.popleft()
+            batch = make_batch(*self.task, self.trainer.model, self.cursor, self.trainer.policy_version)
+        self.cursor = batch["cursor"]
+        return lambda: batch
 
     def evaluate(self, tasks: list[tuple], group_size: int, temperature: float) -> list[dict]:
         with whole_weights(self.trainer.model):

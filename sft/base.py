@@ -14,11 +14,11 @@ def read_model(cfg):
     A run with checkpoints of its own knows the model even when --init_from is gone. Raises ValueError."""
     goes_on = step_folders(cfg.out) and not os.path.isdir(cfg.init_from)
     folder = cfg.out if goes_on else cfg.init_from
-    if is_hf_folder(folder):
-        config = override_fields(read_hf_config(folder), cfg.model_args, "--model_args")
+    is_hf = is_hf_folder(folder)
+    config = read_hf_config(folder) if is_hf else saved_model(newest_readable(folder, names=ABOUT))[1]
+    config = override_fields(config, cfg.model_args, "--model_args")
+    if is_hf:
         check_hf_config(config, folder)
-    else:
-        config = override_fields(saved_model(newest_readable(folder, names=ABOUT))[1], cfg.model_args, "--model_args")
     return class_of(config), config
 
 

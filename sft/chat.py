@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -137,20 +138,21 @@ def is_trained(message: dict) -> bool:
 
 
 def from_sharegpt(record: dict) -> list[dict]:
-    """{"conversations": [{"from", "value"}], "system"} as messages. Some files have role and content in "conversations"."""
+    """{"conversations": [{"from", "value"}], "system"} as messages."""
     messages = [{"role": "system", "content": record["system"]}] if record.get("system") else []
-    for turn in record["conversations"]:
-        if "from" not in turn:
-            messages.append(turn)
-            continue
-        role, value = turn["from"], turn["value"]
-        message = {"role": SHAREGPT_ROLES.get(role.lower(), role), "content": value}
-        if role == "function_call":
-            calls = json.loads(value) if isinstance(value, str) else value
-            calls = calls if isinstance(calls, list) else [calls]
-            message |= {"content": "", "tool_calls": [{"type": "function", "function": call} for call in calls]}
-        messages.append(message)
-    return messages
+    return messages + [from_turn(turn) for turn in record["conversations"]]
+
+
+def from_turn(turn: dict) -> dict:
+    """{"from", "value"} as a message. Some files have role and content in "conversations"; such a turn is a message already."""
+    if "from" not in turn:
+        return turn
+    role, value = turn["from"], turn["value"]
+    if role != "function_call":
+        return {"role": SHAREGPT_ROLES.get(role.lower(), role), "content": value}
+    calls = json.loads(value) if isinstance(value, str) else value
+    calls = calls if isinstance(calls, list) else [calls]
+    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call} for call in calls]}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -199,13 +201,10 @@ def knows_thoughts(template: ChatTemplate) -> bool:
 
 def find_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
     """(text without marks, [(start, end)] of the marked parts)"""
-    whole, spans = "", []
     text = text.replace(END + BEGIN, "")  # a template may write one answer in several marked parts
-    for i, part in enumerate(map(remove_marks, re.split(f"{BEGIN}(.*?){END}", text, flags=re.DOTALL))):
-        if i % 2 and part:
-            spans.append((len(whole), len(whole) + len(part)))
-        whole += part
-    return whole, spans
+    parts = [remove_marks(part) for part in re.split(f"{BEGIN}(.*?){END}", text, flags=re.DOTALL)]  # every second is marked
+    ends = accumulate(map(len, parts))
+    return "".join(parts), [(end - len(part), end) for part, end in [*zip(parts, ends)][1::2] if part]
 
 
 def find_answer(i: int, full: str, conversation: Conversation, template: ChatTemplate) -> tuple[int, int] | None:
@@ -272,20 +271,13 @@ def open_chat(folder: str, cfg: ChatConfig) -> Callable | None:
     given = [f"--{name} {value}" for name, value in (("system", cfg.system), ("template_args", cfg.template_args)) if value]
     if given and not (cfg.chat and folder):
         raise ValueError(f"{', '.join(given)}: there is no chat template without --chat or in a model that begins from nothing")
-    if not cfg.chat or not folder:
+    is_default = type(cfg).chat and not given  # on by default, as in grpo.py: only if there is a template
+    if not cfg.chat or not folder or is_default and not read_chat_template(text_folder(folder)):
         return None
-    folder = text_folder(folder)
-    if type(cfg).chat and not given and not read_chat_template(folder):  # on by default, as in grpo.py: only if there is one
-        return None
-    return chat_prompts(folder, cfg.system, cfg.template_args)
-
-
-def chat_prompts(folder: str, system="", template_args="") -> Callable:
-    """Function text -> prompt for a chat model, by the folder's chat template. Raises ValueError."""
-    template = read_template(folder, "--chat")
-    values, system = read_values(template_args), system.replace("\\n", "\n").replace("\\t", "\t")
+    template = read_template(text_folder(folder), "--chat")
+    values, system = read_values(cfg.template_args), cfg.system.replace("\\n", "\n").replace("\\t", "\t")
     if unknown := sorted(values.keys() - template.names):
-        raise ValueError(f"--template_args {template_args}: {template.name} does not ask for {unknown[0]}; it asks for "
+        raise ValueError(f"--template_args {cfg.template_args}: {template.name} does not ask for {unknown[0]}; it asks for "
                          f"{', '.join(sorted(template.names)) or 'nothing'}")
 
     def render(text: str, system=system, values=values) -> str:

@@ -104,16 +104,14 @@ class ChatData(TokenData):
         return " ".join(max(asked.splitlines() or [""], key=len).split()[:4])[:60].rstrip("\ufffd")
 
     def check(self, what: str, path: str, split: str):
-        if not len(self.packing[split]):
+        packing, n_sequences = self.packing[split], len(self.packing[split])
+        if not n_sequences:
             raise ValueError(f"{what}: in no conversation the assistant says anything within --seq_len {self.seq_len}")
         if own_rank() == 0:
             _, name = add_marks(read_chat_template(str(Path(self.tokenizer_file).parent)) or "")
-            marks = f"{path}: the chat template is that of {name}, with marks of ours around the answers\n" * (name != "")
-            print(f"{marks}{path}: {self.summary(split)}", flush=True)
-
-    def summary(self, split: str) -> str:
-        packing, n_sequences = self.packing[split], len(self.packing[split])
-        text = (f"{len(packing.documents):,} conversations in {n_sequences:,} sequences of {self.seq_len} tokens, "
-                f"{packing.padding:.1%} of them padding" + "; --doc_mask packs several into one" * (not self.doc_mask))
-        text += f"; {packing.n_cut:,} were too long and are cut" * (packing.n_cut > 0)
-        return text + f"; {packing.n_left_out:,} are left out, for no answer is in their beginning" * (packing.n_left_out > 0)
+            text = f"{path}: the chat template is that of {name}, with marks of ours around the answers\n" * (name != "")
+            text += f"{path}: {len(packing.documents):,} conversations in {n_sequences:,} sequences of {self.seq_len} tokens, "
+            text += f"{packing.padding:.1%} of them padding" + "; --doc_mask packs several into one" * (not self.doc_mask)
+            text += f"; {packing.n_cut:,} were too long and are cut" * (packing.n_cut > 0)
+            text += f"; {packing.n_left_out:,} are left out, for no answer is in their beginning" * (packing.n_left_out > 0)
+            print(text, flush=True)

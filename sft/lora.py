@@ -268,9 +268,9 @@ def write_peft(out: str, path: str, table, model, beside: dict[str, bytes]) -> N
         use_rslora=False, use_dora=False, init_lora_weights=True, modules_to_save=None, inference_mode=True)
     temporary = f"{os.path.abspath(out)}.tmp-{os.getpid()}"
     os.makedirs(temporary)
-    for name, content in {**beside, ADAPTER: json_bytes(config)}.items():
+    ours = {ADAPTER: json_bytes(config), "adapter_model.safetensors": save(tensors, {"format": "pt"})}
+    for name, content in (beside | ours).items():
         write_file(os.path.join(temporary, name), content)
-    write_file(os.path.join(temporary, "adapter_model.safetensors"), save(tensors, {"format": "pt"}))
     publish(temporary, out)
     print(f"checkpoint: exported {out} ({len(tensors)} tensors of adapters; the weights below them: {base or 'not named'})")
 

@@ -25,7 +25,7 @@ import evaluate
 import parallel
 from rl import rewards
 from rl.datasets import HINTS, Text
-from sft.chat import chat_prompts
+from sft.chat import open_chat
 from storage.hf import load_hf_model
 from tools import checkpoint_commands
 
@@ -325,7 +325,7 @@ def test_prompts(folders, tasks, tmp_path):
     assert make(prompt_template="{id}: {question} { x }\\t") == [f"more: {q} {{ x }}\t" for q in asked]
     shot = f"Question: {first['question']}\nAnswer: {first['choices'][first['answer']]}\n\n"
     assert make(shots=1, shots_file=tasks["choice"]) == [f"{shot}Question: {q}\nAnswer:" for q in asked]
-    text = Text(folders("llama"), chat=chat_prompts(folders("llama")))
+    text = Text(folders("llama"), chat=open_chat(folders("llama"), evaluate.Config(chat=True)))
     assert make()[0] == f"<|im_start|>user\n{asked[0]}<|im_end|>\n<|im_start|>assistant\n"
     grpo = "{question}" + HINTS["gsm8k"].replace("\n", "\\n")  # as it is typed
     (prompt, _), = evaluate.requests_of(evaluate.Config(prompt_template=grpo), "answer", text, lines[:1], 64)[0]
@@ -384,7 +384,7 @@ def test_what_is_right_can_be_said(answers, correct):
 CHOICES, QUESTION = '{"question": "x", "choices": %s, "answer": %s}', '{"question": "x", "answer": "y"}'
 ERRORS = [
     ({}, "x", "", "--task '': it ends with nothing; need a .txt or .jsonl"),
-    ({}, "", "task.jsonl", "task.jsonl is empty: there is nothing to evaluate"),
+    ({}, "", "task.jsonl", "task.jsonl is empty"),
     ({}, '{"text": ""}', "task.jsonl", "its texts are empty"),
     ({}, '{"prompt": "x"}', "task.jsonl", "task.jsonl:1 has prompt; need text, or question, choices and answer, or"),
     ({}, '{"text": "x", "question": "y", "answer": "z"}', "task.jsonl", "need text, or question"),

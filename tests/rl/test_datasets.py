@@ -100,7 +100,7 @@ def test_a_reward_of_your_own_is_given_what_it_asks_for(tmp_path):
     env = task(data, reward=str(own))
     assert env.reward(lines[2]["prompt"], "8*2+3") == 2.0 and env.reward(lines[2]["prompt"], "19") == 0.0
     own.write_text("def reward(prompt, completion, answer, truncated, fields):\n    return truncated and fields['answer'] == 1")
-    assert rewards.pay(task(data, reward=str(own)), lines[0]["prompt"], "", True) == 1.0
+    assert rewards.pay(task(data, reward=str(own)), lines[0]["prompt"], "", True) == (1.0, "")
     assert local_code()["my_reward.py"] == own.read_text()  # a checkpoint keeps the source of the reward
     for code, message in [("def reward(prompt, solution): pass", "reward\\(\\) asks for solution; it may ask for prompt, "),
                           ("x = 1", "it must define reward\\(prompt, "), ("import nope", "No module named 'nope'")]:
@@ -120,7 +120,7 @@ def test_a_reward_of_your_own_is_given_what_it_asks_for(tmp_path):
     ([{"question": "1", "answer": "$$"}], {"reward": "math"}, "it has nothing to compare"),
     ([{"question": "1", "answer": 2}, {"question": "1", "answer": 3}], {}, "a.jsonl:2: the prompt is that of .*a.jsonl:1, and"),
     ([{"question": "1", "answer": 2}], {"prompt_template": "{task}"}, "a.jsonl:1 has no task, which --prompt_temp"),
-    ([], {}, "a.jsonl is empty: there are no problems"),
+    ([], {}, "a.jsonl is empty"),
     ([{"question": "7+0=", "answer": 2}, {"question": "7+9=", "answer": 2}], {"eval_data": "b.jsonl"},
      "1 of the 3 prompts of --eval_data .*b.jsonl are in --env_data as well"),
     ([{"question": "1", "answer": 2}], {"eval_data": "c.jsonl"},

@@ -16,10 +16,10 @@ def test_what_was_cut_off_is_not_paid_for():
     for name in ("reverse", "sum_digits", "calculator"):
         env = environments.open_env(name)
         prompt, answer = environments.draw_task(env, "eval", 3)
-        assert rewards.pay(env, prompt, answer, False) == 1 and rewards.pay(env, prompt, answer, True) == 0
+        assert [rewards.pay(env, prompt, answer, truncated)[0] for truncated in (False, True)] == [1, 0]
     asks = SimpleNamespace(reward=lambda prompt, completion, truncated: -1.0 if truncated else 1.0)
     other = SimpleNamespace(reward=lambda prompt, completion: 0.5)
-    assert [rewards.pay(env, "", "", True) for env in (asks, other)] == [-1.0, 0.5]
+    assert [rewards.pay(env, "", "", True)[0] for env in (asks, other)] == [-1.0, 0.5]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "x", "raise"])
@@ -29,8 +29,8 @@ def test_a_reward_that_is_none_names_its_sample(value):
             raise KeyError("no\nsuch key")
         return value
 
-    refuses("no reward for prompt '1 2', completion 'some\\\\nwhere'",
-            rewards.pay, SimpleNamespace(reward=reward), "1 2", "some\nwhere", False)
+    nothing, failure = rewards.pay(SimpleNamespace(reward=reward), "1 2", "some\nwhere", False)
+    assert nothing is None and "no reward for prompt '1 2', completion 'some\\nwhere'" in failure and "\n" not in failure
 
 
 def test_prompts_are_drawn_without_replacement_where_there_is_a_list():

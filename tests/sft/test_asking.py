@@ -151,12 +151,11 @@ def test_the_programs_ask_as_their_flags_say(program, tmp_path, capsys, monkeypa
 def test_samples_are_made_with_it(tmp_path):
     """A batch sampled with other chat options is sampled again; with the same options the batch is kept."""
     cfg = lambda **flags: grpo.Config(init_from="hf", **flags)  # noqa: E731
-    state = {"batch": [{"samples": []}], "made_with": rollouts.batch_flags(cfg(system="a"))}
-    assert rollouts.reuse_batches(state, "", cfg(system="a"), True) is state["batch"]
+    ((name, content),) = rollouts.pack_batches([{"samples": []}], cfg(system="a")).items()
+    (tmp_path / name).write_bytes(content)
+    assert rollouts.reuse_batches({"ahead": 1}, str(tmp_path), cfg(system="a"), True) == [{"samples": []}]
     for other in (cfg(system="b"), cfg(), cfg(system="a", template_args=OFF), cfg(chat=False)):
-        assert rollouts.reuse_batches(state, "", other, True) == []
-    old = {name: value for name, value in rollouts.batch_flags(cfg()).items() if name != "--chat"}  # of before this flag
-    assert rollouts.reuse_batches(state | {"made_with": old}, "", cfg(), True) is state["batch"]
+        assert rollouts.reuse_batches({"ahead": 1}, str(tmp_path), other, True) == []
 
 
 @pytest.mark.slow

@@ -15,10 +15,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
 from corpus.build import is_chat
-from corpus.tokenizer import load_tokenizer, read_special_tokens
+from corpus.tokenizer import ChatConfig, load_tokenizer, read_special_tokens
 from data import DataConfig, open_data
 from sft import chat, sandbox
-from sft.chat import add_marks, chat_prompts, chat_tokenizer, parse_conversation, read_template, tokens_and_mask
+from sft.chat import add_marks, chat_tokenizer, open_chat, parse_conversation, read_template, tokens_and_mask
 from sft.chat_data import ChatData
 from tools.data_commands import documents_of
 
@@ -284,9 +284,9 @@ def test_marks_are_not_in_the_prompt_of_a_chat(tmp_path):
     """generate.py --chat and grpo.py also use templates for training."""
     folder = chat_folder(tmp_path / "marked", "qwen3", marks=True)
     (folder / "model.safetensors").touch()
-    assert chat_prompts(str(folder))("hi") == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert open_chat(str(folder), ChatConfig(chat=True))("hi") == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}{% generation %}A: {% endgeneration %}")
-    assert chat_prompts(str(folder))("hi") == "hiA: "
+    assert open_chat(str(folder), ChatConfig(chat=True))("hi") == "hiA: "
 
 
 # ---- python data.py show ---------------------------------------------------------------------------------------------

@@ -181,7 +181,7 @@ def test_padding_and_what_is_too_long_is_said(chats, capsys, monkeypatch):
     monkeypatch.delenv("RANK")
     short = opened(chats, seq_len=24)
     assert short.packing["train"].n_left_out > 0
-    assert "are left out, for no answer is in their beginning" in short.summary("train")
+    assert "are left out, for no answer is in their beginning" in capsys.readouterr().out
     refused(lambda: opened(chats, seq_len=3), "in no conversation the assistant says anything within --seq_len 3")
 
 

@@ -22,9 +22,10 @@ from torch import nn
 
 import generate
 from checkpoint import load_model, verify
+from corpus.tokenizer import ChatConfig
 from distributed.layout import local_tensor
 from models.llama3 import FLAVORS, Llama3, Llama3Config
-from sft.chat import chat_prompts
+from sft.chat import open_chat
 from storage import hf
 from storage.manifest import is_hf_folder
 from support.config import override_fields
@@ -574,7 +575,7 @@ def test_greedy_text_is_that_of_transformers(chat_folder, capsys):
     assert greedy(chat_folder, "def f", capsys) == printable(theirs.decode(ids[0], skip_special_tokens=True))
     # and the same as a chat: the template's markers are tokens, a user's markers are text
     messages = [{"role": "user", "content": "  What is <|eot_id|>?"}]
-    render = chat_prompts(str(chat_folder))
+    render = open_chat(str(chat_folder), ChatConfig(chat=True))
     assert render("  What is <|eot_id|>?") == theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     ids = theirs.apply_chat_template([{"role": "user", "content": "x + 1"}], add_generation_prompt=True, return_tensors="pt")
     ids = ids if isinstance(ids, torch.Tensor) else ids["input_ids"]
@@ -584,13 +585,13 @@ def test_greedy_text_is_that_of_transformers(chat_folder, capsys):
 
 def test_chat_templates_by_name_and_in_a_file_of_their_own(chat_folder):
     rules = json.loads((chat_folder / "tokenizer_config.json").read_text())
-    expected = chat_prompts(str(chat_folder))("hello")
+    expected = open_chat(str(chat_folder), ChatConfig(chat=True))("hello")
     templates = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": rules.pop("chat_template")}]
     (chat_folder / "tokenizer_config.json").write_text(json.dumps(rules | {"chat_template": templates}))
-    assert chat_prompts(str(chat_folder))("hello") == expected
+    assert open_chat(str(chat_folder), ChatConfig(chat=True))("hello") == expected
     (chat_folder / "tokenizer_config.json").write_text(json.dumps(rules))
     (chat_folder / "chat_template.jinja").write_text(CHAT)
-    assert chat_prompts(str(chat_folder))("hello") == expected
+    assert open_chat(str(chat_folder), ChatConfig(chat=True))("hello") == expected
 
 
 @pytest.mark.parametrize("template, message", [
@@ -602,7 +603,7 @@ def test_chat_templates_by_name_and_in_a_file_of_their_own(chat_folder):
 def test_chat_templates_of_strangers(chat_folder, template, message, capsys):
     (chat_folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     assert str(chat_folder) in stops(capsys, greedy, chat_folder, "hello", capsys, "--chat")
-    refuses(message, lambda: chat_prompts(str(chat_folder))("hello"))
+    refuses(message, lambda: open_chat(str(chat_folder), ChatConfig(chat=True))("hello"))
 
 
 def with_id(file, number: int):

@@ -336,7 +336,7 @@ def paid(program: str, cfg) -> float:
 def payments(program: str, cfg) -> list:
     """Of two samples, or "late"."""
     results = pay_all(open_task(cfg), [("", "slow", False), ("", "quick", False)], dataclasses.replace(cfg, failed_reward=0.0))
-    return ["late" if isinstance(result, ValueError) else result for result in results]
+    return ["late" if failure else reward for reward, failure in results]
 
 
 def split(program: str, cfg) -> list:
