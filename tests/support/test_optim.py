@@ -32,12 +32,12 @@ def test_equals_torch_on_plain_matrices():
         assert torch.equal(ours, theirs)
 
 
-def steps(flags, n, problem):
+def steps(flags, n, problem, kind=Muon):
     """Weights after three Muon steps with gradients that are the same in every layout, to the last bit: the sine of the
     weights."""
     stages, layout = build(config(**problem), flags, n, 1 if flags.get("pp", 1) == 1 else 2)
     params = [(fqn, p) for s in stages for fqn, p in s.named_parameters() if p.dim() > 1 and fqn.startswith("blocks.")]
-    optimizer = Muon([p for _, p in params], **OPTIONS)
+    optimizer = kind([p for _, p in params], **OPTIONS)
     parallel.forward_backward(stages, local_batch(global_batch(0, n, False), layout), layout)
     for _ in range(3):
         for _, p in params:

@@ -1,0 +1,58 @@
+"""forks/normuon.py, polar_express.py and qk_clip.py: by their formulas on one process, and on layouts."""
+import pytest
+import torch
+from layouts import relative
+from pool import pool
+from test_optim import EXPERTS, OPTIONS, steps
+from torch.optim._muon import _zeropower_via_newtonschulz
+
+from forks.normuon import NorMuon
+from forks.polar_express import SAFETY, SCHEDULE, PolarExpress
+
+
+def test_normuon_is_the_formula():
+    """Of the authors' code, matrix by matrix, with the step size of match_rms_adamw: 0.2 sqrt(longer side) lr."""
+    torch.manual_seed(0)
+    begin = [torch.randn(shape) for shape in ((8, 24), (24, 8), (8, 24), (3, 8, 16))]
+    params, state = [torch.nn.Parameter(t.clone()) for t in begin], {}
+    optimizer, want = NorMuon(params, **OPTIONS), [m.clone() for t in begin for m in (t if t.dim() == 3 else [t])]
+    for _ in range(3):
+        for p in params:
+            p.grad = torch.randn(p.shape) * torch.linspace(0.1, 3, p.shape[-2])[:, None]  # long rows and short rows
+        for i, grad in enumerate(m for p in params for m in (p.grad if p.dim() == 3 else [p.grad])):
+            momentum, squares = state.get(i, (torch.zeros_like(grad), torch.zeros(len(grad), 1)))
+            momentum = 0.95 * momentum + 0.05 * grad
+            o = _zeropower_via_newtonschulz(0.05 * grad + 0.95 * momentum, (3.4445, -4.775, 2.0315), 5, 1e-7).float()
+            squares = 0.95 * squares + 0.05 * (o**2).mean(1, keepdim=True)
+            state[i] = momentum, squares
+            rows = o / squares.sqrt()
+            want[i] = want[i] * (1 - 0.01 * 0.1) - 0.01 * 0.2 * max(o.shape) ** 0.5 * rows * o.norm() / rows.norm()
+        optimizer.step()
+    found = [m for p in params for m in (p if p.dim() == 3 else [p])]
+    assert all(relative(a.detach(), b) < 1e-4 for a, b in zip(found, want, strict=True))
+    assert [optimizer.state[p]["row_squares"].shape for p in params[1:]] == [(24,), (8,), (3, 8)]
+
+
+def test_polar_express_makes_singular_values_equal():
+    x = torch.logspace(-3, 0, 1000, dtype=torch.float64)
+    for a, b, c in SCHEDULE:
+        x = a * x + b * x**3 + c * x**5
+    assert (x - 1).abs().max() < 0.124 + 1e-3  # of the paper's polynomials; with the margin of SAFETY below
+    left, _, right = torch.linalg.svd(torch.randn(24, 16, generator=torch.Generator().manual_seed(0)), full_matrices=False)
+    update = left @ torch.diag(torch.logspace(-2.5, 0, 16)) @ right
+    group = PolarExpress([torch.nn.Parameter(update)]).param_groups[0]
+    for found in PolarExpress.orthogonalize(None, update, group), PolarExpress.orthogonalize(None, update.mT[None], group)[0].mT:
+        assert ((left.mT @ found.float() @ right.mT).diagonal() - 1).abs().max() < 1.17 - 1
+        assert SAFETY > 1 and found.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", [NorMuon, PolarExpress], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("processes, flags, problem", [
+    (2, {}, {}), (4, dict(dp_replicate=2, tp=2), {}), (4, dict(dp_replicate=2, ep=2), EXPERTS),
+    pytest.param(2, dict(pp=2), {}, marks=pytest.mark.slow), pytest.param(4, dict(tp=2), {}, marks=pytest.mark.slow),
+    pytest.param(4, {}, EXPERTS | dict(n_experts=2), marks=pytest.mark.slow)], ids=str)
+def test_sharded_equals_whole(kind, processes, flags, problem):
+    whole = pool(1).run(steps, {}, processes, problem, kind)[0]
+    for part in pool(processes).run(steps, flags, processes, problem, kind):
+        for fqn, weight in part.items():
+            assert relative(weight, whole[fqn]) < 3e-3, fqn  # as in test_optim.py
