@@ -1,13 +1,15 @@
 """forks/normuon.py, polar_express.py and qk_clip.py: by their formulas on one process, and on layouts."""
 import pytest
 import torch
-from layouts import relative
+from layouts import build, config, full, global_batch, local_batch, relative
 from pool import pool
 from test_optim import EXPERTS, OPTIONS, steps
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from forks.normuon import NorMuon
 from forks.polar_express import SAFETY, SCHEDULE, PolarExpress
+from forks.qk_clip import QKClip
+from parallel import forward_backward
 
 
 def test_normuon_is_the_formula():
@@ -56,3 +58,43 @@ def test_sharded_equals_whole(kind, processes, flags, problem):
     for part in pool(processes).run(steps, flags, processes, problem, kind):
         for fqn, weight in part.items():
             assert relative(weight, whole[fqn]) < 3e-3, fqn  # as in test_optim.py
+
+
+LATENT = dict(model="deepseek", n_layers=3, n_dense_layers=2, mtp_depth=1)
+
+
+def clipped(flags, problem, tau, norm=1.0):
+    """Weights and [largest logit, of each head] before and after a clip, of a model whose queries are large."""
+    stages, layout = build(config(**LATENT | problem), flags, 4, 2)
+    clip, batch = QKClip(stages, layout, tau), local_batch(global_batch(0, 4, True), layout)
+    found, names = [], ("wq.weight", "wq_b.weight", "wkv_b.weight")
+    params = {fqn: p for stage in stages for fqn, p in stage.named_parameters() if fqn.endswith(names)}
+    for fqn, p in params.items():
+        p.detach().mul_(1 if "wkv_b" in fqn else 40)
+    for _ in range(2):
+        before = {fqn: full(p) for fqn, p in params.items()}
+        forward_backward(stages, batch, layout)
+        parts = clip.logits.clone()
+        found.append((before, parts, clip.step(torch.tensor(norm))["max_logit"].item()))
+    return found
+
+
+def test_qk_clip_brings_the_largest_logit_of_each_head_to_tau():
+    (before, logits, largest), (after, later, _) = pool(1).run(clipped, {}, {}, 1.2)[0]
+    assert largest == logits.max() and 0 < (logits[0] > 1.2).sum() < logits.shape[1]
+    torch.testing.assert_close(later[0], logits[0].clamp(max=1.2))  # a later layer also sees other activations
+    for kept, norm in ((2.0, 1.0), (1.2, float("inf"))):  # above all logits, and in a step that is skipped
+        (before, *_), (after, *_) = pool(1).run(clipped, {}, {}, kept, norm)[0]
+        assert all(torch.equal(after[fqn], before[fqn]) for fqn in before)
+
+
+@pytest.mark.parametrize("processes, flags, problem", [
+    (4, dict(dp_replicate=2, tp=2), {}), (2, dict(cp=2), dict(q_lora_rank=0)), (2, dict(pp=2), {}),
+    pytest.param(4, dict(cp=2, ac="full", cp_method="alltoall"), {}, marks=pytest.mark.slow)], ids=str)
+def test_qk_clip_is_the_same_on_layouts(processes, flags, problem):
+    (before, _, largest), (whole, *_) = pool(1).run(clipped, {}, problem, 1.1)[0]
+    assert not any(torch.equal(whole[fqn], before[fqn]) for fqn in whole)
+    for (_, _, here), (after, *_) in pool(processes).run(clipped, flags, problem, 1.1):
+        assert here == pytest.approx(largest)
+        for fqn, weight in after.items():
+            torch.testing.assert_close(weight, whole[fqn], msg=fqn)
