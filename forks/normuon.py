@@ -20,11 +20,15 @@ class NorMuon(Muon):
     matrices, and its numbers (E, out) likewise.
     """
 
+    def step_stack(self, p, group):  # every rank makes the state, also a rank without any expert
+        if "row_squares" not in self.state[p]:
+            self.state[p]["row_squares"] = torch.zeros_like(p.detach()[..., 0], dtype=torch.float32)
+        super().step_stack(p, group)
+
     def rescale(self, p, result, first=0):
         state, update = self.state[p], result.float()
-        if "row_squares" not in state:  # new_zeros of a DTensor is whole on every rank, zeros_like is sharded as before
-            rows = p.detach().float()[..., 0]
-            state["row_squares"] = torch.zeros_like(rows) if p.dim() == 3 else p.detach().new_zeros(len(p), dtype=rows.dtype)
+        if "row_squares" not in state:  # a matrix; new_zeros of a DTensor is whole on every rank
+            state["row_squares"] = p.detach().new_zeros(len(p), dtype=torch.float32)
         squares = local_tensor(state["row_squares"])[first : first + len(result)]
         moves = 1.0 if self.found_inf is None else 1.0 - self.found_inf  # 0 in a step that is skipped
         squares.lerp_(update.square().mean(-1), (1 - BETA2) * moves)

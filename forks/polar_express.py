@@ -2,8 +2,8 @@
 same one for all steps. docs/fork_me.md has the lines for a recipe.
 
 The five equal steps of Muon map singular values in [0.01, 1] to 0.68 to 1.13, and smaller ones down to 0.001 to 0.47 to 1.2.
-Polar Express is the composition of five polynomials that comes closest to 1 on all of [0.001, 1]: with the margin below, 0.84 to
-1.12, at the same price. Each polynomial is the best one on the interval onto which the polynomials before map.
+Polar Express is the composition of five polynomials that comes closest to 1 on all of [0.001, 1]: with the margin below, 0.84
+to 1.12, at the same price. Each polynomial is the best one on the interval onto which the polynomials before map.
 """
 import torch
 

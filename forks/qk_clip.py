@@ -1,4 +1,4 @@
-"""QK-clip: after each step, scale down the queries and keys of the heads whose attention logits have grown too large (MuonClip of
+"""QK-clip: after each step, scale down the queries and keys of heads whose attention logits have grown too large (MuonClip of
 Kimi K2, arXiv:2507.20534, sec. 2.1). For latent attention, models/deepseek.py; docs/fork_me.md has the lines for a recipe.
 
 A model with a norm of queries and keys (models/qwen3.py) has bounded logits, and needs no clip.
@@ -16,9 +16,9 @@ QUERIES = 1024  # at a time: the scores of one head then take 1024 T numbers, no
 
 class QKClip:
     """Build after the optimizer, and call step() after the optimizer's. In the forwards of a step the class notes the largest
-    logit S of each head: scale * q . k over all pairs of tokens of a sequence, as in the paper, so also over those that the
-    mask hides. A forward without gradients (a validation) is not noted. Costs a product of queries and keys per layer, and under
-    cp an all-gather of the keys.
+    logit S of each head: scale * q . k over all pairs of tokens of a sequence, as in the paper, so also over pairs that the
+    mask hides. A forward without gradients (a validation) is not noted. The cost: a product of queries and keys per layer, and
+    under cp an all-gather of the keys.
     """
 
     def __init__(self, stages, layout, tau: float = 100.0):
@@ -27,8 +27,8 @@ class QKClip:
         config = stages[0].config
         for i, attn in self.attns.items():
             if not hasattr(attn, "wkv_b"):
-                raise ValueError(f"QKClip knows the heads of latent attention (models/deepseek.py), not {type(attn).__name__} of "
-                                 f"block {i}; a norm of queries and keys, as in models/qwen3.py, bounds logits as well")
+                raise ValueError(f"QKClip knows latent attention (models/deepseek.py) only, and blocks.{i}.attn is another; "
+                                 "a norm of queries and keys, as in models/qwen3.py, bounds logits as well")
             attn.register_forward_pre_hook(partial(self.watch, i))
         shape = config.n_layers + config.mtp_depth, config.n_heads
         self.logits = torch.full(shape, -math.inf, device=layout.device)  # of this step, of the heads of this rank
