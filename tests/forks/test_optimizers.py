@@ -14,12 +14,14 @@ from forks.qk_clip import QKClip
 from parallel import forward_backward
 
 
-def test_normuon_is_the_formula():
+def test_normuon_is_the_formula(monkeypatch):
     """Of the authors' code, matrix by matrix, with the step size of match_rms_adamw: 0.2 sqrt(longer side) lr."""
+    monkeypatch.setattr("support.muon.AT_ONCE", 300)  # of the stack, two matrices at a time
     torch.manual_seed(0)
     begin = [torch.randn(shape) for shape in ((8, 24), (24, 8), (8, 24), (3, 8, 16))]
     params, state = [torch.nn.Parameter(t.clone()) for t in begin], {}
-    optimizer, want = NorMuon(params, **OPTIONS), [m.clone() for t in begin for m in (t if t.dim() == 3 else [t])]
+    optimizer, was = NorMuon(params, **OPTIONS), [m for t in begin for m in (t if t.dim() == 3 else [t])]
+    want = list(was)
     for _ in range(3):
         for p in params:
             p.grad = torch.randn(p.shape) * torch.linspace(0.1, 3, p.shape[-2])[:, None]  # long rows and short rows
@@ -33,7 +35,7 @@ def test_normuon_is_the_formula():
             want[i] = want[i] * (1 - 0.01 * 0.1) - 0.01 * 0.2 * max(o.shape) ** 0.5 * rows * o.norm() / rows.norm()
         optimizer.step()
     found = [m for p in params for m in (p if p.dim() == 3 else [p])]
-    assert all(relative(a.detach(), b) < 1e-4 for a, b in zip(found, want, strict=True))
+    assert all(relative(a.detach() - c, b - c) < 2e-3 for a, b, c in zip(found, want, was, strict=True))
     assert [optimizer.state[p]["row_squares"].shape for p in params[1:]] == [(24,), (8,), (3, 8)]
 
 
