@@ -66,7 +66,7 @@ class QKClip:
             scale_rows(wq.weight, torch.cat([root.expand(-1, N), gamma.expand(-1, P)], 1).flatten())
             scale_rows(attn.wkv_b.weight, torch.cat([root.expand(-1, N), torch.ones_like(root).expand(-1, U)], 1).flatten())
         largest = self.logits.max()
-        self.logits = torch.full_like(self.logits, -math.inf)
+        self.logits.fill_(-math.inf)
         return {"max_logit": largest}
 
 

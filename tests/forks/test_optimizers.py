@@ -1,4 +1,6 @@
 """forks/normuon.py, polar_express.py and qk_clip.py: by their formulas on one process, and on layouts."""
+from functools import partial
+
 import pytest
 import torch
 from layouts import build, config, full, global_batch, local_batch, relative
@@ -78,6 +80,11 @@ def test_normuon_continues_on_another_layout(tmp_path, a, layout_a, b, layout_b,
 LATENT = dict(model="deepseek", n_layers=3, n_dense_layers=2, mtp_depth=1)
 
 
+def watched(attend, seen, q, k, v, scale):
+    seen.append((q @ k.mT).max().item() * scale)
+    return attend(q, k, v, scale=scale)
+
+
 def clipped(flags, problem, tau, norm=1.0):
     """Weights and [largest logit, of each head] before and after a clip, of a model whose queries are large."""
     stages, layout = build(config(**LATENT | problem), flags, 4, 2)
@@ -86,11 +93,15 @@ def clipped(flags, problem, tau, norm=1.0):
     params = {fqn: p for stage in stages for fqn, p in stage.named_parameters() if fqn.endswith(names)}
     for fqn, p in params.items():
         p.detach().mul_(1 if "wkv_b" in fqn else 40)
+    seen, make = [], stages[0].make_attend
+    stages[0].make_attend = lambda *args: partial(watched, make(*args), seen)
     for _ in range(2):
         before = {fqn: full(p) for fqn, p in params.items()}
         forward_backward(stages, batch, layout)
         parts = clip.logits.clone()
         found.append((before, parts, clip.step(torch.tensor(norm))["max_logit"].item()))
+        assert flags or max(seen) == pytest.approx(found[-1][2])
+        seen.clear()
     return found
 
 
