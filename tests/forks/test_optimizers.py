@@ -1,11 +1,12 @@
-"""forks/normuon.py, polar_express.py and qk_clip.py: by their formulas on one process, and on layouts."""
+"""forks/normuon.py, polar_express.py and qk_clip.py: by their formulas, and on layouts (Muons: test_optim.py has the table)."""
 from functools import partial
 
 import pytest
 import torch
-from layouts import build, config, full, global_batch, local_batch, relative
+from layouts import build, config, full, global_batch, local_batch, on_meta, relative
 from pool import pool
 from runs import ENV, MLA, REPO, launch, run_program, train_lines
+from saves import refuses
 from test_guarded import FLAGS, write_copy
 from test_optim import EXPERTS, OPTIONS, steps
 from torch.optim._muon import _zeropower_via_newtonschulz
@@ -54,18 +55,6 @@ def test_polar_express_makes_singular_values_equal():
         assert ((left.mT @ found.float() @ right.mT).diagonal() - 1).abs().max() < 0.17
 
 
-@pytest.mark.parametrize("kind", [NorMuon, PolarExpress], ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("processes, flags, problem", [
-    (2, {}, {}), (4, dict(dp_replicate=2, tp=2), {}), (4, dict(dp_replicate=2, ep=2), EXPERTS),
-    pytest.param(2, dict(pp=2), {}, marks=pytest.mark.slow), pytest.param(4, dict(tp=2), {}, marks=pytest.mark.slow),
-    pytest.param(4, {}, EXPERTS | dict(n_experts=2), marks=pytest.mark.slow)], ids=str)
-def test_sharded_equals_whole(kind, processes, flags, problem):
-    whole = pool(1).run(steps, {}, processes, problem, kind)[0]
-    for part in pool(processes).run(steps, flags, processes, problem, kind):
-        for fqn, weight in part.items():
-            assert relative(weight, whole[fqn]) < 3e-3, fqn  # as in test_optim.py
-
-
 @pytest.mark.parametrize("a, layout_a, b, layout_b, problem", [
     (2, {}, 1, {}, {}), (4, dict(tp=2), 2, dict(pp=2), {}), (4, dict(dp_replicate=2, ep=2), 1, {}, EXPERTS)], ids=str)
 def test_normuon_continues_on_another_layout(tmp_path, a, layout_a, b, layout_b, problem):
@@ -109,6 +98,7 @@ def test_qk_clip_brings_the_largest_logit_of_each_head_to_tau():
     (before, logits, largest), (after, later, _) = pool(1).run(clipped, {}, {}, 1.2)[0]
     assert largest == logits.max() and 0 < (logits[0] > 1.2).sum() < logits.shape[1]
     torch.testing.assert_close(later[0], logits[0].clamp(max=1.2))  # a later layer also sees other activations
+    refuses("QKClip knows latent attention .* and blocks.0.attn is another", QKClip, [on_meta(config())], None)
     for kept, norm in ((2.0, 1.0), (1.2, float("inf"))):  # above all logits, and in a step that is skipped
         (before, *_), (after, *_) = pool(1).run(clipped, {}, {}, kept, norm)[0]
         assert all(torch.equal(after[fqn], before[fqn]) for fqn in before)

@@ -12,6 +12,7 @@ import train_qwen3
 from distributed.layout import local_tensor
 from distributed.refusals import check_layout
 from forks.normuon import NorMuon
+from forks.polar_express import PolarExpress
 from support import muon as stacks
 from support.muon import Muon
 from support.optim import adamw, skip_if_not_finite
@@ -57,6 +58,7 @@ def steps(flags, n, problem, kind=Muon, out=None, first=0, last=3):
 EXPERTS = dict(model="qwen3", n_experts=8, top_k=2, moe_ffn_dim=16, n_layers=2)  # stacked: (8, 16, 32) and (8, 32, 16)
 
 
+@pytest.mark.parametrize("kind", [Muon, *(pytest.param(k, marks=pytest.mark.slow) for k in (NorMuon, PolarExpress))])
 @pytest.mark.parametrize("processes, flags, problem", [
     (2, {}, {}), (4, dict(dp_replicate=2), {}), (4, dict(tp=2), {}), (2, dict(pp=2), {}),
     # experts of ep, of FSDP, of both (with a copy); uneven shares (2, 2, 2, 0); fewer experts than ranks
@@ -64,9 +66,9 @@ EXPERTS = dict(model="qwen3", n_experts=8, top_k=2, moe_ffn_dim=16, n_layers=2) 
     pytest.param(4, {}, EXPERTS, marks=pytest.mark.slow), pytest.param(4, {}, {}, marks=pytest.mark.slow),
     pytest.param(4, {}, EXPERTS | dict(n_experts=6), marks=pytest.mark.slow),
     pytest.param(4, dict(pp=2, ep=2), EXPERTS, marks=pytest.mark.slow), (4, {}, EXPERTS | dict(n_experts=2))], ids=str)
-def test_sharded_equals_whole(processes, flags, problem):
-    whole = pool(1).run(steps, {}, processes, problem)[0]
-    for part in pool(processes).run(steps, flags, processes, problem):
+def test_sharded_equals_whole(kind, processes, flags, problem):
+    whole = pool(1).run(steps, {}, processes, problem, kind)[0]
+    for part in pool(processes).run(steps, flags, processes, problem, kind):
         for fqn, weight in part.items():  # a matrix product of another batch may round its bf16 result otherwise: a few ulps
             assert relative(weight, whole[fqn]) < 3e-3, fqn  # three steps move a weight by a quarter
 
