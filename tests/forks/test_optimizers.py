@@ -14,7 +14,7 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 from forks.normuon import NorMuon
 from forks.polar_express import SCHEDULE, PolarExpress
 from forks.qk_clip import QKClip
-from parallel import forward_backward
+from parallel import evaluate, forward_backward
 
 
 def test_normuon_is_the_formula(monkeypatch):
@@ -82,6 +82,8 @@ def clipped(flags, problem, tau, norm=1.0):
     params = {fqn: p for stage in stages for fqn, p in stage.named_parameters() if fqn.endswith(names)}
     for fqn, p in params.items():
         p.detach().mul_(1 if "wkv_b" in fqn else 40)
+    evaluate(stages, [batch], layout)
+    assert clip.logits.isneginf().all()
     seen, make = [], stages[0].make_attend
     stages[0].make_attend = lambda *args: partial(watched, make(*args), seen)
     for _ in range(2):
