@@ -8,7 +8,6 @@ Stacks of experts (E, out, in): ep and FSDP split a stack between two matrices, 
 travels. With more FSDP ranks than experts some ranks have no matrix, and wait. --etp cuts every matrix, and is refused.
 """
 from itertools import groupby
-from math import prod
 
 import torch
 import torch.distributed as dist
@@ -56,11 +55,11 @@ class Muon(torch.optim.Muon):
         """Each rank treats the experts that it holds; nothing travels."""
         weights, grads, buffers = (local_tensor(t) for t in (p, p.grad, self.state[p]["momentum_buffer"]))
         assert weights.shape[1:] == p.shape[1:], (weights.shape, p.shape)
-        at_once = max(1, AT_ONCE // prod(p.shape[1:]))
+        at_once = max(1, AT_ONCE // p.shape[1:].numel())
         for first in range(0, len(weights), at_once):
             weight, grad, buffer = (t[first : first + at_once] for t in (weights, grads, buffers))
             update = grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
-            part = orthogonalize(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+            part = self.rescale(p, self.orthogonalize(update, group), first)
             self.move(weight, part, p.shape[1:], group)
 
     def step_same_shape(self, params, group):
@@ -77,14 +76,14 @@ class Muon(torch.optim.Muon):
                 update = update.bfloat16()  # the dtype of Newton-Schulz, and half the bytes
                 update = update.full_tensor() if isinstance(update, DTensor) else update
                 if i == rank:
-                    mine = _zeropower_via_newtonschulz(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                    mine = self.orthogonalize(update, group)
             results = [mine]
             if process_group is not None:
                 results = [torch.empty_like(mine, memory_format=torch.contiguous_format) for _ in range(ranks)]
                 dist.all_gather(results, mine.contiguous(), group=process_group)
             for p, result in zip(chunk, results, strict=False):
                 shape, offset = local_slice(p)
-                part = result[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
+                part = self.rescale(p, result)[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
                 self.move(local_tensor(p), part, p.shape, group)
 
     def move(self, local, part, shape, group):
@@ -93,16 +92,23 @@ class Muon(torch.optim.Muon):
         local.mul_(1 - group["lr"] * group["weight_decay"] * moves)
         local.add_(part * moves, alpha=-_adjust_lr(group["lr"], group["adjust_lr_fn"], shape))
 
+    # ------------------------------------------------ what a variant of Muon replaces: forks/normuon.py, forks/polar_express.py
+    def orthogonalize(self, update: Tensor, group) -> Tensor:
+        """(out, in), or a stack (E, out, in) whose matrices are treated each alone -> the same shape in bf16, all singular
+        values near 1: torch.optim.Muon's Newton-Schulz."""
+        if update.dim() == 2:
+            return _zeropower_via_newtonschulz(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        a, b, c = group["ns_coefficients"]
+        x = update.bfloat16()
+        if x.shape[1] > x.shape[2]:
+            x = x.mT  # the products below are then of the shorter side
+        x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=group["eps"])  # no singular value above 1
+        for _ in range(group["ns_steps"]):
+            gram = torch.bmm(x, x.mT)
+            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        return x.mT if update.shape[1] > update.shape[2] else x
 
-# ---------------------------------------------------------------- stacks of experts
-def orthogonalize(stack: Tensor, ns_coefficients, ns_steps: int, eps: float) -> Tensor:
-    """(E, out, in) -> (E, out, in) in bf16: torch.optim.Muon's Newton-Schulz, applied to each matrix alone."""
-    a, b, c = ns_coefficients
-    x = stack.bfloat16()
-    if x.shape[1] > x.shape[2]:
-        x = x.mT  # the products below are then of the shorter side
-    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=eps)  # no singular value above 1
-    for _ in range(ns_steps):
-        gram = torch.bmm(x, x.mT)
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if stack.shape[1] > stack.shape[2] else x
+    def rescale(self, p, result: Tensor, first: int = 0) -> Tensor:
+        """The direction in which p moves. result, of orthogonalize: the whole matrix p, on every rank, or whole matrices of the
+        stack p, from number `first` of those that this rank holds."""
+        return result

@@ -18,9 +18,9 @@ FLIP = ("        if cfg.replay_every and step", """        if step == 10 and lay
 """)
 
 
-def write_copy(path, heading: str, *planted) -> None:
-    """A copy of train_llama3.py with the lines under a heading of docs/fork_me.md."""
-    text = (REPO / "train_llama3.py").read_text()
+def write_copy(path, heading: str, *planted, original="train_llama3.py") -> None:
+    """A copy of a recipe with the lines under a heading of docs/fork_me.md."""
+    text = (REPO / original).read_text()
     block = re.search(rf"## {heading}\n.*?```diff\n(.*?)```", (REPO / "docs/fork_me.md").read_text(), re.S)[1]
     for hunk in block.strip("\n").split("\n\n"):
         old, new = ("".join(line[1:] + "\n" for line in hunk.split("\n") if line[0] == sign) for sign in "-+")

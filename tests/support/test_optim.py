@@ -5,11 +5,14 @@ import pytest
 import torch
 from layouts import build, config, full, global_batch, local_batch, on_meta, relative
 from pool import pool
+from saves import saver
 
 import parallel
 import train_qwen3
 from distributed.layout import local_tensor
 from distributed.refusals import check_layout
+from forks.normuon import NorMuon
+from forks.polar_express import PolarExpress
 from support import muon as stacks
 from support.muon import Muon
 from support.optim import adamw, skip_if_not_finite
@@ -32,23 +35,30 @@ def test_equals_torch_on_plain_matrices():
         assert torch.equal(ours, theirs)
 
 
-def steps(flags, n, problem):
-    """Weights after three Muon steps with gradients that are the same in every layout, to the last bit: the sine of the
-    weights."""
+def steps(flags, n, problem, kind=Muon, out=None, first=0, last=3):
+    """Weights and state after three Muon steps with gradients that are the same in every layout, to the last bit: the sine of
+    the weights. out: a folder to save to after `last` steps, or to load from before step `first`."""
     stages, layout = build(config(**problem), flags, n, 1 if flags.get("pp", 1) == 1 else 2)
     params = [(fqn, p) for s in stages for fqn, p in s.named_parameters() if p.dim() > 1 and fqn.startswith("blocks.")]
-    optimizer = Muon([p for _, p in params], **OPTIONS)
+    optimizer = kind([p for _, p in params], **OPTIONS)
     parallel.forward_backward(stages, local_batch(global_batch(0, n, False), layout), layout)
-    for _ in range(3):
+    checkpoints = saver(stages, [optimizer], out) if out else None
+    if first:
+        checkpoints.load()
+    for _ in range(first, last):
         for _, p in params:
             p.grad = p.detach().sin()
         optimizer.step()
-    return {fqn: full(p) for fqn, p in params}
+    if out and not first:
+        checkpoints.save(last, {}, last=True)
+    state = {f"{fqn} {name}": full(t) for fqn, p in params for name, t in optimizer.state[p].items()}
+    return {fqn: full(p) for fqn, p in params} | state
 
 
 EXPERTS = dict(model="qwen3", n_experts=8, top_k=2, moe_ffn_dim=16, n_layers=2)  # stacked: (8, 16, 32) and (8, 32, 16)
 
 
+@pytest.mark.parametrize("kind", [Muon, *(pytest.param(k, marks=pytest.mark.slow) for k in (NorMuon, PolarExpress))])
 @pytest.mark.parametrize("processes, flags, problem", [
     (2, {}, {}), (4, dict(dp_replicate=2), {}), (4, dict(tp=2), {}), (2, dict(pp=2), {}),
     # experts of ep, of FSDP, of both (with a copy); uneven shares (2, 2, 2, 0); fewer experts than ranks
@@ -56,9 +66,9 @@ EXPERTS = dict(model="qwen3", n_experts=8, top_k=2, moe_ffn_dim=16, n_layers=2) 
     pytest.param(4, {}, EXPERTS, marks=pytest.mark.slow), pytest.param(4, {}, {}, marks=pytest.mark.slow),
     pytest.param(4, {}, EXPERTS | dict(n_experts=6), marks=pytest.mark.slow),
     pytest.param(4, dict(pp=2, ep=2), EXPERTS, marks=pytest.mark.slow), (4, {}, EXPERTS | dict(n_experts=2))], ids=str)
-def test_sharded_equals_whole(processes, flags, problem):
-    whole = pool(1).run(steps, {}, processes, problem)[0]
-    for part in pool(processes).run(steps, flags, processes, problem):
+def test_sharded_equals_whole(kind, processes, flags, problem):
+    whole = pool(1).run(steps, {}, processes, problem, kind)[0]
+    for part in pool(processes).run(steps, flags, processes, problem, kind):
         for fqn, weight in part.items():  # a matrix product of another batch may round its bf16 result otherwise: a few ulps
             assert relative(weight, whole[fqn]) < 3e-3, fqn  # three steps move a weight by a quarter
 
@@ -163,6 +173,7 @@ OPTIMIZERS = {
     "adamw, fused": lambda params: torch.optim.AdamW(params, 1e-2, fused=True),
     "adafactor": lambda params: torch.optim.Adafactor(params, 1e-2, weight_decay=0.1),
     "muon": lambda params: Muon([p for p in params if p.dim() == 2], **OPTIONS),
+    "normuon": lambda params: NorMuon([p for p in params if p.dim() == 2], **OPTIONS),
     "torch's muon": lambda params: torch.optim.Muon([p for p in params if p.dim() == 2], **OPTIONS),
     "torchao's": lambda params: adamw([{"params": params}], 1e-2, (0.9, 0.95), 1e-8, "adamw_sr"),
 }
