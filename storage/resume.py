@@ -50,9 +50,10 @@ def identify_run(cfg, Model, model_config, data: dict, optimizer: str, lr_at, lo
     identity = {"model": model, "data": data, "optimizer": {"name": optimizer}} | ({"lora": lora} if lora else {})
     check_run(cfg.out, identity, cfg, lr_at)
     if cfg.export_hf and all(step < cfg.steps for step, _ in step_folders(cfg.out)):
-        from storage.hf import check_export
+        from storage.hf import check_export, check_same_model
 
-        check_export(cfg.export_hf, Model, model_config)
+        check_same_model(Model, model_config)
+        check_export(cfg.export_hf)
     return identity
 
 
