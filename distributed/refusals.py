@@ -4,7 +4,6 @@ import math
 import os
 import shlex
 import sys
-from dataclasses import replace
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -41,13 +40,12 @@ def check_layout(cfg: ParallelConfig, model_config, *, seq_len, local_batch_size
     expert_degrees = {"ep": cfg.ep, "etp": cfg.etp} if isinstance(cfg, ExpertConfig) else {}
     layout = Layout(
         **degrees, **expert_degrees, local_batch_size=local_batch_size, global_batch_size=global_batch_size,
+        **(dict(microbatch_size=cfg.pp_microbatch_size, schedule=cfg.pp_schedule_csv or cfg.pp_schedule) if cfg.pp > 1 else {}),
         offload=cfg.cpu_offload, loss_parallel=cfg.loss_parallel, rank=own_rank(),
         # not under a pipeline: every micro-batch would gather the weights again, and zero-bubble gradients would be wrong
         reshards={"always": True, "never": False, "default": degrees["pp"] == 1}[cfg.reshard_after_forward],
         mtp=getattr(model_config, "mtp_depth", 0) > 0, has_experts=getattr(model_config, "n_experts", 0) > 0,
     )
-    if layout.pp > 1:
-        layout = replace(layout, microbatch_size=cfg.pp_microbatch_size, schedule=cfg.pp_schedule_csv or cfg.pp_schedule)
     # flags without effect first: such a flag from --config returns to its default, and the other rules see the default
     rows = [(True, text) for text in no_effect(cfg, collect_facts(cfg, model_config, degrees, on_cuda))]
     rows += batch_rows(layout) + model_rows(layout, cfg, model_config, seq_len) + option_rows(layout, cfg, on_cuda and here)

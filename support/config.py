@@ -71,10 +71,8 @@ GPU = Need("without a GPU", lambda c: c.on_cuda)
 
 def flag(default, *needs: Need):
     """A field of a Config with preconditions: see no_effect."""
-    metadata = {"needs": needs}
-    if isinstance(default, list):
-        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+    make = default.copy if isinstance(default, list) else lambda: default  # two Configs must not share a list
+    return dataclasses.field(default_factory=make, metadata={"needs": needs})
 
 
 def needs_of(Config, name: str) -> tuple[Need, ...]:
