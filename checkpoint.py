@@ -53,27 +53,12 @@ from corpus.tokenizer import files_beside, tokenizer_path
 from distributed.agree import Failed, brief, fail_together, gather, holds_on_any_rank, new_gloo_group, on_rank_0, rank_in
 from distributed.layout import AXES, named_tensors
 from storage.dcp import SavePlan, WriterProcess, import_dcp, read_table, read_tensors, write_tensors
-from storage.manifest import (
-    TABLE,
-    Damaged,
-    Progress,
-    candidates,
-    check_files,
-    checksums,
-    is_hf_folder,
-    newest_good,
-    newest_readable,
-    read_manifest,
-    resume_source,
-    saved_state,
-    step_folders,
-    verify,
-    write_manifest,
-)
+from storage.manifest import TABLE, Damaged, Progress, check_files, checksums, read_manifest, verify, write_manifest
+from storage.newest import candidates, is_hf_folder, newest_good, newest_readable, resume_source, saved_state
 from storage.optimizer_numbers import OptimizerNumbers, find_copies, merge_numbers, sum_copies
 from storage.provenance import changed_code, check_machines, code_roots, git_commit, local_code, summarize_code
 from support.config import Need, flag, own_rank
-from support.files import json_bytes, matches, publish, read_json, write_file
+from support.files import json_bytes, matches, publish, read_json, step_folders, write_file
 
 LEFTOVER = re.compile(r"step-\d+\.tmp-.*|trash-.*")  # folders left by a process killed while saving or deleting
 # Conditions without which a flag has no effect: see support/config.py

@@ -37,9 +37,9 @@ from models.llama3 import Llama3, Llama3Config
 from storage import dcp
 from storage.dcp import pack_column, unpack_column
 from storage.hf import save_hf
-from storage.manifest import ABOUT, STEP_FOLDER, newest_readable
+from storage.newest import ABOUT, newest_readable
 from storage.resume import check_run
-from support.files import json_bytes
+from support.files import STEP_FOLDER, json_bytes
 from tools import checkpoint_commands
 from tools.checkpoint_commands import diff
 
