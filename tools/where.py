@@ -205,11 +205,9 @@ def compare_seams(one: list[dict], layout: list[dict]) -> list[Seam]:
             seams.append(Seam(phase, name, call, math.inf if missing else math.nan, tolerance, note=missing))
             continue
         errors, pairs = found
-        seam = Seam(phase, name, call, max(errors.values()), tolerance)
-        if seam.differs:
-            ranks = sorted(rank for rank, error in errors.items() if not error <= tolerance)
-            seam = seam._replace(where=which_ranks(ranks, sorted(errors), degrees), factor=factor_of(pairs), note=note)
-        seams.append(seam)
+        ranks = sorted(rank for rank, error in errors.items() if not error <= tolerance)
+        where, factor = (which_ranks(ranks, sorted(errors), degrees), factor_of(pairs)) if ranks else ("", None)
+        seams.append(Seam(phase, name, call, max(errors.values()), tolerance, where, factor, note))
     return sorted(seams, key=lambda seam: PHASES.index(seam.phase))
 
 
