@@ -542,13 +542,12 @@ def load_model(folder: str, device="cpu", dtype: torch.dtype | None = None) -> t
     for param in model.parameters():  # not the buffers: an expert's bias stays fp32
         param.data = param.data.to(dtype or param.dtype)
     model.to_empty(device=device)
-    tensors = {f"model.{fqn}": t.detach() for fqn, t in named_tensors(model).items()}
     computed = {id(buffer) for buffer in model.buffers()} - {id(t) for t in named_tensors(model).values()}
     assert not computed, "a buffer that no checkpoint holds is empty now: compute it in forward"
     if has_adapters(path):
         fill_merged([model], path, table)
     else:
-        read_tensors(tensors, path, table)
+        read_tensors({f"model.{fqn}": t.detach() for fqn, t in named_tensors(model).items()}, path, table)
     return model.eval(), read_json(path, "state.json")["state"]
 
 

@@ -11,6 +11,7 @@ import json
 import math
 import signal
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -101,12 +102,12 @@ class WriterProcess:
     def write(self, folder, plan, tensors):
         try:
             self.pipe.send((folder, plan, tensors))
-            answer = self.pipe.recv()
+            result, error = self.pipe.recv()
         except (EOFError, OSError):
             raise ChildProcessError(f"the writer process {self.process.pid} has died") from None
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
+        if error:
+            raise OSError(error)
+        return result
 
     def close(self):
         self.pipe.close()
@@ -117,18 +118,16 @@ def serve_writes(pipe):
     """The main function of the writer process."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # launchers signal all processes; the writer completes the save
-    dcp = import_dcp()
-    while True:
-        try:
-            folder, plan, tensors = pipe.recv()
-        except (EOFError, OSError):
-            return
-        planner = SimpleNamespace(resolve_data=lambda item, tensors=tensors: tensors[item.index])
-        try:
-            writer = dcp.FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0)
-            pipe.send(writer.write_data(plan, planner).value())
-        except Exception as error:
-            pipe.send(error)
+    import_dcp()
+    with suppress(EOFError, OSError):  # the training process has closed the pipe, or has ended
+        while True:
+            pipe.send(attempt(write_apart, *pipe.recv()))
+
+
+def write_apart(folder: str, plan, tensors: dict) -> list:
+    """Writes this plan of DCP's. Returns DCP's results."""
+    writer = import_dcp().FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0)
+    return writer.write_data(plan, SimpleNamespace(resolve_data=lambda item: tensors[item.index])).value()
 
 
 def read_tensors(tensors: dict[str, Tensor], folder: str, table: dict):

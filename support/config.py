@@ -34,7 +34,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
 
-from support.files import printable, write_file
+from support.files import printable, read_json, write_file
 
 if sys.platform == "win32":
     sys.exit("error: nanotitan runs on Linux, on macOS, and on Windows inside WSL2: wsl --install, and start it there")
@@ -193,8 +193,7 @@ def check_range(cfg, least: float, most: float, *names: str):
 def read_config(path, helps, kinds) -> dict:
     """Field values of a saved config.json; unknown keys and wrong values are usage errors."""
     try:
-        with open(path, encoding="utf-8") as file:
-            saved = {**json.load(file)}
+        saved = {**read_json(path)}
     except (OSError, ValueError, TypeError, RecursionError) as error:
         usage_error(f"--config {path!r}: {error}; need a config.json that a run has saved")
     saved.pop("_run", None)  # facts about the run, by save_config(); not flags
