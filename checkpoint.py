@@ -188,9 +188,9 @@ class Checkpoints:
             self.stager = staging.DefaultStager(staging.StagingOptions(
                 use_pinned_memory=cuda, use_non_blocking_copy=cuda, use_shared_memory=self.process is not None))
         tensors = self.tensors(not model_only, saving=True)
-        for key in tensors.keys() - {f"model.{fqn}" for fqn in self.params}:
-            if key.startswith("model."):  # a buffer: the next forward may change it while the copy is under way
-                tensors[key] = tensors[key].clone()
+        # of buffers a copy at once: the next forward may change them while the other copy is under way
+        tensors |= {key: t.clone() for key, t in tensors.items()
+                    if key.startswith("model.") and key.removeprefix("model.") not in self.params}
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the stager's own stream does not wait for the optimizer's
         self.staged = self.stager.stage(tensors)

@@ -68,7 +68,7 @@ def newest_good(folder: str, paths: list[str], check, say) -> tuple[str, dict]:
                      "over them: use --out NEW or another --load_step, or move them away")
 
 
-def newest_readable(folder: str, step: int = -1, names=(), say=lambda text: None) -> str:
+def newest_readable(folder: str, step: int = -1, names=()) -> str:
     """The newest checkpoint with undamaged small files (`names`, or all but the tensors). Raises ValueError.
 
     At a start every rank calls this several times, so no other file is looked at: a tokenizer has megabytes, and a large run a
@@ -83,7 +83,7 @@ def newest_readable(folder: str, step: int = -1, names=(), say=lambda text: None
         check_files(path, manifest, [*filter(is_wanted, manifest["files"])])
         return manifest
 
-    return newest_good(folder, candidates(folder, step), check, say)[0]
+    return newest_good(folder, candidates(folder, step), check, lambda text: None)[0]
 
 
 def saved_state(path: str) -> dict:
