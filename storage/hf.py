@@ -430,8 +430,7 @@ def save_hf(model, folder: str, dtype=torch.bfloat16, max_shard_gb=5.0, tokenize
         for part in module.modules():
             if hasattr(part, "reshard"):
                 part.reshard()  # FSDP may still hold gathered weights older than the optimizer's last step
-        for fqn, tensor in named_tensors(module).items():
-            tensors.setdefault(fqn, tensor)
+        tensors |= {fqn: tensor for fqn, tensor in named_tensors(module).items() if fqn not in tensors}
         for name, linear in module.named_modules():
             if hasattr(linear, "merged"):
                 adapted[f"{name}.weight"] = linear

@@ -83,10 +83,8 @@ def run_half(name: str, flags: dict, where: bool = False) -> int:
     where: record all operations of the first step (tools/operations.py), not the gradients of all steps."""
     processes, n = math.prod(flags[axis] for axis in AXES), flags["steps"]
     print(f"check_parity: {n} step{'s' * (n > 1)} on {name} ({processes} process{'es' * (processes > 1)}) ...", flush=True)
-    command = [sys.executable]
-    if processes > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    command += [os.path.join(os.path.dirname(os.path.abspath(__file__)), "parity_half.py")]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)] if processes > 1 else []
+    command = [sys.executable, *torchrun, os.path.join(os.path.dirname(os.path.abspath(__file__)), "parity_half.py")]
     command += ["--where"] * where + [flags["out"] + RECORD, *sys.argv, "--no-check_parity", "--no-where", "--advice"]
     command += [f"--{flag}={spell(value)}" for flag, value in flags.items()]  # of a repeated flag the last value counts
     done = subprocess.run(command, capture_output=True, text=True)
