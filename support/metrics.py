@@ -104,7 +104,7 @@ def drop_lines_from(path: str, first_step: int):
 def points_of(lines, *names: str) -> dict[str, list[tuple]]:
     """{name: (step, number) of each line with a number of this name}, in one pass over the lines."""
     points = [(name, line["step"], line[name]) for line in lines for name in names if line.get(name) is not None]
-    return {name: [(step, number) for of, step, number in points if of == name] for name in names}
+    return {name: [(step, number) for key, step, number in points if key == name] for name in names}
 
 
 class Metrics:
