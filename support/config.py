@@ -88,8 +88,8 @@ def given_flags(cfg) -> dict[str, Any]:
 
 def unmet_needs(cfg, facts: SimpleNamespace) -> dict[str, Need]:
     """{field: first unmet need} of the fields that differ from their default."""
-    unmet = {name: [need for need in needs_of(type(cfg), name) if not need.met(facts)] for name in given_flags(cfg)}
-    return {name: needs[0] for name, needs in unmet.items() if needs}
+    # of several entries for one name a dict keeps the last, so a flag's first need comes last
+    return {name: need for name in given_flags(cfg) for need in reversed(needs_of(type(cfg), name)) if not need.met(facts)}
 
 
 def no_effect(cfg, facts: SimpleNamespace) -> list[str]:

@@ -103,8 +103,12 @@ def drop_lines_from(path: str, first_step: int):
 
 def points_of(lines, *names: str) -> dict[str, list[tuple]]:
     """{name: (step, number) of each line with a number of this name}, in one pass over the lines."""
-    points = [(name, line["step"], line[name]) for line in lines for name in names if line.get(name) is not None]
-    return {name: [(step, number) for key, step, number in points if key == name] for name in names}
+    points = {name: [] for name in names}
+    for line in lines:
+        for name in names:
+            if line.get(name) is not None:
+                points[name].append((line["step"], line[name]))
+    return points
 
 
 class Metrics:
