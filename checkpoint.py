@@ -53,27 +53,12 @@ from corpus.tokenizer import files_beside, tokenizer_path
 from distributed.agree import Failed, brief, fail_together, gather, holds_on_any_rank, new_gloo_group, on_rank_0, rank_in
 from distributed.layout import AXES, named_tensors
 from storage.dcp import SavePlan, WriterProcess, import_dcp, read_table, read_tensors, write_tensors
-from storage.manifest import (
-    TABLE,
-    Damaged,
-    Progress,
-    candidates,
-    check_files,
-    checksums,
-    is_hf_folder,
-    newest_good,
-    newest_readable,
-    read_manifest,
-    resume_source,
-    saved_state,
-    step_folders,
-    verify,
-    write_manifest,
-)
+from storage.manifest import TABLE, Damaged, Progress, check_files, checksums, read_manifest, verify, write_manifest
+from storage.newest import candidates, is_hf_folder, newest_good, newest_readable, resume_source, saved_state
 from storage.optimizer_numbers import OptimizerNumbers, find_copies, merge_numbers, sum_copies
 from storage.provenance import changed_code, check_machines, code_roots, git_commit, local_code, summarize_code
 from support.config import Need, flag, own_rank
-from support.files import json_bytes, matches, publish, read_json, write_file
+from support.files import json_bytes, matches, publish, read_json, step_folders, write_file
 
 LEFTOVER = re.compile(r"step-\d+\.tmp-.*|trash-.*")  # folders left by a process killed while saving or deleting
 # Conditions without which a flag has no effect: see support/config.py
@@ -203,9 +188,9 @@ class Checkpoints:
             self.stager = staging.DefaultStager(staging.StagingOptions(
                 use_pinned_memory=cuda, use_non_blocking_copy=cuda, use_shared_memory=self.process is not None))
         tensors = self.tensors(not model_only, saving=True)
-        for key in tensors.keys() - {f"model.{fqn}" for fqn in self.params}:
-            if key.startswith("model."):  # a buffer: the next forward may change it while the copy is under way
-                tensors[key] = tensors[key].clone()
+        # of buffers a copy at once: the next forward may change them while the other copy is under way
+        tensors |= {key: t.clone() for key, t in tensors.items()
+                    if key.startswith("model.") and key.removeprefix("model.") not in self.params}
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the stager's own stream does not wait for the optimizer's
         self.staged = self.stager.stage(tensors)
@@ -557,13 +542,12 @@ def load_model(folder: str, device="cpu", dtype: torch.dtype | None = None) -> t
     for param in model.parameters():  # not the buffers: an expert's bias stays fp32
         param.data = param.data.to(dtype or param.dtype)
     model.to_empty(device=device)
-    tensors = {f"model.{fqn}": t.detach() for fqn, t in named_tensors(model).items()}
     computed = {id(buffer) for buffer in model.buffers()} - {id(t) for t in named_tensors(model).values()}
     assert not computed, "a buffer that no checkpoint holds is empty now: compute it in forward"
     if has_adapters(path):
         fill_merged([model], path, table)
     else:
-        read_tensors(tensors, path, table)
+        read_tensors({f"model.{fqn}": t.detach() for fqn, t in named_tensors(model).items()}, path, table)
     return model.eval(), read_json(path, "state.json")["state"]
 
 

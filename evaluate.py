@@ -59,7 +59,8 @@ from rl.rollouts import gather_samples, lockstep, patient_group, whole_weights
 from sft.chat import open_chat
 from sft.lora import base_of
 from storage.hf import class_of, read_hf_config
-from storage.manifest import Progress, is_hf_folder, newest_readable
+from storage.manifest import Progress
+from storage.newest import is_hf_folder, newest_readable
 from support.config import Need, check_range, flag, given_flags, spell_flag
 from support.files import check_local, read_json, write_file
 

@@ -18,9 +18,9 @@ from checkpoint import load_model
 from corpus.tokenizer import ChatConfig, encoding_of, ends_of, has_bos, load_tokenizer, text_folder
 from distributed.refusals import refuse
 from rl.decoding import draw_noise, rollout
-from storage.manifest import is_hf_folder, step_folders
+from storage.newest import is_hf_folder
 from support.config import Parser, parse_config, usage_error
-from support.files import printable, read_json
+from support.files import printable, read_json, step_folders
 
 
 def check_request(config, prompts, max_new_tokens, temperature, top_k, top_p):

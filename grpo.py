@@ -53,9 +53,9 @@ from rl.rewards import RewardConfig, held_out_numbers
 from sft.base import load_base
 from sft.chat import open_chat
 from sft.lora import LoraConfig, base_model, is_frozen, lora_counts
-from storage.manifest import step_folders
 from storage.resume import lock_run, wait_for_run
 from support.config import Need, flag
+from support.files import step_folders
 from support.metrics import Metrics, MetricsConfig
 from support.optim import set_lr
 

@@ -32,7 +32,8 @@ from distributed.launch import StopSignal, allow_many_ranks  # noqa: E402
 from distributed.layout import Layout  # noqa: E402
 from parallel import make_mesh  # noqa: E402
 from storage.dcp import find_shards, import_dcp, read_table, table_bytes  # noqa: E402
-from storage.manifest import ABOUT, TABLE, newest_readable, read_manifest, write_manifest  # noqa: E402
+from storage.manifest import TABLE, read_manifest, write_manifest  # noqa: E402
+from storage.newest import ABOUT, newest_readable  # noqa: E402
 
 CALLS = 20
 

@@ -13,7 +13,7 @@ from corpus.mixture import parse_mixture
 from corpus.shards import cache_name, is_shards
 from corpus.tokenizer import BPE_VOCAB, files_beside, find_tokenizer, load_tokenizer, text_folder, tokenizer_path
 from distributed.agree import brief
-from storage.manifest import ABOUT, newest_readable, resume_source
+from storage.newest import ABOUT, newest_readable, resume_source
 from support.config import own_rank
 from support.files import read_json, sha256_file
 

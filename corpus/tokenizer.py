@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from distributed.agree import reason
-from storage.manifest import ABOUT, ADAPTER, is_hf_folder, newest_readable, saved_state
+from storage.newest import ABOUT, ADAPTER, is_hf_folder, newest_readable, saved_state
 from support.files import HF_LIMIT, HF_LIMITS, hf_file, hub_hint, read_json
 
 BPE_VOCAB = 4096  # ids of a tokenizer of our own

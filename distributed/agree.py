@@ -49,24 +49,13 @@ def attempt(work, *args) -> tuple:
         return None, reason(error)
 
 
-def broadcast(value, rank: int, group):
-    """The value of one rank, on all ranks: along a tree."""
-    box = [value]
-    if group:
-        dist.broadcast_object_list(box, group_src=rank, group=group)
-    return box[0]
-
-
 def fail_together(work, group):
     """Return work() on each rank; raise Failed on all ranks if work fails on any rank. Otherwise a failing rank would leave,
-    and its peers would wait in the next collective. The ranks exchange one number, and a text only after a failure."""
+    and its peers would wait in the next collective. The ranks exchange one number, and texts only after a failure."""
     result, error = attempt(work)
-    none_failed = dist.get_world_size(group) if group else 1
-    first = torch.tensor(none_failed if error is None else rank_in(group))
-    if group:
-        dist.all_reduce(first, dist.ReduceOp.MIN, group)
-    if (rank := first.item()) < none_failed:
-        raise Failed(f"rank {rank}: " * (rank > 0) + broadcast(error, rank, group))
+    if holds_on_any_rank(error is not None, group):
+        rank, first = next((rank, text) for rank, text in enumerate(gather(error, group)) if text is not None)
+        raise Failed(f"rank {rank}: " * (rank > 0) + first)
     return result
 
 
@@ -96,7 +85,10 @@ def on_rank_0(work, group, value=None):
         if group:
             dist.gather_object(value, values, group=group, group_dst=0)
     arguments = () if value is None else (values,)
-    result, error = broadcast(attempt(work, *arguments) if rank_in(group) == 0 else None, 0, group)
+    box = [attempt(work, *arguments) if rank_in(group) == 0 else None]
+    if group:
+        dist.broadcast_object_list(box, group_src=0, group=group)  # along a tree
+    result, error = box[0]
     if error is not None:
         raise Failed(error)
     return result

@@ -1,10 +1,9 @@
-"""Flags that cannot work are refused here, before memory is taken. Each function returns rows (broken, text): a condition, and
+"""Flags that cannot work are refused here, before memory is taken. Each function yields rows (broken, text): a condition, and
 one line with the values, the mistake, and the flags to type instead. A new rule is a new row."""
 import math
 import os
 import shlex
 import sys
-from dataclasses import replace
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -41,16 +40,15 @@ def check_layout(cfg: ParallelConfig, model_config, *, seq_len, local_batch_size
     expert_degrees = {"ep": cfg.ep, "etp": cfg.etp} if isinstance(cfg, ExpertConfig) else {}
     layout = Layout(
         **degrees, **expert_degrees, local_batch_size=local_batch_size, global_batch_size=global_batch_size,
+        **(dict(microbatch_size=cfg.pp_microbatch_size, schedule=cfg.pp_schedule_csv or cfg.pp_schedule) if cfg.pp > 1 else {}),
         offload=cfg.cpu_offload, loss_parallel=cfg.loss_parallel, rank=own_rank(),
         # not under a pipeline: every micro-batch would gather the weights again, and zero-bubble gradients would be wrong
         reshards={"always": True, "never": False, "default": degrees["pp"] == 1}[cfg.reshard_after_forward],
         mtp=getattr(model_config, "mtp_depth", 0) > 0, has_experts=getattr(model_config, "n_experts", 0) > 0,
     )
-    if layout.pp > 1:
-        layout = replace(layout, microbatch_size=cfg.pp_microbatch_size, schedule=cfg.pp_schedule_csv or cfg.pp_schedule)
     # flags without effect first: such a flag from --config returns to its default, and the other rules see the default
     rows = [(True, text) for text in no_effect(cfg, collect_facts(cfg, model_config, degrees, on_cuda))]
-    rows += batch_rows(layout) + model_rows(layout, cfg, model_config, seq_len) + option_rows(layout, cfg, on_cuda and here)
+    rows += [*batch_rows(layout), *model_rows(layout, cfg, model_config, seq_len), *option_rows(layout, cfg, on_cuda and here)]
     if isinstance(cfg, Float8Config) and cfg.float8 != "off":  # grpo.py has no float8
         rows += float8_rows(cfg, on_cuda)
     if layout.has_experts:
@@ -101,15 +99,15 @@ def count(n: int, noun: str) -> str:
     return f"{n} {noun}{('es' if noun[-1] == 's' else 's') * (n != 1)}"
 
 
-def batch_rows(layout: Layout) -> list[tuple]:
+def batch_rows(layout: Layout):
     n, local, ranks = layout.global_batch_size, layout.local_batch_size, layout.data_ranks
     forward = local * ranks  # sequences of one forward on all data ranks
     near = max(1, round(n / forward)) * forward
-    return [(n < 1 or n % forward, f"--global_batch_size {n} is not a multiple of --local_batch_size {local} x "
-             f"{count(ranks, 'data rank')} = {forward}; use --global_batch_size {near}")]
+    yield n < 1 or n % forward, (f"--global_batch_size {n} is not a multiple of --local_batch_size {local} x "
+                                 f"{count(ranks, 'data rank')} = {forward}; use --global_batch_size {near}")
 
 
-def model_rows(layout: Layout, cfg, c, seq_len: int) -> list[tuple]:
+def model_rows(layout: Layout, cfg, c, seq_len: int):
     """What the model c and the sequence must be divisible by."""
     tp, cp = layout.tp, layout.cp
     sizes = {name: getattr(c, name) for name in ("n_heads", "n_kv_heads", "ffn_dim") if getattr(c, name, None)}
@@ -121,110 +119,101 @@ def model_rows(layout: Layout, cfg, c, seq_len: int) -> list[tuple]:
     near = max(1, min(round(seq_len / pieces), c.max_seq_len // pieces)) * pieces
     heads, kv_heads = c.n_heads // tp, c.n_kv_heads // tp
     alltoall = cp > 1 and cfg.cp_method == "alltoall" and kv_heads > 0
-    return [
-        (odd, f"--tp {tp} does not divide {', '.join(odd)}; use {divisors(*sizes.values())}"),
-        (seq_len > c.max_seq_len, f"--seq_len {seq_len} is longer than the model's max_seq_len {c.max_seq_len}; use "
-         f"--model_args max_seq_len={seq_len}"),
-        (seq_len % pieces, f"--seq_len {seq_len} is not a multiple of {rule}{pieces}; use --seq_len {near}"),
-        (alltoall and (heads % cp or kv_heads % cp and cp % kv_heads),
-         f"--cp_method alltoall needs cp {cp} to divide the {heads} heads of a tp rank, and to divide or be a multiple of its "
-         f"{kv_heads} kv heads; use --cp_method allgather"),
-    ]
+    yield odd, f"--tp {tp} does not divide {', '.join(odd)}; use {divisors(*sizes.values())}"
+    yield seq_len > c.max_seq_len, (f"--seq_len {seq_len} is longer than the model's max_seq_len {c.max_seq_len}; use "
+                                    f"--model_args max_seq_len={seq_len}")
+    yield seq_len % pieces, f"--seq_len {seq_len} is not a multiple of {rule}{pieces}; use --seq_len {near}"
+    yield alltoall and (heads % cp or kv_heads % cp and cp % kv_heads), (
+        f"--cp_method alltoall needs cp {cp} to divide the {heads} heads of a tp rank, and to divide or be a multiple of its "
+        f"{kv_heads} kv heads; use --cp_method allgather")
 
 
-def option_rows(layout: Layout, cfg, count_gpus: bool) -> list[tuple]:
+def option_rows(layout: Layout, cfg, count_gpus: bool):
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     n_gpus = torch.cuda.device_count() if count_gpus else local_world
     # srun and others may show each process a GPU of its own; torchrun's processes see the same ones
     own = n_gpus == 1 and "TORCHELASTIC_RUN_ID" not in os.environ
     uses_torchao = vars(cfg).get("float8", "off") != "off" or vars(cfg).get("optimizer") == "adamw_sr"
-    return [
-        (local_world > n_gpus and not own, f"{count(local_world, 'process')} here, but torch finds {n_gpus} GPUs; use --device "
-         "cpu or fewer processes"),
-        (uses_torchao and find_spec("torchao") is None,
-         "--float8 and --optimizer adamw_sr need torchao: pip install torchao==0.18.0"),
-        (cfg.ac == "budget" and not cfg.compile,
-         "--ac budget needs --compile: the compiler chooses what to keep; add --compile or use --ac op"),
-        (not 0 <= cfg.ac_budget <= 1, f"--ac_budget {cfg.ac_budget} must be between 0 and 1"),
-    ]
+    yield local_world > n_gpus and not own, (f"{count(local_world, 'process')} here, but torch finds {n_gpus} GPUs; use "
+                                             "--device cpu or fewer processes")
+    yield uses_torchao and find_spec("torchao") is None, (
+        "--float8 and --optimizer adamw_sr need torchao: pip install torchao==0.18.0")
+    yield cfg.ac == "budget" and not cfg.compile, (
+        "--ac budget needs --compile: the compiler chooses what to keep; add --compile or use --ac op")
+    yield not 0 <= cfg.ac_budget <= 1, f"--ac_budget {cfg.ac_budget} must be between 0 and 1"
 
 
-def float8_rows(cfg, on_cuda: bool) -> list[tuple]:
+def float8_rows(cfg, on_cuda: bool):
     capability = torch.cuda.get_device_capability() if on_cuda else (0, 0)
-    return [
-        (on_cuda and capability < (8, 9), f"--float8 {cfg.float8} needs a GPU of capability 8.9 (H100: 9.0, B200: 10.0), and "
-         f"this one has {capability[0]}.{capability[1]}; use --float8 off"),
-        (not on_cuda and cfg.compile, f"--float8 {cfg.float8} is emulated on CPU and cannot be compiled; leave out --compile"),
-    ]
+    yield on_cuda and capability < (8, 9), (
+        f"--float8 {cfg.float8} needs a GPU of capability 8.9 (H100: 9.0, B200: 10.0), and this one has {capability[0]}."
+        f"{capability[1]}; use --float8 off")
+    yield not on_cuda and cfg.compile, f"--float8 {cfg.float8} is emulated on CPU and cannot be compiled; leave out --compile"
 
 
-def expert_rows(layout: Layout, cfg, c) -> list[tuple]:
+def expert_rows(layout: Layout, cfg, c):
     ep, etp = layout.ep, layout.etp
     lenders = layout.dp_shard * layout.cp * (1 if etp > 1 else layout.tp)  # ranks that ep may borrow
     ranks = f"dp_shard x cp{' x tp' if etp == 1 else ''} = {lenders}"
-    return [
-        (etp not in (1, layout.tp), f"--etp {etp} must be 1 or --tp {layout.tp}"),
-        (etp > 1 and c.moe_ffn_dim % etp, f"--etp {etp} does not divide moe_ffn_dim {c.moe_ffn_dim}; use --etp 1"),
-        (etp > 1 and vars(cfg).get("optimizer") == "muon",
-         f"--optimizer muon needs whole matrices, but --etp {etp} splits every expert; use --etp 1 or adamw"),
-        (ep < 1 or c.n_experts % ep or lenders % ep,
-         f"--ep {ep} must divide n_experts {c.n_experts} and {ranks}; use {divisors(c.n_experts, lenders)}"),
-    ]
+    yield etp not in (1, layout.tp), f"--etp {etp} must be 1 or --tp {layout.tp}"
+    yield etp > 1 and c.moe_ffn_dim % etp, f"--etp {etp} does not divide moe_ffn_dim {c.moe_ffn_dim}; use --etp 1"
+    yield etp > 1 and vars(cfg).get("optimizer") == "muon", (
+        f"--optimizer muon needs whole matrices, but --etp {etp} splits every expert; use --etp 1 or adamw")
+    yield ep < 1 or c.n_experts % ep or lenders % ep, (
+        f"--ep {ep} must divide n_experts {c.n_experts} and {ranks}; use {divisors(c.n_experts, lenders)}")
 
 
-def pipeline_rows(layout: Layout, cfg, c) -> list[tuple]:
+def pipeline_rows(layout: Layout, cfg, c):
     """Rules of a pipeline. The first rules that fail hide the others, because the others divide by the same numbers."""
     pp, local, size = layout.pp, layout.local_batch_size, cfg.pp_microbatch_size
     if local % size:
-        return [(True, f"--pp_microbatch_size {size} does not divide --local_batch_size {local}; use {divisors(local)}")]
+        yield True, f"--pp_microbatch_size {size} does not divide --local_batch_size {local}; use {divisors(local)}"
+        return
     n, name, splits_backward = n_microbatches(layout), cfg.pp_schedule, cfg.pp_schedule in ZERO_BUBBLE
     if cfg.pp_schedule_csv:
         name, table = cfg.pp_schedule_csv, csv_rows(cfg.pp_schedule_csv)
         splits_backward = any(kind == "I" for row in table for kind, _, _ in row)
         ranks, n_csv = len(table), 1 + max((m for row in table for kind, _, m in row if kind == "F"), default=-1)
         if (ranks, n_csv) != (pp, n):
-            return [(True, f"--pp_schedule_csv {name} is for {ranks} ranks and {n_csv} micro-batches, not {pp} and {n}; use "
-                     f"--pp {ranks} and --local_batch_size {n_csv * size}")]
-    rows = microbatch_rows(layout, name, n)
+            yield True, (f"--pp_schedule_csv {name} is for {ranks} ranks and {n_csv} micro-batches, not {pp} and {n}; use "
+                         f"--pp {ranks} and --local_batch_size {n_csv * size}")
+            return
+    yield from microbatch_rows(layout, name, n)
     if splits_backward:
-        rows += split_backward_rows(layout, cfg, c, name)
+        yield from split_backward_rows(layout, cfg, c, name)
     try:
         n_stages = len(split_stages(cfg, pp, c.n_layers))
     except ValueError as error:
-        return [*rows, (True, str(error))]
+        yield True, str(error)
+        return
     fewest, most = (1, 1) if name in ONE_STAGE_PER_RANK else (2, 2) if name in V_SHAPED else (2, c.n_layers)
     wanted = f"exactly {fewest}" if fewest == most else f"{fewest} or more"
-    return [*rows, (
-        not cfg.pp_schedule_csv and (n_stages % pp or not fewest <= n_stages // pp <= most),
+    yield not cfg.pp_schedule_csv and (n_stages % pp or not fewest <= n_stages // pp <= most), (
         f"{n_stages} stages over --pp {pp} ranks, but --pp_schedule {name} needs {wanted} per rank; change "
-        "--pp_layers_per_stage or --pp_stage_fqns",
-    )]
+        "--pp_layers_per_stage or --pp_stage_fqns")
 
 
-def microbatch_rows(layout: Layout, name: str, n: int) -> list[tuple]:
+def microbatch_rows(layout: Layout, name: str, n: int):
     """Whether n micro-batches are enough for the schedule, and divide into its rounds."""
     pp, size, accumulation = layout.pp, layout.microbatch_size, layout.accumulation
     # 2: with 1, half backwards leave gradients in both the compute dtype and --reduce_dtype, and FSDP refuses the mixture
     fewest = {"1F1B": pp, "DualPipeV": 2 * pp, "ZBVZeroBubble": 2, "InterleavedZeroBubble": 2}.get(name, 1)
     rounds = max(1, n // pp)
     enough = math.ceil(fewest * size / accumulation)
-    return [
-        (n < fewest, f"--pp_schedule {name} with --pp {pp} needs at least {fewest} micro-batches, but there are {n}; use "
-         f"--local_batch_size {enough} and --global_batch_size {enough * layout.data_ranks * accumulation}, or more"),
-        (name in ("Interleaved1F1B", "InterleavedZeroBubble") and n % rounds,
-         f"--pp_schedule {name} needs a number of micro-batches that its {rounds} rounds of --pp {pp} divide, not {n}; use "
-         f"--local_batch_size {pp * rounds * size // accumulation or size}"),
-    ]
+    yield n < fewest, (
+        f"--pp_schedule {name} with --pp {pp} needs at least {fewest} micro-batches, but there are {n}; use --local_batch_size "
+        f"{enough} and --global_batch_size {enough * layout.data_ranks * accumulation}, or more")
+    yield name in ("Interleaved1F1B", "InterleavedZeroBubble") and n % rounds, (
+        f"--pp_schedule {name} needs a number of micro-batches that its {rounds} rounds of --pp {pp} divide, not {n}; use "
+        f"--local_batch_size {pp * rounds * size // accumulation or size}")
 
 
-def split_backward_rows(layout: Layout, cfg, c, name: str) -> list[tuple]:
+def split_backward_rows(layout: Layout, cfg, c, name: str):
     """Zero-bubble schedules compute the gradients of inputs and those of weights in two separate halves of the backward."""
-    return [
-        (cfg.reshard_after_forward == "always",
-         f"--reshard_after_forward always gives wrong gradients in the two half backwards of --pp_schedule {name}; use never"),
-        (c.tie_embeddings and layout.mtp,
-         f"--pp_schedule {name} cannot halve the backward of a tied embedding with mtp_depth 1; use 1F1B"),
-        (cfg.ac != "none", f"--ac {cfg.ac} with --pp_schedule {name} recomputes a block many times; use --ac none or 1F1B"),
-        (torch.__version__ < "2.13",
-         f"--pp_schedule {name} fails in torch {torch.__version__}, needs 2.13; use 1F1B or Interleaved1F1B"),
-    ]
+    yield cfg.reshard_after_forward == "always", (
+        f"--reshard_after_forward always gives wrong gradients in the two half backwards of --pp_schedule {name}; use never")
+    yield c.tie_embeddings and layout.mtp, (
+        f"--pp_schedule {name} cannot halve the backward of a tied embedding with mtp_depth 1; use 1F1B")
+    yield cfg.ac != "none", f"--ac {cfg.ac} with --pp_schedule {name} recomputes a block many times; use --ac none or 1F1B"
+    yield torch.__version__ < "2.13", (
+        f"--pp_schedule {name} fails in torch {torch.__version__}, needs 2.13; use 1F1B or Interleaved1F1B")

@@ -8,8 +8,7 @@ from distributed.layout import named_tensors
 from storage.changes import changes, describe_changes
 from storage.dcp import read_tensors
 from storage.hf import check_export
-from storage.manifest import step_folders
-from support.files import read_json
+from support.files import read_json, step_folders
 
 
 def mean_of_steps(run: str, out: str, last=0, steps=()):

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from distributed.layout import Layout, local_tensor
 from models.loss import IGNORE
-from storage.manifest import step_folders
 from support.config import own_rank
+from support.files import step_folders
 
 START = 'torchft_lighthouse --bind "[::]:29510" --min_replicas 1 --heartbeat_timeout_ms 1000'
 OWN_FLAGS = ("out", "ft_group", "ft_lighthouse", "checkpoint_every", "export_hf", "export_dtype")  # in which groups may differ

@@ -9,7 +9,7 @@ from torch import Tensor
 from corpus.tokenizer import read_hf_json
 from distributed.agree import brief
 from sft.lora import merged_weight
-from storage.manifest import ADAPTER
+from storage.newest import ADAPTER
 
 # Fields of adapter_config.json that do not change what A and B compute: the shape of A tells the rank of a linear
 HARMLESS = set("""

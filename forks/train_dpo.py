@@ -49,9 +49,9 @@ from rl.rollouts import reshard
 from sft.base import load_base
 from sft.chat import prepare_message, read_template, remove_marks
 from sft.lora import LoraConfig, claim_adapters, is_frozen, lora_counts
-from storage.manifest import step_folders
 from storage.resume import check_run, lock_run, wait_for_run
 from support.config import Need, check_range, flag, save_config
+from support.files import step_folders
 from support.metrics import Metrics, MetricsConfig
 
 

@@ -10,9 +10,9 @@ from distributed.refusals import refuse
 from rl.datasets import HINTS
 from rl.packing import pieces
 from sft.lora import claim_adapters
-from storage.manifest import step_folders
 from storage.resume import identify_run, list_finished
 from support.config import check_range, save_config
+from support.files import step_folders
 from support.metrics import drop_lines_from
 
 FEW = 20  # steps without much to learn before a line says so

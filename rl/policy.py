@@ -17,7 +17,7 @@ from rl import rollouts
 from sft.base import read_model
 from sft.lora import lora_linears
 from storage.hf import class_of
-from storage.manifest import is_hf_folder
+from storage.newest import is_hf_folder
 from support.config import override_fields
 
 SMALL = dict(dim=96, n_layers=3, n_heads=4, n_kv_heads=4, head_dim=24, ffn_dim=288, max_seq_len=1024, rope_theta=10000.0)

@@ -5,8 +5,9 @@ from checkpoint import load_weights, saved_model
 from distributed.agree import brief, on_rank_0
 from sft.lora import ADAPTERS, check_base
 from storage.hf import check_hf_config, class_of, load_hf, read_hf_config
-from storage.manifest import ABOUT, is_hf_folder, newest_readable, resume_source, step_folders
+from storage.newest import ABOUT, is_hf_folder, newest_readable, resume_source
 from support.config import override_fields
+from support.files import step_folders
 
 
 def read_model(cfg):

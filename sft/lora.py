@@ -24,7 +24,7 @@ from corpus.tokenizer import weights_folder
 from distributed.agree import gather
 from distributed.layout import beside_weight, local_slice, local_tensor, named_tensors, with_forward
 from storage.dcp import read_tensors
-from storage.manifest import ADAPTER, is_hf_folder
+from storage.newest import ADAPTER, is_hf_folder
 from support.config import Need, flag
 from support.files import json_bytes, publish, read_json, write_file
 

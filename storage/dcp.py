@@ -5,12 +5,13 @@ Nothing is unpickled: a pickle can run any code. DCP would pickle its table of t
                                                                        "shards": [...]}}}
 "shards" has seven columns for a matrix, with a number for each of its n shards: index of the file, first byte, bytes, two
 columns of offsets in the tensor, two of shapes. A column of a regular grid is a rule of four numbers (pack_column), because a
-model of 70 billion parameters on 1,024 ranks has two million shards. In format 2, "shards" has a row for each shard.
+model of 70 billion parameters on 1,024 ranks has two million shards.
 """
 import json
 import math
 import signal
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -50,7 +51,7 @@ def write_tensors(tensors: dict[str, Tensor], folder: str, group, plan: SavePlan
     plan: of the last save; ranks that save the same tensors again need not talk about shards. staged: all tensors are in CPU
     memory already. process: this rank's writer process, for the writing.
     """
-    dcp, is_first, metadata = import_dcp(), rank_in(group) == 0, None
+    dcp, is_first, plans = import_dcp(), rank_in(group) == 0, []
     # With copy_ahead DCP asks for a CUDA stream; in a background thread every rank would get a stream of GPU 0.
     writer = dcp.FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0 if staged else 10_000_000)
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
@@ -60,10 +61,8 @@ def write_tensors(tensors: dict[str, Tensor], folder: str, group, plan: SavePlan
         writer.set_up_storage_writer(is_first)
         return planner.create_local_plan()
 
-    def plan_for_all(plans):  # on rank 0
-        nonlocal metadata
-        plans, metadata = planner.create_global_plan(plans)
-        return writer.prepare_global_plan(plans)
+    def plan_for_all(ranks):  # on rank 0; the planner keeps the metadata
+        plans.extend(writer.prepare_global_plan(planner.create_global_plan(ranks)[0]))
 
     def write():
         final = planner.finish_plan(plan.final)
@@ -73,15 +72,14 @@ def write_tensors(tensors: dict[str, Tensor], folder: str, group, plan: SavePlan
 
     mine = fail_together(plan_alone, group)
     if is_new := holds_on_any_rank(plan.items != mine.items, group):
-        plans = []
-        on_rank_0(lambda ranks: plans.extend(plan_for_all(ranks)), group, mine)
+        on_rank_0(plan_for_all, group, mine)
         plan.items, plan.final, plan.written = mine.items, scatter(plans, group), None
     written = fail_together(write, group)
     if holds_on_any_rank(plan.written != written, group):
         if not is_new:  # the same tensors, in other bytes than at the last save
             plan.items = None
             return write_tensors(tensors, folder, group, plan, staged, process)
-        plan.written, plan.table = written, on_rank_0(lambda results: table_bytes(metadata, results), group, written)
+        plan.written, plan.table = written, on_rank_0(lambda results: table_bytes(planner.metadata, results), group, written)
     if is_first:
         write_file(Path(folder, TABLE), plan.table)
     return sorted({result.storage_data.relative_path for result in written})
@@ -104,12 +102,12 @@ class WriterProcess:
     def write(self, folder, plan, tensors):
         try:
             self.pipe.send((folder, plan, tensors))
-            answer = self.pipe.recv()
+            result, error = self.pipe.recv()
         except (EOFError, OSError):
             raise ChildProcessError(f"the writer process {self.process.pid} has died") from None
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
+        if error:
+            raise OSError(error)
+        return result
 
     def close(self):
         self.pipe.close()
@@ -120,18 +118,16 @@ def serve_writes(pipe):
     """The main function of the writer process."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # launchers signal all processes; the writer completes the save
-    dcp = import_dcp()
-    while True:
-        try:
-            folder, plan, tensors = pipe.recv()
-        except (EOFError, OSError):
-            return
-        planner = SimpleNamespace(resolve_data=lambda item, tensors=tensors: tensors[item.index])
-        try:
-            writer = dcp.FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0)
-            pipe.send(writer.write_data(plan, planner).value())
-        except Exception as error:
-            pipe.send(error)
+    import_dcp()
+    with suppress(EOFError, OSError):  # the training process has closed the pipe, or has ended
+        while True:
+            pipe.send(attempt(write_apart, *pipe.recv()))
+
+
+def write_apart(folder: str, plan, tensors: dict) -> list:
+    """Writes this plan of DCP's. Returns DCP's results."""
+    writer = import_dcp().FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0)
+    return writer.write_data(plan, SimpleNamespace(resolve_data=lambda item: tensors[item.index])).value()
 
 
 def read_tensors(tensors: dict[str, Tensor], folder: str, table: dict):
@@ -223,9 +219,9 @@ def read_table(folder: str, files: dict[str, list]) -> dict[str, SavedTensor]:
             size, dtype, shards = torch.Size(entry["shape"]), getattr(torch, entry["dtype"]), entry["shards"]
             if not isinstance(dtype, torch.dtype):
                 raise ValueError(f"{entry['dtype']} is no dtype")
-            if not 0 < (n := entry.get("n", len(shards))) <= MOST_SHARDS:
+            if not 0 < (n := entry["n"]) <= MOST_SHARDS:
                 raise ValueError(f"it is said to have {n} shards")
-            table[key] = SavedTensor(size, dtype, files, n, shards if "n" in entry else [*np.array(shards).T])
+            table[key] = SavedTensor(size, dtype, files, n, shards)
     except Exception as error:
         raise ValueError(f"{folder}/{TABLE} is refused: {key}: {reason(error)}") from None
     return table

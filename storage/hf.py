@@ -158,17 +158,11 @@ def own_group(modules: list[nn.Module], group):
 
 
 # --- Import: names to tensors, each rank its slices ---
-class Match(NamedTuple):
-    """The names in the files compared with the model's."""
-
-    skipped: set[str]  # fqns not to load: excluded, or absent
-    absent: list[str]  # optional fqns missing in the files
-    extra: list[str]  # optional names missing in the model
-    twin: str | None  # name of a head in the files of a model that ties head and embedding
-
-
-def match_names(module: nn.Module, source: HFTensors, exclude) -> Match:
-    """Raises ValueError with the names missing in the files or unknown to the model."""
+def match_names(module: nn.Module, source: HFTensors, exclude) -> tuple[set[str], list[str], list[str], str | None]:
+    """Compares the names in the files with the model's. Returns (skipped, absent, extra, twin). skipped: fqns not to load,
+    excluded or absent; absent: optional fqns missing in the files; extra: optional names missing in the model; twin: name of a
+    head in the files of a model that ties head and embedding. Raises ValueError with the names missing in the files or unknown
+    to the model."""
     names = {fqn: [name] if isinstance(name, str) else name for fqn, name in module.hf_keys().items()}
     known, optional = {name for group in names.values() for name in group}, getattr(module, "hf_optional", list)()
 
@@ -186,17 +180,17 @@ def match_names(module: nn.Module, source: HFTensors, exclude) -> Match:
     unknown = [name for name in others if name != twin and not may_differ(name)]
     if problems := [f"{what}: {brief(found)}" for what, found in (("missing", missing), ("unknown", unknown)) if found]:
         raise ValueError(f"{source.folder} does not fit {type(module).__name__}: {'; '.join(problems)}")
-    return Match(skipped, absent, [name for name in others if may_differ(name)], twin)
+    return skipped, absent, [name for name in others if may_differ(name)], twin
 
 
-def plan_reads(modules: list[nn.Module], source: HFTensors, exclude=()) -> tuple[list[tuple], Match]:
-    """([(name, offset, tensor to fill)] of this rank, names compared). Raises ValueError; fills nothing yet."""
-    match, keys = match_names(modules[0], source, exclude), modules[0].hf_keys()
+def plan_reads(modules: list[nn.Module], source: HFTensors, exclude=()) -> tuple[list[tuple], list[str], list[str]]:
+    """([(name, offset, tensor to fill)] of this rank, absent, extra: see match_names). Raises ValueError; fills nothing yet."""
+    (skipped, absent, extra, twin), keys = match_names(modules[0], source, exclude), modules[0].hf_keys()
     reads, problems = [], []
     for fqn, tensor in [item for module in modules for item in named_tensors(module).items()]:
         if fqn not in keys and isinstance(tensor, nn.Parameter) and not matches(list(exclude), f"model.{fqn}"):
             raise ValueError(f"hf_keys() of {type(modules[0]).__name__} has no name for {fqn}")
-        if fqn in match.skipped or fqn not in keys:
+        if fqn in skipped or fqn not in keys:
             continue
         local, names, shape = local_tensor(tensor.detach()), keys[fqn], tuple(tensor.shape)
         offset = local_slice(tensor)[1]  # start of this rank's part in the whole tensor
@@ -207,13 +201,13 @@ def plan_reads(modules: list[nn.Module], source: HFTensors, exclude=()) -> tuple
             new, shape = [(names[offset[0] + i], offset[1:], part) for i, part in enumerate(local)], shape[1:]
         problems += dict.fromkeys(filter(None, (source.problem(name, shape) for name, _, _ in new)))
         reads += [read for read in new if read[2].numel()]
-        if match.twin and fqn == "tok_embeddings.weight" and not problems:
-            head = source.problem(match.twin, shape)
-            if head or not torch.equal(*(source.read(name, offset, tuple(local.shape)) for name in (match.twin, names))):
-                problems.append(head or f"{match.twin} is not equal to {names}, but this model ties the two")
+        if twin and fqn == "tok_embeddings.weight" and not problems:
+            head = source.problem(twin, shape)
+            if head or not torch.equal(*(source.read(name, offset, tuple(local.shape)) for name in (twin, names))):
+                problems.append(head or f"{twin} is not equal to {names}, but this model ties the two")
     if problems:
         raise ValueError(f"{source.folder} does not fit {type(modules[0]).__name__}: {brief(problems)}")
-    return reads, match
+    return reads, absent, extra
 
 
 @torch.no_grad()
@@ -227,7 +221,7 @@ def load_hf(model, folder: str, exclude=(), group=None) -> list[str]:
     modules = model if isinstance(model, list) else [model]
     group = own_group(modules, group)
     source = fail_together(lambda: open_tensors(type(modules[0]), folder), group)
-    reads, match = fail_together(lambda: plan_reads(modules, source, exclude), group)
+    reads, absent, extra = fail_together(lambda: plan_reads(modules, source, exclude), group)
 
     say = partial(print, flush=True) if rank_in(group) == 0 else lambda text: None
 
@@ -243,10 +237,10 @@ def load_hf(model, folder: str, exclude=(), group=None) -> list[str]:
                     tensor.zero_()  # the balancing bias of experts, missing in some files, begins at 0
 
     fail_together(fill, group)
-    for names, what in ((match.absent, "the files lack"), (match.extra, "the model lacks")):
+    for names, what in ((absent, "the files lack"), (extra, "the model lacks")):
         if names:
             say(f"checkpoint: {folder} is loaded without what {what}: {brief(names)}")
-    return match.absent
+    return absent
 
 
 def class_of(config) -> type[nn.Module]:
@@ -268,7 +262,7 @@ def load_hf_model(folder: str, device="cpu", dtype: torch.dtype | None = None) -
         print(f"checkpoint: {folder} is loaded without multi-token prediction: the files lack {mtp}*", flush=True)
     with torch.device("meta"):
         model = Model(config)
-    reads, _ = plan_reads([model], source)  # raises before memory is taken, if config.json claims more than the files hold
+    reads, *_ = plan_reads([model], source)  # raises before memory is taken, if config.json claims more than the files hold
     of_files = {name: kind for kind, name in HF_DTYPES.items()}.get(source.handle(reads[0][0]).get_dtype(), torch.bfloat16)
     for param in model.parameters():  # not the buffers: an expert's bias stays fp32
         param.data = param.data.to(dtype or of_files)
@@ -288,17 +282,10 @@ class HFEntry(NamedTuple):
     size: int  # bytes
 
 
-class HFFile(NamedTuple):
-    """A file to write."""
-
-    ranks: list[int]  # ranks with the tensors, which gather together
-    writer: int  # one of `ranks`
-    entries: list[HFEntry]
-
-
-def plan_files(names: dict, everyone: list[dict], max_bytes: float) -> list[HFFile]:
+def plan_files(names: dict, everyone: list[dict], max_bytes: float) -> list[tuple[list[int], int, list[HFEntry]]]:
     """Assigns the tensors to files and the files to ranks. everyone: {fqn: (shape, dtype)} of every rank.
 
+    Returns of each file (ranks with the tensors, which gather together; the rank among them that writes; the tensors).
     Ranks with the same fqns, a pipeline stage, share the stage's files. A tensor of two stages (a tied embedding) is
     written by the first stage.
     """
@@ -318,7 +305,7 @@ def plan_files(names: dict, everyone: list[dict], max_bytes: float) -> list[HFFi
                 cut[-1].append(HFEntry(fqn, name, expert, dtype, size))
                 full += size
         n = min(len(cut), len(ranks))  # writers, far apart: one machine has one disk and network card
-        files += [HFFile(ranks, ranks[i % n * len(ranks) // n], entries) for i, entries in enumerate(cut)]
+        files += [(ranks, ranks[i % n * len(ranks) // n], entries) for i, entries in enumerate(cut)]
     return files
 
 
@@ -335,10 +322,8 @@ def write_safetensors(path: str, entries: list[HFEntry], tensors: dict[str, Tens
     fsync(path)
 
 
-def check_export(folder: str, Model=None, config=None):
-    """Raises ValueError when the folder is unusable, or when transformers would open the export as another model."""
-    if Model is not None:
-        check_same_model(Model, config)
+def check_export(folder: str):
+    """Raises ValueError when no export can be written to the folder."""
     check_local(folder, "to export to")
     if os.path.lexists(folder) and (not os.path.isdir(folder) or os.listdir(folder)):
         raise ValueError(f"{folder} is there already and not an empty folder; export to another, or remove it")
@@ -362,21 +347,21 @@ def write_hf(folder: str, config, names: dict, kinds: dict, whole, max_shard_gb:
         titles = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
         files = dict(zip(titles if len(files) > 1 else ["model.safetensors"], files))
         with ThreadPoolExecutor(1) as pool:
-            for title, file in files.items():
-                if rank not in file.ranks:
+            for title, (ranks, writer, entries) in files.items():
+                if rank not in ranks:
                     continue
                 tensors = {}
-                for fqn in dict.fromkeys(e.fqn for e in file.entries):
+                for fqn in dict.fromkeys(e.fqn for e in entries):
                     tensor = whole(fqn)
-                    if rank == file.writer:
+                    if rank == writer:
                         tensors[fqn] = tensor.cpu()
                     del tensor  # before the next is gathered
-                if rank == file.writer:
+                if rank == writer:
                     wait(writing[-1:])
-                    writing.append(pool.submit(write_safetensors, os.path.join(temporary, title), file.entries, tensors))
-        fail_together(lambda: [written.result() for written in writing], group)
-        entries = {title: f.entries for title, f in files.items()}
-        size = on_rank_0(lambda: commit_export(temporary, folder, config, entries, tokenizer_file), group)
+                    writing.append(pool.submit(write_safetensors, os.path.join(temporary, title), entries, tensors))
+        fail_together(lambda: [future.result() for future in writing], group)
+        written = {title: entries for title, (_, _, entries) in files.items()}
+        size = on_rank_0(lambda: commit_export(temporary, folder, config, written, tokenizer_file), group)
     finally:
         if rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)  # leftovers of a failure
@@ -445,8 +430,7 @@ def save_hf(model, folder: str, dtype=torch.bfloat16, max_shard_gb=5.0, tokenize
         for part in module.modules():
             if hasattr(part, "reshard"):
                 part.reshard()  # FSDP may still hold gathered weights older than the optimizer's last step
-        for fqn, tensor in named_tensors(module).items():
-            tensors.setdefault(fqn, tensor)
+        tensors |= {fqn: tensor for fqn, tensor in named_tensors(module).items() if fqn not in tensors}
         for name, linear in module.named_modules():
             if hasattr(linear, "merged"):
                 adapted[f"{name}.weight"] = linear

@@ -12,9 +12,9 @@ from dataclasses import asdict, replace
 from corpus.mixture import parse_mixture
 from corpus.shards import is_shards
 from corpus.tokenizer import BESIDE, text_folder
-from storage.manifest import ABOUT, is_hf_folder, newest_readable, resume_source, step_folders
+from storage.newest import ABOUT, is_hf_folder, newest_readable, resume_source
 from support.config import FROM_FILE, own_rank
-from support.files import check_local, matches, read_json
+from support.files import check_local, matches, read_json, step_folders
 
 
 def claim_run(cfg, Model, model_config, data, lr_at=None, lora: dict | None = None) -> dict:
@@ -50,9 +50,10 @@ def identify_run(cfg, Model, model_config, data: dict, optimizer: str, lr_at, lo
     identity = {"model": model, "data": data, "optimizer": {"name": optimizer}} | ({"lora": lora} if lora else {})
     check_run(cfg.out, identity, cfg, lr_at)
     if cfg.export_hf and all(step < cfg.steps for step, _ in step_folders(cfg.out)):
-        from storage.hf import check_export
+        from storage.hf import check_export, check_same_model
 
-        check_export(cfg.export_hf, Model, model_config)
+        check_same_model(Model, model_config)
+        check_export(cfg.export_hf)
     return identity
 
 

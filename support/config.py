@@ -34,7 +34,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
 
-from support.files import printable, write_file
+from support.files import printable, read_json, write_file
 
 if sys.platform == "win32":
     sys.exit("error: nanotitan runs on Linux, on macOS, and on Windows inside WSL2: wsl --install, and start it there")
@@ -71,10 +71,8 @@ GPU = Need("without a GPU", lambda c: c.on_cuda)
 
 def flag(default, *needs: Need):
     """A field of a Config with preconditions: see no_effect."""
-    metadata = {"needs": needs}
-    if isinstance(default, list):
-        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+    make = default.copy if isinstance(default, list) else lambda: default  # two Configs must not share a list
+    return dataclasses.field(default_factory=make, metadata={"needs": needs})
 
 
 def needs_of(Config, name: str) -> tuple[Need, ...]:
@@ -90,8 +88,8 @@ def given_flags(cfg) -> dict[str, Any]:
 
 def unmet_needs(cfg, facts: SimpleNamespace) -> dict[str, Need]:
     """{field: first unmet need} of the fields that differ from their default."""
-    unmet = {name: [need for need in needs_of(type(cfg), name) if not need.met(facts)] for name in given_flags(cfg)}
-    return {name: needs[0] for name, needs in unmet.items() if needs}
+    # of several entries for one name a dict keeps the last, so a flag's first need comes last
+    return {name: need for name in given_flags(cfg) for need in reversed(needs_of(type(cfg), name)) if not need.met(facts)}
 
 
 def no_effect(cfg, facts: SimpleNamespace) -> list[str]:
@@ -195,8 +193,7 @@ def check_range(cfg, least: float, most: float, *names: str):
 def read_config(path, helps, kinds) -> dict:
     """Field values of a saved config.json; unknown keys and wrong values are usage errors."""
     try:
-        with open(path, encoding="utf-8") as file:
-            saved = {**json.load(file)}
+        saved = {**read_json(path)}
     except (OSError, ValueError, TypeError, RecursionError) as error:
         usage_error(f"--config {path!r}: {error}; need a config.json that a run has saved")
     saved.pop("_run", None)  # facts about the run, by save_config(); not flags

@@ -11,7 +11,8 @@ from forks.average import mean_of_steps
 from storage.changes import changes
 from storage.dcp import read_table, read_tensors
 from storage.hf import HF_DTYPES, check_export, check_same_model, file_kinds, load_hf_model, save_hf, say_lost, write_hf
-from storage.manifest import Damaged, candidates, read_manifest, verify
+from storage.manifest import Damaged, read_manifest, verify
+from storage.newest import candidates
 from support.config import Parser, usage_error
 from support.files import read_json, step_folders
 

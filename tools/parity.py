@@ -28,12 +28,6 @@ LOSS_TOLERANCE, NORM_TOLERANCE, GRADIENT_TOLERANCE, WEIGHT_TOLERANCE, UPDATE_TOL
 LATER, OTHERS = {"adamw": 10, "muon": 100}, 1000
 
 
-def model_config_of(main, cfg):
-    """The config of the recipe's model: run main up to check_layout, and return the model config that main passes."""
-    (_, model_config), _ = stop_main(main, replace(cfg), "check_layout")  # a copy: main writes the batch size into cfg
-    return model_config
-
-
 def without_refused(cfg, flags: dict, model_config) -> dict:
     """The flags of a half, plus the default of every flag that these flags make ineffective, and so refused."""
     flags, defaults = {name: value for name, value in flags.items() if hasattr(cfg, name)}, type(cfg)()
@@ -50,7 +44,7 @@ def flags_of_halves(main, cfg, degrees: dict[str, int], folder: str) -> dict[str
     """{name of a half: flags to append to the user's command}. ValueError if there is nothing to compare."""
     if degrees["dp_shard"] == -1:
         degrees = degrees | {"dp_shard": vars(cfg).get("ep", 1)}  # the experts use these ranks again
-    model_config = model_config_of(main, cfg)
+    (_, model_config), _ = stop_main(main, replace(cfg), "check_layout")  # a copy: main writes the batch size into cfg
     if unused := no_effect(cfg, collect_facts(cfg, model_config, degrees, runs_on_cuda(cfg.device))):
         raise ValueError("; ".join(unused))
     degrees = {axis: max(n, 1) for axis, n in degrees.items()}
@@ -89,10 +83,8 @@ def run_half(name: str, flags: dict, where: bool = False) -> int:
     where: record all operations of the first step (tools/operations.py), not the gradients of all steps."""
     processes, n = math.prod(flags[axis] for axis in AXES), flags["steps"]
     print(f"check_parity: {n} step{'s' * (n > 1)} on {name} ({processes} process{'es' * (processes > 1)}) ...", flush=True)
-    command = [sys.executable]
-    if processes > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    command += [os.path.join(os.path.dirname(os.path.abspath(__file__)), "parity_half.py")]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)] if processes > 1 else []
+    command = [sys.executable, *torchrun, os.path.join(os.path.dirname(os.path.abspath(__file__)), "parity_half.py")]
     command += ["--where"] * where + [flags["out"] + RECORD, *sys.argv, "--no-check_parity", "--no-where", "--advice"]
     command += [f"--{flag}={spell(value)}" for flag, value in flags.items()]  # of a repeated flag the last value counts
     done = subprocess.run(command, capture_output=True, text=True)

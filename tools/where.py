@@ -80,15 +80,14 @@ def module_around(module: str) -> str:
 def pieces_of(parts: list[dict]) -> dict[tuple, list[Piece]]:
     """{(phase, name, call): pieces of all ranks}, in the order of execution."""
     calls = defaultdict(lambda: defaultdict(int))  # {name: {stage: calls}}, to count on over the stages
-    for part in parts:
-        for phase, name, stage, call, *_ in part["records"]:
-            if phase == "forward":
-                calls[name][stage] = max(calls[name][stage], call + 1)
+    records = [(part["rank"], *record) for part in parts for record in part["records"]]
+    for _, phase, name, stage, call, *_ in records:
+        if phase == "forward":
+            calls[name][stage] = max(calls[name][stage], call + 1)
     found = defaultdict(list)
-    for part in parts:
-        for phase, name, stage, call, *piece in part["records"]:
-            earlier = sum(n for other, n in calls[name].items() if other < stage)
-            found[phase, name, call + earlier if phase in ("forward", "backward") else 0].append(Piece(part["rank"], *piece))
+    for rank, phase, name, stage, call, *piece in records:
+        earlier = sum(n for other, n in calls[name].items() if other < stage)
+        found[phase, name, call + earlier if phase in ("forward", "backward") else 0].append(Piece(rank, *piece))
     return dict(sorted(found.items(), key=lambda item: PHASES.index(item[0][0])))  # stable: recorded order within a phase
 
 
@@ -205,11 +204,9 @@ def compare_seams(one: list[dict], layout: list[dict]) -> list[Seam]:
             seams.append(Seam(phase, name, call, math.inf if missing else math.nan, tolerance, note=missing))
             continue
         errors, pairs = found
-        seam = Seam(phase, name, call, max(errors.values()), tolerance)
-        if seam.differs:
-            ranks = sorted(rank for rank, error in errors.items() if not error <= tolerance)
-            seam = seam._replace(where=which_ranks(ranks, sorted(errors), degrees), factor=factor_of(pairs), note=note)
-        seams.append(seam)
+        ranks = sorted(rank for rank, error in errors.items() if not error <= tolerance)
+        where, factor = (which_ranks(ranks, sorted(errors), degrees), factor_of(pairs)) if ranks else ("", None)
+        seams.append(Seam(phase, name, call, max(errors.values()), tolerance, where, factor, note))
     return sorted(seams, key=lambda seam: PHASES.index(seam.phase))
 
 

@@ -8,7 +8,7 @@ from saves import IDENTITY, path, refuses, saver, trained
 
 import train_llama3
 from data import DataConfig, open_data
-from storage import manifest, resume
+from storage import newest, resume
 from storage.resume import check_run, source_tokenizer
 from support.files import sha256_file
 
@@ -101,8 +101,8 @@ def test_a_start_reads_of_a_checkpoint_what_it_needs(tmp_path, book, monkeypatch
     """Every rank reads several times, and a tokenizer has megabytes."""
     flags, first, second = book
     source_of("run", tmp_path / "new", first)
-    read, checks = [], manifest.check_files
-    monkeypatch.setattr(manifest, "check_files", lambda path, whole, names: read.append(names) or checks(path, whole, names))
+    read, checks = [], newest.check_files
+    monkeypatch.setattr(newest, "check_files", lambda path, whole, names: read.append(names) or checks(path, whole, names))
     cfg = train_llama3.Config(**flags, steps=9)
     cfg = resume.keep_batch(cfg)
     check_run(cfg.out, IDENTITY, cfg)

@@ -13,7 +13,7 @@ from distributed.layout import Layout
 from forks.mup import FLAVORS, MupLlama3, MupLlama3Config
 from models.llama3 import Llama3, Llama3Config
 from parallel import init_weights
-from storage.hf import check_export
+from storage.hf import check_same_model
 from support.config import override_fields
 from support.optim import set_lr
 
@@ -103,7 +103,7 @@ def test_initial_deviation_and_multiplier_follow_the_width():
 @pytest.mark.parametrize("wrong, words", [
     (lambda: override_fields(FLAVORS["debug"], "base_dim=0", "--model_args"), "base_dim 0"),
     (lambda: override_fields(FLAVORS["debug"], "tie_embeddings=true", "--model_args"), "tie_embeddings True"),
-    (lambda: check_export("somewhere", MupLlama3, MupLlama3Config()), "leave --export_hf out"),
+    (lambda: check_same_model(MupLlama3, MupLlama3Config()), "leave --export_hf out"),
     (lambda: MupLlama3Config.from_hf(Llama3Config().to_hf()), "leave --init_from out"),
 ])
 def test_what_it_cannot_do_is_one_line(wrong, words):

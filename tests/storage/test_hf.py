@@ -27,7 +27,7 @@ from distributed.layout import local_tensor
 from models.llama3 import FLAVORS, Llama3, Llama3Config
 from sft.chat import open_chat
 from storage import hf
-from storage.manifest import is_hf_folder
+from storage.newest import is_hf_folder
 from support.config import override_fields
 from support.files import printable
 from tools import checkpoint_commands

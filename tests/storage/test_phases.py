@@ -14,7 +14,7 @@ from test_resume import resolve_batch
 import train_llama3
 from data import DataConfig, open_data
 from storage.changes import compare_start
-from storage.manifest import Source
+from storage.newest import Source
 from storage.resume import check_run
 
 pytestmark = pytest.mark.slow  # make test has no room for it

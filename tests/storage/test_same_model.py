@@ -71,7 +71,7 @@ def test_a_fork_is_not_exported_as_llama(tmp_path, fork, capsys):
     module, out = fork(), str(tmp_path / "out")
     model = module.Llama3(small(module))
     message = r"would open an export of models.mine.Llama3 as llama; .*name it for llama in storage/same_model.json$"
-    for export in (lambda: hf.check_export(out, module.Llama3, model.config), lambda: hf.save_hf(model, out)):
+    for export in (lambda: hf.check_same_model(module.Llama3, model.config), lambda: hf.save_hf(model, out)):
         refuses(message, export)
     save_model(model, tmp_path / "run")
     error = stops(capsys, checkpoint_commands.main, ["to_hf", str(tmp_path / "run"), out])

@@ -54,8 +54,8 @@ from sft.lora import is_adapter
 from support import metrics
 from support.config import option_groups
 from tools import dryrun
-from tools.parity import model_config_of
 from tools.reports import ReportConfig, report_or_train, with_report_flags
+from tools.stop_main import stop_main
 
 REPO = Path(__file__).parents[2]
 PROGRAMS = ["train_llama3", "train_qwen3", "train_deepseek", "finetune", "grpo", "generate"]
@@ -317,7 +317,7 @@ def printed(program: str, cfg) -> str:
 def configured(program: str, cfg):
     """The model's config that main makes of the flags."""
     with tidy():
-        return model_config_of(MAINS[program], cfg)
+        return stop_main(MAINS[program], dataclasses.replace(cfg), "check_layout")[0][1]
 
 
 def patience(program: str, cfg) -> list:
