@@ -8,26 +8,22 @@ import signal
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
-from programs import run_program
-from runs import ENV, MLA, MODEL
+from runs import ENV, MLA, MODEL, ended
 
 from benchmarks import gpu_report
 from benchmarks.startup import HEAVY
 from support.config import parse_config
 from tools.reports import with_report_flags
 
-REPO = Path(__file__).parent.parent
 SHAPE = "dim=32,n_layers=2,n_heads=4,n_kv_heads=2,head_dim=8,ffn_dim=64,vocab_size=128"
 
 
 def run(*argv, status=0, real=False) -> str:
     """stdout of a Python process, or stderr if a failure is expected."""
     env = ENV | {"OMP_NUM_THREADS": "1"}
-    done = run_program([sys.executable, *argv], env=env, timeout=300, real=real)
-    assert done.returncode == status, f"{argv}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    done = ended([sys.executable, *argv], timeout=300, real=real, status=status, env=env)
     return done.stdout if status == 0 else done.stderr
 
 

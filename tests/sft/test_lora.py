@@ -5,23 +5,10 @@ from functools import partial
 from unittest import mock
 
 import dry
+import layouts
 import pytest
 import torch
-from layouts import (
-    LR,
-    MODELS,
-    Flags,
-    build,
-    compare,
-    config,
-    full,
-    global_batch,
-    initialised,
-    local_batch,
-    on_meta,
-    row_name,
-    without_inductor,
-)
+from layouts import MODELS, Flags, build, compare, config, full, global_batch, initialised, local_batch, on_meta
 from pool import pool
 from saves import refuses
 from test_cast import everything_of_two_steps
@@ -60,17 +47,13 @@ SLOW = [
     (4, MLA | dict(ep=2, tp=2, etp=2), dict(n=4, b=1, **V2)),
     (2, MLA | dict(pp=2, pp_schedule="DualPipeV"), dict(n=8, b=4, **MTP)),
     (2, dict(lora_rank=4, lora_on=("blocks.3.*.w1",), pp=2, pp_schedule="InterleavedZeroBubble"), dict(n=8, b=4)),
+    (2, LORA | dict(compile=True, tp=2), dict(n=4, b=2)),
 ]
 
 
-@pytest.mark.parametrize("row", [*LAYOUTS, *(pytest.param(row, marks=pytest.mark.slow) for row in SLOW)], ids=row_name)
+@pytest.mark.parametrize("row", [*LAYOUTS, *(pytest.param(row, marks=pytest.mark.slow) for row in SLOW)], ids=layouts.row_name)
 def test_layout_equals_one_process(row):
     assert compare(*row) == ""
-
-
-@pytest.mark.slow
-def test_compiled_layout_equals_one_process():
-    assert compare(2, LORA | dict(compile=True, tp=2), dict(n=4, b=2), mutate=without_inductor) == ""
 
 
 def changed_forward(old: str, new: str):
@@ -113,7 +96,7 @@ def two_steps(problem: dict, flags: dict) -> tuple:
     plain, _ = build(config(**problem), {k: v for k, v in flags.items() if "lora" not in k}, 4, layout.local_batch_size)
     params = {fqn: p for s in stages for fqn, p in s.named_parameters()}
     frozen = {fqn: full(p) for fqn, p in params.items() if not p.requires_grad}
-    optimizer = torch.optim.AdamW([p for p in params.values() if p.requires_grad], lr=LR)
+    optimizer = torch.optim.AdamW([p for p in params.values() if p.requires_grad], lr=layouts.LR)
     losses = [parallel.reduce_loss(parallel.forward_backward(s, local_batch(global_batch(0, 4, False), layout), layout), layout)
               for s in (plain, stages)]
     numbers = sum(local_tensor(p.grad).numel() for p in params.values() if p.grad is not None)
