@@ -248,10 +248,8 @@ def test_layout_equals_one_process(row):
     assert compare(*row) == ""
 
 
-@pytest.mark.parametrize(
-    "processes, flags",
-    [(2, {}), (4, dict(dp_replicate=2)), pytest.param(4, dict(tp=2), marks=pytest.mark.slow), (2, dict(cp=2)), (2, dict(pp=2))],
-)
+@pytest.mark.parametrize("processes, flags", [
+    (2, {}), (4, dict(dp_replicate=2)), pytest.param(4, dict(tp=2), marks=pytest.mark.slow), (2, dict(cp=2)), (2, dict(pp=2))])
 def test_bf16_compute_stays_near_fp32(processes, flags):
     """Parameters, sums over ranks and the optimizer in fp32, matmuls in bf16: loss within 4e-3, gradient norm within 2 %."""
     want = reference(config(), 8)

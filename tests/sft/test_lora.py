@@ -11,7 +11,6 @@ import torch
 from layouts import MODELS, Flags, build, compare, config, full, global_batch, initialised, local_batch, on_meta
 from pool import pool
 from saves import refuses
-from test_cast import everything_of_two_steps
 from test_communication import count
 from test_parallel import MOE, MTP, V2
 
@@ -135,13 +134,6 @@ def test_tp_sends_no_more_than_the_gradients_of_whole_adapters():
     for op in ("all_gather", "reduce_scatter"):  # one less: no backward before the first adapter
         assert lora["tp", op][0] == plain["tp", op][0] - 1
     assert lora.keys() == plain.keys()
-
-
-@pytest.mark.parametrize("flags", [{}, dict(ac="full")], ids=str)
-def test_mixed_precision_on_one_process_equals_fsdp_to_the_last_bit(flags):
-    flags = LORA | dict(compute_dtype="bfloat16") | flags
-    ours, fsdps = (pool(1).run(everything_of_two_steps, {}, flags, under, "*.lora_*")[0] for under in (False, True))
-    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(ours, fsdps, strict=True))
 
 
 def dtypes_and_casts() -> tuple:
