@@ -233,11 +233,6 @@ os._exit(0)
 FLAGS = ["--steps", 5, "--log_every", 0, "--val_every", 0, "--checkpoint_every", 0, "--seq_len", 32, "--device", "cpu"]
 
 
-def watch(recipe: str, *flags) -> dict:
-    stdout = run("-c", WATCH, recipe, *FLAGS, *flags, real=True)
-    return json.loads(re.search(r"^WATCHED (.*)$", stdout, re.M)[1])
-
-
 @pytest.mark.parametrize("recipe, flags", [
     ("train_llama3", ["--model_args", MODEL]),
     pytest.param("train_llama3", ["--model_args", MODEL, "--optimizer", "muon"], marks=pytest.mark.slow),
@@ -246,7 +241,8 @@ def watch(recipe: str, *flags) -> dict:
 ], ids=["llama3", "muon", "qwen3 with experts", "deepseek"])
 def test_nothing_waits_for_the_device_and_nothing_heavy_is_imported(recipe, flags, tmp_path):
     """Steps 1 and 5 are logged. In the other steps the loop asks the device nothing, not even if gradients are finite."""
-    found = watch(recipe, *flags, "--out", tmp_path)
+    stdout = run("-c", WATCH, recipe, *FLAGS, *flags, "--out", tmp_path, real=True)
+    found = json.loads(re.search(r"^WATCHED (.*)$", stdout, re.M)[1])
     assert [found["steps"][step] for step in "234"] == [[]] * 3
     assert len(found["steps"]["5"]) > 1, "a logged step reads its numbers: the detector works"
     assert [module for module in HEAVY if module in found["modules"]] == []

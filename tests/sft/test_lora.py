@@ -202,18 +202,13 @@ def test_a_name_without_adapters_is_refused(flags, words):
     refuses(f"^{words}", check_lora, on_meta(config(**MOE)), Flags(**flags))
 
 
-def full_size(**flags):
-    """(the 8B model on meta, the layout of 8 GPUs of 80 GB with FSDP and 4 accumulation steps)."""
-    layout = Layout(dp_shard=8, memory=int(80e9), global_batch_size=4 * 4 * 8, compute_dtype=torch.bfloat16)
-    cfg = Flags(param_dtype="float32", **flags)
-    cfg.optimizer = "adamw"
-    return on_meta(FLAVORS["8B"]), layout, cfg
-
-
 @pytest.mark.parametrize("flags, GB, always", [({}, 8 * 4 * 4 / 8, True), (dict(lora_rank=16), 8 * 2 / 8, False)])
 def test_memory_is_that_of_what_is_trained(flags, GB, always):
     """check_memory refuses what parameters, gradients and moments alone exceed; whole gradients of adapters fit anywhere."""
-    model, layout, cfg = full_size(**flags)
+    # 8 GPUs of 80 GB with FSDP and 4 accumulation steps
+    layout = Layout(dp_shard=8, memory=int(80e9), global_batch_size=4 * 4 * 8, compute_dtype=torch.bfloat16)
+    model, cfg = on_meta(FLAVORS["8B"]), Flags(param_dtype="float32", **flags)
+    cfg.optimizer = "adamw"
     model.requires_grad_(not flags)  # as finetune.py does before check_model
     with mock.patch.object(distributed.checks, "host_memory", lambda: int(0.9e9 * GB)):
         said = refuses(r"would need at least [\d.]+ GB", check_memory, model, layout, cfg)
