@@ -12,18 +12,16 @@ from unittest import mock
 import pytest
 import torch
 from runs import REPO, run
+from test_refusals import MODEL
 
 import tools.parity
 import train_llama3
 from distributed.layout import AXES
 from distributed.refusals import check_layout
-from models.llama3 import Llama3Config
 from support.config import Need, flag, parse_config
 from tools import parity
 from tools.parity import check_parity
 from tools.reports import with_report_flags
-
-MODEL = Llama3Config(n_layers=6, n_heads=8, n_kv_heads=4, head_dim=64, ffn_dim=512, max_seq_len=8192)
 
 
 @dataclass(kw_only=True)
