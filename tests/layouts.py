@@ -334,7 +334,8 @@ def row_name(row) -> str:
 
 def compare(processes: int, flags: dict, problem: dict, mutate=None) -> str:
     """'' or the first difference of any rank to the one-process reference. What is compiled runs without inductor."""
-    problem, mutate = dict(problem), mutate or (without_inductor if "compile" in flags else None)
+    problem = dict(problem)
+    mutate = mutate or (without_inductor if "compile" in flags else None)
     n, b, doc = problem.pop("n"), problem.pop("b"), problem.pop("doc", False)
     if "pp" not in flags:  # stages need blocks to share; elsewhere a block of each kind and its neighbour show as much
         problem = {"n_layers": 3 if problem.get("model") == "deepseek" else 2} | problem

@@ -112,7 +112,7 @@ def stops(capsys, command, *args) -> str:
     with pytest.raises(SystemExit) as status:
         command(*args)
     said, error = capsys.readouterr()
-    assert status.value.code == 2 and said == "" and error.count("\n") == 1, said + error
+    assert status.value.code == 2 and said == "" and error.find("\n") == len(error) - 1, said + error
     return error
 
 

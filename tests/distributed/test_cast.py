@@ -22,6 +22,7 @@ CASES = [
     ({}, dict(reduce_dtype="bfloat16")), ({}, dict(param_dtype="bfloat16", reduce_dtype="bfloat16")),
     ({}, BF16 | dict(ac="full")), (MOE, BF16 | dict(ac="op")), ({}, BF16 | dict(reshard_after_forward="never")),
     ({}, BF16, "*w?.weight"), ({}, BF16, "*", [2]),  # a fork that freezes the norms, and a fork that skips a block
+    # adapters are trained, beside frozen weights
     ({}, BF16 | dict(lora_rank=4), "*.lora_*"), ({}, BF16 | dict(lora_rank=4, ac="full"), "*.lora_*"),
 ]
 # dtypes are chosen parameter by parameter, so of the other models each combination is shown by one
