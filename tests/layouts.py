@@ -219,9 +219,7 @@ def full(t):
 def build(model_config, flags: dict, n: int, local_batch_size: int, seed=3):
     """(stages, layout) as a recipe builds them, in fp32 unless the flags say otherwise."""
     cfg = Flags(**{"compute_dtype": "float32", **flags})
-    layout = check_layout(
-        cfg, model_config, seq_len=T, local_batch_size=local_batch_size, global_batch_size=n, device="cpu"
-    )
+    layout = check_layout(cfg, model_config, seq_len=T, local_batch_size=local_batch_size, global_batch_size=n, device="cpu")
     if cfg.compute_dtype == "bfloat16":
         layout = replace(layout, compute_dtype=torch.bfloat16)
     layout = parallel.make_mesh(layout)
@@ -335,8 +333,9 @@ def row_name(row) -> str:
 
 
 def compare(processes: int, flags: dict, problem: dict, mutate=None) -> str:
-    """'' or the first difference of any rank to the one-process reference."""
+    """'' or the first difference of any rank to the one-process reference. What is compiled runs without inductor."""
     problem = dict(problem)
+    mutate = mutate or (without_inductor if "compile" in flags else None)
     n, b, doc = problem.pop("n"), problem.pop("b"), problem.pop("doc", False)
     if "pp" not in flags:  # stages need blocks to share; elsewhere a block of each kind and its neighbour show as much
         problem = {"n_layers": 3 if problem.get("model") == "deepseek" else 2} | problem

@@ -6,8 +6,7 @@ import runs
 import torch
 import torch.distributed as dist
 from chats import bpe
-from programs import run_program
-from runs import metrics
+from runs import REPO, metrics
 
 import grpo
 from distributed.layout import local_slice, local_tensor
@@ -18,7 +17,6 @@ from parallel import make_mesh
 from rl.decoding import rollout
 from storage.hf import class_of
 
-REPO = runs.REPO
 ENV = runs.ENV | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
 SMALL = "dim=32,n_layers=2,n_heads=4,n_kv_heads=2,head_dim=8,ffn_dim=64"
 TINY = ["--env", REPO / "tests" / "env_counting.py", "--model_args", SMALL, "--prompts_per_step", 4, "--group_size", 4,
@@ -91,8 +89,7 @@ def launch(processes, *argv, program="grpo.py"):
 
 
 def run(processes, *argv, status=0):
-    done = run_program(launch(processes, *argv), env=ENV, timeout=400)
-    assert done.returncode == status, done.stdout[-2000:] + done.stderr[-4000:]
+    done = runs.ended(launch(processes, *argv), timeout=400, status=status, env=ENV)
     return done.stdout if status == 0 else done.stderr
 
 

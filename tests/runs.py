@@ -6,15 +6,15 @@ import os
 import re
 import shlex
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
-from programs import run_program, start_program
+from programs import REPO, run_program, start_program
 
 from support.metrics import read_lines
 
-REPO = Path(__file__).parent.parent
 MODEL = "n_layers=2,dim=32,n_heads=4,n_kv_heads=2,head_dim=8,ffn_dim=64,vocab_size=4096"
 MLA = ("n_layers=4,dim=32,n_heads=4,ffn_dim=64,vocab_size=4096,q_lora_rank=16,kv_lora_rank=16,qk_nope_head_dim=8,"
        "qk_rope_head_dim=4,v_head_dim=8,moe_ffn_dim=32")
@@ -28,11 +28,16 @@ def launch(processes: int, *argv) -> list[str]:
     return [sys.executable, *torchrun, *map(str, argv)]
 
 
-def run(command: list[str], cwd=REPO, timeout=600, real=False) -> str:
-    """stdout of a command that must end with status 0. real: start it as it stands, not in a fork, see programs.py."""
-    done = run_program(command, cwd=cwd, env=ENV, timeout=timeout, real=real)
-    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    return done.stdout
+def ended(command: list, cwd=REPO, timeout=600, real=False, status=0, env=ENV) -> subprocess.CompletedProcess:
+    """A command that has ended with this status, as it must. real: start it as it stands, not in a fork, see programs.py."""
+    done = run_program(command, cwd=cwd, env=env, timeout=timeout, real=real)
+    assert done.returncode == status, f"{shlex.join(map(str, command))}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done
+
+
+def run(command: list, cwd=REPO, **options) -> str:
+    """stdout of a command that has ended as it must."""
+    return ended(command, cwd, **options).stdout
 
 
 def metrics(out) -> list[dict]:

@@ -107,12 +107,12 @@ def refuses(words, function, *args, **flags) -> str:
 
 
 def stops(capsys, command, *args) -> str:
-    """Checks that command(*args) ends with status 2 and one line on stderr, and returns the line."""
+    """Checks that command(*args) ends with status 2 and says nothing but one line on stderr, and returns the line."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as status:
         command(*args)
-    error = capsys.readouterr().err
-    assert status.value.code == 2 and error.count("\n") == 1, error
+    said, error = capsys.readouterr()
+    assert status.value.code == 2 and said == "" and error.find("\n") == len(error) - 1, said + error
     return error
 
 

@@ -9,8 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from programs import run_program
-from runs import ENV, REPO, metrics, run
+from runs import ENV, REPO, ended, metrics, run
 
 import ablate
 from tools.significance import add_looks, boundaries, fit_sizes, interval, t_quantile
@@ -291,14 +290,13 @@ def test_forks(tmp_path):
     fork("fails.py", recipe, ("        loss = forward", "        raise OSError('no more')\n        loss = forward"))
     recipes = "train_llama3.py", "renamed.py", "worse.py", "fails.py"
     flags = *recipes, "--seeds", 3, "--steps", 40, "--metric", "loss", "--lr", "2e-2"
-    done = run_program(command("study", *flags), cwd=tmp_path, env=ENV)
-    assert done.returncode == 1, done.stderr
+    said = run(command("study", *flags), tmp_path, status=1)
     rows = {row["variant"]: row for row in json.loads((tmp_path / "study/verdicts.json").read_text())}
     assert (rows["renamed"]["verdict"], rows["worse"]["verdict"], rows["fails"]["died"]) == ("identical", "worse", 3)
-    assert "identical in every logged step" in done.stdout and "OSError: no more" in done.stdout
+    assert "identical in every logged step" in said and "OSError: no more" in said
 
 
 @pytest.mark.slow
 def test_an_unknown_metric_ends_after_the_first_run(tmp_path):
-    done = run_program(command(tmp_path, "train_llama3.py", "--vary", "lr=1e-3,1e-2", "--metric", "losss"), env=ENV)
-    assert done.returncode == 2 and "--metric losss: no run logs it; there are" in done.stderr
+    done = ended(command(tmp_path, "train_llama3.py", "--vary", "lr=1e-3,1e-2", "--metric", "losss"), status=2)
+    assert "--metric losss: no run logs it; there are" in done.stderr

@@ -8,26 +8,22 @@ import signal
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
-from programs import run_program
-from runs import ENV, MLA, MODEL
+from runs import ENV, MLA, MODEL, ended
 
 from benchmarks import gpu_report
 from benchmarks.startup import HEAVY
 from support.config import parse_config
 from tools.reports import with_report_flags
 
-REPO = Path(__file__).parent.parent
 SHAPE = "dim=32,n_layers=2,n_heads=4,n_kv_heads=2,head_dim=8,ffn_dim=64,vocab_size=128"
 
 
 def run(*argv, status=0, real=False) -> str:
     """stdout of a Python process, or stderr if a failure is expected."""
     env = ENV | {"OMP_NUM_THREADS": "1"}
-    done = run_program([sys.executable, *argv], env=env, timeout=300, real=real)
-    assert done.returncode == status, f"{argv}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    done = ended([sys.executable, *argv], timeout=300, real=real, status=status, env=env)
     return done.stdout if status == 0 else done.stderr
 
 
@@ -237,11 +233,6 @@ os._exit(0)
 FLAGS = ["--steps", 5, "--log_every", 0, "--val_every", 0, "--checkpoint_every", 0, "--seq_len", 32, "--device", "cpu"]
 
 
-def watch(recipe: str, *flags) -> dict:
-    stdout = run("-c", WATCH, recipe, *FLAGS, *flags, real=True)
-    return json.loads(re.search(r"^WATCHED (.*)$", stdout, re.M)[1])
-
-
 @pytest.mark.parametrize("recipe, flags", [
     ("train_llama3", ["--model_args", MODEL]),
     pytest.param("train_llama3", ["--model_args", MODEL, "--optimizer", "muon"], marks=pytest.mark.slow),
@@ -250,7 +241,8 @@ def watch(recipe: str, *flags) -> dict:
 ], ids=["llama3", "muon", "qwen3 with experts", "deepseek"])
 def test_nothing_waits_for_the_device_and_nothing_heavy_is_imported(recipe, flags, tmp_path):
     """Steps 1 and 5 are logged. In the other steps the loop asks the device nothing, not even if gradients are finite."""
-    found = watch(recipe, *flags, "--out", tmp_path)
+    stdout = run("-c", WATCH, recipe, *FLAGS, *flags, "--out", tmp_path, real=True)
+    found = json.loads(re.search(r"^WATCHED (.*)$", stdout, re.M)[1])
     assert [found["steps"][step] for step in "234"] == [[]] * 3
     assert len(found["steps"]["5"]) > 1, "a logged step reads its numbers: the detector works"
     assert [module for module in HEAVY if module in found["modules"]] == []

@@ -77,14 +77,9 @@ def body(path: str) -> list[str]:
     return re.sub(rf"(?i)(Mup)?llama3(_mup|_ft)?|({names})(?!:)", "MODEL", text).splitlines()
 
 
-def short_name(fork: str) -> str:
-    """With which the comments of a fork begin."""
-    return Path(fork).stem.removeprefix("train_").removeprefix("llama3_")
-
-
 @pytest.mark.parametrize("original, fork", FORKS)
 def test_every_difference_says_why(original, fork):
-    name = short_name(fork)
+    name = Path(fork).stem.removeprefix("train_").removeprefix("llama3_")  # with which the comments of a fork begin
     a, b = body(original), body(fork)
     for tag, _, _, begin, end in difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
         if tag != "equal":

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 from pool import pool
-from programs import run_program
+from programs import REPO, run_program
 from saves import refuses
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -36,7 +36,6 @@ from distributed.checks import check_first_batch, reduce_hash
 from distributed.layout import Layout
 from tools import data_commands
 
-REPO = Path(__file__).parent.parent
 WORDS = "the a model reads trains writes token shard of and to layer gradient rank step seed loss axis".split()
 
 

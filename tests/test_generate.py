@@ -8,6 +8,7 @@ import pytest
 import torch
 from chats import bpe
 from pieces import in_pieces
+from policy import full_logprobs, sharp_model
 from saves import refuses
 
 import generate as generate_module
@@ -23,19 +24,9 @@ PROMPTS = [[5, 9, 2, 77, 31, 8], [3], [60, 61, 62], [1, 2, 3, 4, 5, 6, 7, 8, 9, 
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    config = Llama3Config(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=64, vocab_size=97, max_seq_len=64)
-    model = Llama3(config)
-    for p in model.parameters():
-        if p.ndim == 2:
-            torch.nn.init.normal_(p, std=0.2)  # spread-out logits, so that greedy choices are no near-ties
-    return model
-
-
-def full_logprobs(model, prompt, new, temperature=1.0):
-    """Log-probabilities of `new` after `prompt` from a forward without a cache."""
-    logits = model(torch.tensor([prompt + new]))[0, len(prompt) - 1 : -1].float() / temperature
-    return logits.log_softmax(-1).gather(-1, torch.tensor(new)[:, None])[:, 0]
+    """With spread-out logits, so that greedy choices are no near-ties."""
+    return sharp_model(Llama3Config(
+        dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=64, vocab_size=97, max_seq_len=64))
 
 
 class TwoAttentions(torch.nn.Module):
@@ -67,7 +58,7 @@ def test_a_block_that_attends_twice(model):
         noise = torch.rand(4, 3, 7, generator=torch.Generator().manual_seed(0))
         samples = decoding.rollout(other, PROMPTS, noise, 1.0, 0, max_len=32, rows=rows)
         for i, s in enumerate(samples):
-            want = full_logprobs(other, PROMPTS[i // 3], s["ids"])
+            want = full_logprobs(other, s | dict(prompt=PROMPTS[i // 3]))
             assert torch.allclose(want, torch.tensor(s["logprobs"]), atol=1e-4)
 
 
@@ -108,7 +99,7 @@ def test_ragged_batch_equals_each_prompt_alone(model, temperature, monkeypatch):
 def test_logprobs_equal_a_full_forward(model, temperature, report):
     noise = decoding.draw_noise([f"2/{row}" for row in range(4)], 1, 20)
     for prompt, s in zip(PROMPTS, decoding.rollout(model, PROMPTS, noise, temperature, [], max_len=64)):
-        assert (full_logprobs(model, prompt, s["ids"], report) - torch.tensor(s["logprobs"])).abs().max() < 1e-4
+        assert (full_logprobs(model, s | dict(prompt=prompt), report) - torch.tensor(s["logprobs"])).abs().max() < 1e-4
 
 
 def test_seeds(model):

@@ -12,30 +12,14 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import policy
 import pytest
+import runs
 import torch
 import torch.distributed as dist
-from policy import (
-    ENV,
-    REPO,
-    SAME,
-    SMALL,
-    TINY,
-    assert_close,
-    assert_same,
-    full_logprobs,
-    gradients,
-    hf_folder,
-    launch,
-    run,
-    samples_of,
-    sharp_model,
-    steps_of,
-    trainer_of,
-)
+from policy import TINY, assert_close, assert_same, full_logprobs, gradients, run, samples_of, sharp_model, steps_of, trainer_of
 from pool import pool
-from programs import run_program
-from runs import Job, metrics
+from runs import REPO, Job, metrics
 
 import generate
 import grpo
@@ -118,6 +102,16 @@ def by_hand(kind, samples, model, clip):
     return -total
 
 
+def train_by(want, trainer, samples, model) -> dict:
+    """Numbers of train_on(samples), whose loss and gradients must be those of `want`, computed with the plain model."""
+    want.backward()
+    found = trainer.train_on(samples)
+    assert found["loss"] == pytest.approx(want.item(), abs=1e-5)
+    got = {fqn: g / trainer.denominator for fqn, g in gradients(trainer).items()}  # the Trainer divides in optim_step
+    assert_close(got, {fqn: p.grad for fqn, p in model.named_parameters()}, 1e-4)
+    return found
+
+
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "dapo", "gspo", "cispo"])
 def test_losses_and_gradients_equal_the_papers(kind):
     """Denominators, clipping on the objective, sequence ratios: off-policy by a different sampler."""
@@ -128,13 +122,7 @@ def test_losses_and_gradients_equal_the_papers(kind):
     for s in samples:  # an older policy
         s["logprobs"] = [lp + rng.gauss(0, 0.3) for lp in s["logprobs"]]
     plain = sharp_model()
-    want = by_hand(kind, samples, plain, clip)
-    want.backward()
-    found = trainer.train_on(samples)
-    assert found["loss"] == pytest.approx(want.item(), abs=1e-5) and found["clip_share"] > 0
-    # the Trainer divides in optim_step
-    got = {fqn: g / trainer.denominator for fqn, g in gradients(trainer).items()}
-    assert_close(got, {fqn: p.grad for fqn, p in plain.named_parameters()}, 1e-4)
+    assert train_by(by_hand(kind, samples, plain, clip), trainer, samples, plain)["clip_share"] > 0
 
 
 def test_clipped_tokens_have_no_gradient_on_one_side_only():
@@ -181,11 +169,7 @@ def test_kl_to_the_reference_is_k3():
         d = full_logprobs(other, s).detach() - full_logprobs(plain, s)
         total += (d.exp() - d - 1).sum()
     want = 0.5 * total / sum(len(s["ids"]) for s in samples)
-    want.backward()
-    found = trainer.train_on(samples)
-    assert found["loss"] == pytest.approx(want.item(), rel=1e-4) == 0.5 * found["kl"] and want > 0
-    assert_close({k: g / trainer.denominator for k, g in gradients(trainer).items()},
-                 {k: p.grad for k, p in plain.named_parameters()}, 1e-4)
+    assert train_by(want, trainer, samples, plain)["kl"] == pytest.approx(2 * want.item(), rel=1e-4) and want > 0
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "dapo"])
@@ -227,12 +211,8 @@ def test_truncated_samples_leave_numerator_and_denominator_together(kind):
     cut, rest = [s for s in samples if s["truncated"]], [s for s in samples if not s["truncated"]]
     assert cut and rest
     plain, trainer = sharp_model(), trainer_of(loss=kind, clip_low=0.2, clip_high=0.28, local_batch_size=4)
-    want = by_hand(kind, rest, plain, (0.2, 0.28))
-    want.backward()
-    found = trainer.train_on(mask_truncated(samples))
-    assert found["loss"] == pytest.approx(want.item(), abs=1e-5) and found["tokens"] == sum(len(s["ids"]) for s in samples)
-    got = {fqn: g / trainer.denominator for fqn, g in gradients(trainer).items()}
-    assert_close(got, {fqn: p.grad for fqn, p in plain.named_parameters()}, 1e-4)
+    found = train_by(by_hand(kind, rest, plain, (0.2, 0.28)), trainer, mask_truncated(samples), plain)
+    assert found["tokens"] == sum(len(s["ids"]) for s in samples)
     whole = trainer_of(loss=kind).train_on(samples)
     for name in ("logprob_k3", "logprob_max_diff", "ratio_outside", "entropy"):
         assert found[name] == pytest.approx(whole[name], rel=1e-3, abs=1e-5)
@@ -381,9 +361,9 @@ TURNS = ["--env", REPO / "tests" / "env_turns.py", "--max_new_tokens", 24, "--se
     (2, ["--dp_shard", 2, *TURNS], TURNS),
 ], ids=str)
 def test_processes_take_the_steps_of_one(tmp_path, processes, flags, one):
-    extra = ["n_layers=2,dim=32,moe_ffn_dim=32"] if "debug_moe" in flags else [SMALL]
-    run(processes, *SAME, "--model_args", *extra, *flags, "--out", tmp_path / "many")
-    run(1, *SAME, "--model_args", *extra, *one, "--out", tmp_path / "one")
+    extra = ["n_layers=2,dim=32,moe_ffn_dim=32"] if "debug_moe" in flags else [policy.SMALL]
+    run(processes, *policy.SAME, "--model_args", *extra, *flags, "--out", tmp_path / "many")
+    run(1, *policy.SAME, "--model_args", *extra, *one, "--out", tmp_path / "one")
     assert_same(steps_of(tmp_path / "many"), steps_of(tmp_path / "one"), 1e-5)
 
 
@@ -418,8 +398,7 @@ else:
     grpo.Trainer.optim_step = kill_at(grpo.Trainer.optim_step, 3 + 4)  # three steps of warm-up, then the fourth update
 grpo.run(grpo.main, grpo.Config)
 """
-    killed = run_program([sys.executable, "-c", code], env=ENV, timeout=400)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
+    runs.run([sys.executable, "-c", code], timeout=400, status=-signal.SIGKILL, env=policy.ENV)
     assert [line["step"] for line in steps_of(out)] == [1, 2, 3] and os.listdir(out / "checkpoints") == ["step-2"]
     assert "continuing from" in run(1, *argv, out)
     run(1, *argv, tmp_path / "whole")
@@ -454,7 +433,7 @@ def test_from_a_hugging_face_folder_and_back(tmp_path, kind):
     """A tiny random model with a real tokenizer and chat template: trained, exported, and transformers reads it."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    hf_folder(tmp_path / "hf", kind)
+    policy.hf_folder(tmp_path / "hf", kind)
     flags = [*TINY[:2], *TINY[4:], "--seq_len", 64, "--steps", 2, "--kl_coef", 0.1, "--minibatches", 2]
     run(1, "--init_from", tmp_path / "hf", *flags, "--out", tmp_path / "run", "--export_hf", tmp_path / "back")
     steps = steps_of(tmp_path / "run")
@@ -471,7 +450,7 @@ def test_from_a_hugging_face_folder_and_back(tmp_path, kind):
 
 def test_own_checkpoints_keep_the_chat_template_and_the_ends(tmp_path, capsys):
     """Template and end tokens of a Hugging Face folder are in the run's checkpoint, for --init_from and generate.py --chat."""
-    hf_folder(tmp_path / "hf", "qwen3")
+    policy.hf_folder(tmp_path / "hf", "qwen3")
     (tmp_path / "hf" / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 0]}))
     flags = [*TINY[:2], *TINY[4:], "--seq_len", 64, "--eval_every", 0, "--steps", 1, "--init_from", tmp_path / "hf"]
     run(1, *flags, "--out", tmp_path / "run")
@@ -533,7 +512,7 @@ def start(tmp_path):
 
     def start(processes, *flags, program="grpo.py", **env):
         files = ["--env", tmp_path / "env.py", "--out", tmp_path / "run"]
-        jobs.append(Job(launch(processes, *LONG, *files, *flags, program=program), tmp_path / "run",
+        jobs.append(Job(policy.launch(processes, *LONG, *files, *flags, program=program), tmp_path / "run",
                         tmp_path / f"log {len(jobs)}", **env))
         return jobs[-1]
 

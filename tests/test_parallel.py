@@ -12,25 +12,10 @@ from itertools import combinations
 from unittest import mock
 
 import dry
+import layouts
 import pytest
 import torch
-from layouts import (
-    MODELS,
-    SMALL,
-    build,
-    compare,
-    config,
-    first_difference,
-    full,
-    global_batch,
-    local_batch,
-    on_meta,
-    reference,
-    relative,
-    row_name,
-    train,
-    without_inductor,
-)
+from layouts import build, compare, config, full, global_batch, local_batch, reference, row_name, train
 from pool import pool
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -257,27 +242,14 @@ def test_the_quick_layouts_have_every_axis_and_every_pair_of_axes_with_every_kin
         assert [pair for pair in pairs if not any(pair == set(x[1:]) for x in shown if x[0] == kind)] == []
 
 
-@pytest.mark.parametrize("row", QUICK, ids=row_name)
+@pytest.mark.parametrize("row", [
+    *QUICK, COMPILED[0], *(pytest.param(row, marks=pytest.mark.slow) for row in [*SLOW, *COMPILED[1:]])], ids=row_name)
 def test_layout_equals_one_process(row):
     assert compare(*row) == ""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("row", SLOW, ids=row_name)
-def test_more_layouts_equal_one_process(row):
-    assert compare(*row) == ""
-
-
-@pytest.mark.parametrize("row", [
-    COMPILED[0], *(pytest.param(row, marks=pytest.mark.slow) for row in COMPILED[1:])], ids=row_name)
-def test_compiled_layout_equals_one_process(row):
-    assert compare(*row, mutate=without_inductor) == ""
-
-
-@pytest.mark.parametrize(
-    "processes, flags",
-    [(2, {}), (4, dict(dp_replicate=2)), pytest.param(4, dict(tp=2), marks=pytest.mark.slow), (2, dict(cp=2)), (2, dict(pp=2))],
-)
+@pytest.mark.parametrize("processes, flags", [
+    (2, {}), (4, dict(dp_replicate=2)), pytest.param(4, dict(tp=2), marks=pytest.mark.slow), (2, dict(cp=2)), (2, dict(pp=2))])
 def test_bf16_compute_stays_near_fp32(processes, flags):
     """Parameters, sums over ranks and the optimizer in fp32, matmuls in bf16: loss within 4e-3, gradient norm within 2 %."""
     want = reference(config(), 8)
@@ -348,7 +320,7 @@ def test_gradients_that_are_reduced_after_every_micro_batch_are_never_whole(proc
         assert all(whole == 0 and 0 < parts <= held for whole, parts in a[0][1:])
         assert all(whole >= 1.9 * a[3] and parts == 0 for whole, parts in z[0][1:])  # two ranks hold what each holds whole
         assert a[1] == z[1]
-        assert all(relative(a[2][fqn], z[2][fqn]) < 1e-6 for fqn in z[2])
+        assert all(layouts.relative(a[2][fqn], z[2][fqn]) < 1e-6 for fqn in z[2])
 
 
 @pytest.mark.parametrize("flavor, ranks, GB, flags, always", [
@@ -356,7 +328,7 @@ def test_gradients_that_are_reduced_after_every_micro_batch_are_never_whole(proc
     ("8B", 8, 85, dict(param_dtype="bfloat16"), False), ("8B", 8, 0, {}, False), ("1B", 8, 85, {}, False)], ids=str)
 def test_gradients_are_kept_whole_where_they_fit(flavor, ranks, GB, flags, always):
     layout = Layout(dp_shard=ranks, global_batch_size=2 * ranks, memory=int(GB * 1e9))
-    found = reduces_always(on_meta(llama3.FLAVORS[flavor]), layout, ParallelConfig(**flags))
+    found = reduces_always(layouts.on_meta(llama3.FLAVORS[flavor]), layout, ParallelConfig(**flags))
     assert found == always == ("gradients reduced after each" in layout.step_text(8192, found))
 
 
@@ -505,17 +477,17 @@ class Fork(llama3.Llama3):
         return super().tp_plan() | attn | {"blocks.*.residual": "sequence"}
 
 
-MODELS[ForkConfig] = Fork
+layouts.MODELS[ForkConfig] = Fork
 
 
 @pytest.mark.parametrize("processes, flags", [
     (2, dict(tp=2)), (2, {}), pytest.param(2, dict(pp=2), marks=pytest.mark.slow),
     pytest.param(4, dict(tp=2, cp=2), marks=pytest.mark.slow), pytest.param(4, dict(tp=4), marks=pytest.mark.slow)], ids=str)
 def test_a_forks_own_parameters_under_every_layout(processes, flags):
-    fork = ForkConfig(**SMALL)
+    fork = ForkConfig(**layouts.SMALL)
     results = pool(processes).run(train, fork, flags, 4, 4 if "pp" in flags else 2 // (2 if flags == {} else 1))
     want = reference(fork, 4)
-    assert [first_difference(got, want) for got in results] == [""] * processes
+    assert [layouts.first_difference(got, want) for got in results] == [""] * processes
     for name in ("residual", "attn.sharpness", "attn.per_head"):
         assert want[0]["grads"][f"blocks.1.{name}.gain"].abs().min() > 0
 
@@ -598,7 +570,7 @@ def where_it_fails(flags: dict) -> str:
     plan, styles = Fork.tp_plan, {"own": parallel.GatherSequence}
     own = lambda self: plan(self) | {"blocks.*.attn.per_head": "own"}  # noqa: E731
     with mock.patch.object(Fork, "tp_plan", own), mock.patch.dict(parallel.TP_STYLES, styles):
-        stages, layout = build(ForkConfig(**SMALL), flags, 4, 4)
+        stages, layout = build(ForkConfig(**layouts.SMALL), flags, 4, 4)
         try:
             parallel.forward_backward(stages, local_batch(global_batch(0, 4, False), layout), layout)
         except RuntimeError as error:

@@ -16,8 +16,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from programs import run_program
-from runs import ENV, MLA, MODEL, REPO, Job, launch, metrics, run, train_lines
+from runs import MLA, MODEL, REPO, Job, ended, launch, metrics, run, train_lines
 
 import checkpoint
 import train_llama3
@@ -295,8 +294,7 @@ def test_other_data_in_the_middle_of_a_run(folder, tmp_path):
     flags = [*TINY, "--steps", 2, "--local_batch_size", 2, "--val_every", 0, "--cache_dir", tmp_path / "cache"]
     source, book = folder / "runs" / "llama3", ["--data", folder / "a.txt"]
     command = launch(1, REPO / "train_llama3.py", *flags, *book, "--steps", 8, "--out", source)
-    refused = run_program(command, cwd=folder, env=ENV)
-    assert refused.returncode == 2 and "use --out NEW to train another model, or give the old values" in refused.stderr
+    assert "use --out NEW to train another model, or give the old values" in ended(command, folder, status=2).stderr
     stdout = run(launch(1, REPO / "train_llama3.py", *flags, *book, "--init_from", source, "--out", tmp_path / "new"), folder)
     assert f"step 0, with the weights of {source}/checkpoints/step-4" in stdout
     tokenizers = [path / "tokenizer.json" for path in (source / "checkpoints" / "step-4", tmp_path / "new/checkpoints/step-2")]

@@ -21,6 +21,9 @@ CASES = [
     ({}, BF16 | dict(reduce_dtype="bfloat16")), ({}, BF16 | dict(param_dtype="bfloat16")), ({}, dict(param_dtype="bfloat16")),
     ({}, dict(reduce_dtype="bfloat16")), ({}, dict(param_dtype="bfloat16", reduce_dtype="bfloat16")),
     ({}, BF16 | dict(ac="full")), (MOE, BF16 | dict(ac="op")), ({}, BF16 | dict(reshard_after_forward="never")),
+    ({}, BF16, "*w?.weight"), ({}, BF16, "*", [2]),  # a fork that freezes the norms, and a fork that skips a block
+    # adapters are trained, beside frozen weights
+    ({}, BF16 | dict(lora_rank=4), "*.lora_*"), ({}, BF16 | dict(lora_rank=4, ac="full"), "*.lora_*"),
 ]
 # dtypes are chosen parameter by parameter, so of the other models each combination is shown by one
 SLOW = [
@@ -31,7 +34,7 @@ SLOW = [
 ]
 
 
-def everything_of_two_steps(problem: dict, flags: dict, under_fsdp: bool, trained="*", skipping=()) -> list:
+def everything_of_two_steps(under_fsdp: bool, problem: dict, flags: dict, trained="*", skipping=()) -> list:
     """Losses, gradient norms, gradients and weights of two steps of three micro-batches, and validation between them.
     trained: the only parameters that are not frozen. skipping: in which forwards block 1 is left out."""
     numbers = count()
@@ -65,16 +68,9 @@ def everything_of_two_steps(problem: dict, flags: dict, under_fsdp: bool, traine
         return seen
 
 
-@pytest.mark.parametrize("problem, flags", [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)], ids=str)
-def test_one_process_equals_fsdp_to_the_last_bit(problem, flags):
-    ours, fsdps = (pool(1).run(everything_of_two_steps, problem, flags, under_fsdp)[0] for under_fsdp in (False, True))
-    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(ours, fsdps, strict=True))
-
-
-@pytest.mark.parametrize("trained, skipping", [("*w?.weight", []), ("*", [2])], ids=["frozen norms", "a skipped block"])
-def test_of_a_fork_that_freezes_weights_or_leaves_them_out(trained, skipping):
-    both = [(everything_of_two_steps, {}, BF16, under_fsdp, trained, skipping) for under_fsdp in (False, True)]
-    ours, fsdps = (pool(1).run(*job)[0] for job in both)
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=str)
+def test_one_process_equals_fsdp_to_the_last_bit(case):
+    ours, fsdps = (pool(1).run(everything_of_two_steps, under_fsdp, *case)[0] for under_fsdp in (False, True))
     assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(ours, fsdps, strict=True))
 
 

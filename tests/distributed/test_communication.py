@@ -36,18 +36,14 @@ def block_bytes(tp=1) -> int:
     return 4 * (matrices // tp + 2 * D)
 
 
-def embedding_bytes(rows=V) -> int:  # FSDP pads the rows to a multiple of the ranks
-    return 4 * rows * D
-
-
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_fsdp_reduces_once_per_step_and_gathers_twice_per_accumulation(accumulation):
     counts = pool(2).run(count, {}, 2 * accumulation, 1)[0]
     # backward gathers all blocks again but the last, and the embedding; the root (norm, head) stays from the first forward on
     assert counts["fsdp", "all_gather"][0] == accumulation * (2 * L - 1 + 2) + 1
     assert counts["fsdp", "reduce_scatter"][0] == L + 2  # blocks, embedding, root: not times accumulation
-    padded = V + V % 2
-    assert counts["fsdp", "reduce_scatter"][1] == L * block_bytes() + 2 * embedding_bytes(padded) + 4 * D
+    embedding = 4 * (V + V % 2) * D  # FSDP pads the rows to a multiple of the ranks
+    assert counts["fsdp", "reduce_scatter"][1] == L * block_bytes() + 2 * embedding + 4 * D
     assert counts["fsdp", "all_reduce"] == [2, 16]  # number of tokens, gradient norm: eight bytes each
     assert set(counts) == {("fsdp", "all_gather"), ("fsdp", "reduce_scatter"), ("fsdp", "all_reduce")}
 

@@ -19,7 +19,6 @@ from distributed.layout import Layout
 from models.moe import Balance, Experts, apply_experts, load_statistics, swiglu_experts
 from models.qwen3 import MoE, Qwen3, Qwen3Config
 
-TINY = dict(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=64, vocab_size=101, max_seq_len=64)
 
 def loop(experts, x, index, weight):
     """Token by token, expert by expert."""
@@ -114,7 +113,7 @@ EXPERTS = dict(n_experts=8, top_k=3, moe_ffn_dim=24)
 
 
 def test_from_hf_refuses_by_name():
-    good = Qwen3Config(**TINY | EXPERTS).to_hf()
+    good = Qwen3Config(**layouts.SMALL | EXPERTS).to_hf()
     wrong = dict(model_type="qwen2", use_sliding_window=True, mlp_only_layers=[1], attention_bias=True, hidden_act="gelu")
     for field, value in (wrong | {"decoder_sparse_step": 2}).items():
         refuses(field, Qwen3Config.from_hf, good | {field: value})
@@ -122,7 +121,7 @@ def test_from_hf_refuses_by_name():
 
 def moe_layer(top_k=2):
     torch.manual_seed(0)  # of what the tests draw
-    return drawn(MoE(Qwen3Config(**TINY, n_experts=4, top_k=top_k, moe_ffn_dim=16)))
+    return drawn(MoE(Qwen3Config(**layouts.SMALL, n_experts=4, top_k=top_k, moe_ffn_dim=16)))
 
 
 def test_auxiliary_loss_is_the_formula():

@@ -27,7 +27,7 @@ import runs
 import torch
 import torch.distributed as dist
 from pool import forkserver
-from programs import free_port, run_program
+from programs import REPO, free_port
 from runs import Job
 from torch.distributed.run import get_args_parser
 
@@ -46,7 +46,6 @@ from tools.checkpoint_commands import diff
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
 
-REPO = Path(__file__).parents[2]
 RECIPE = REPO / "train_llama3.py"
 STEPS = 24
 MODEL = "n_layers=2,dim=32,n_heads=4,n_kv_heads=4,head_dim=8,ffn_dim=64"
@@ -93,9 +92,9 @@ def start(tmp_path):
 
 def finish(out, processes, *flags, script=RECIPE, status=0) -> str:
     """All that a run prints that nobody disturbs, and that must end with this status."""
+    command = runs.launch(processes, script, *FLAGS, *DATA, "--out", out, *flags)
     env = runs.ENV | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
-    done = run_program(runs.launch(processes, script, *FLAGS, *DATA, "--out", out, *flags), cwd=out.parent, env=env)
-    assert done.returncode == status, done.stdout[-2000:] + done.stderr[-4000:]
+    done = runs.ended(command, out.parent, status=status, env=env)
     return done.stdout + done.stderr
 
 
@@ -458,8 +457,8 @@ def test_cores_are_those_that_affinity_and_a_quota_allow(monkeypatch, quota, cor
     (dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="1", LOCAL_RANK="x"), "LOCAL_RANK='x' is no number"),
     (dict(RANK="3", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="1"), "RANK=3 must be below WORLD_SIZE=2")], ids=str)
 def test_an_incomplete_environment_is_told_in_one_line(tmp_path, env, told):
-    done = run_program([sys.executable, RECIPE, "--out", tmp_path / "run"], cwd=tmp_path, env=runs.ENV | env)
-    assert done.returncode == 2 and re.fullmatch(f"error.*{told}.*\n", done.stderr)
+    done = runs.ended([sys.executable, RECIPE, "--out", tmp_path / "run"], tmp_path, status=2, env=runs.ENV | env)
+    assert re.fullmatch(f"error.*{told}.*\n", done.stderr)
     assert not (tmp_path / "run").exists()
 
 

@@ -13,8 +13,7 @@ import pytest
 import torch
 from layouts import Flags, build, config
 from pool import pool
-from programs import run_program
-from runs import ENV, launch
+from runs import ended, launch
 from saves import refuses
 
 from distributed.checks import check_replicas
@@ -129,10 +128,8 @@ def test_layouts_that_are_fine(given, expected):
 def test_one_line_from_all_ranks(tmp_path):
     """Under torchrun, which adds a page of its own: one rank speaks."""
     command = launch(2, "train_llama3.py", "--device", "cpu", "--tp", 3, "--out", tmp_path / "run")
-    done = run_program(command, env=ENV, real=True)
-    lines = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert done.returncode == 1 and len(lines) == 1, done.stderr
-    assert "2 processes but pp*dp_replicate*cp*tp = 1*1*1*3 = 3" in lines[0]
+    (line,) = [line for line in ended(command, real=True, status=1).stderr.splitlines() if line.startswith("error:")]
+    assert "2 processes but pp*dp_replicate*cp*tp = 1*1*1*3 = 3" in line
     assert not (tmp_path / "run").exists()
 
 

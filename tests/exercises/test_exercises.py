@@ -11,8 +11,7 @@ import feedback
 import pytest
 from bugs import BUGS, planted_bug
 from course import COURSE, functions, original, source_of, with_blanks
-from programs import run_program
-from runs import REPO
+from runs import REPO, ended
 from submission import plant
 from test_mutants import changed_functions
 from tried import answers, table
@@ -49,8 +48,7 @@ def test_an_exercise_knows_right_from_wrong(number):
 
 
 def run(*argv, status=0):
-    done = run_program([sys.executable, REPO / "exercises" / "run.py", *argv])
-    assert done.returncode == status, done.stdout + done.stderr
+    done = ended([sys.executable, REPO / "exercises" / "run.py", *argv], status=status)
     return done.stdout + done.stderr
 
 

@@ -1,7 +1,6 @@
 """docs/parallelism.md, the course: its pictures, its code and its numbers are those of the program, against the program."""
 import ast
 import importlib
-import importlib.util
 import re
 import shlex
 import textwrap
@@ -16,17 +15,13 @@ from dry import REPO, report_of
 from pool import pool
 
 from distributed.layout import AllGather, AllToAll, ReduceScatter
+from docs import pictures
 from support.config import parse_config
 from tools import dryrun
 from tools.reports import with_report_flags
 from tools.schedule import bubble, simulate
 
 COURSE = (REPO / "docs" / "parallelism.md").read_text()
-spec = importlib.util.spec_from_file_location("pictures_of_the_course", REPO / "docs" / "pictures.py")
-pictures = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(pictures)
-
-
 SLOW = "hsdp", "ep", "dualpipev", "overlap", "memory"
 
 

@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from layouts import config, equals_transformers, global_batch, on_meta, random_tokens
 from pieces import in_pieces
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from saves import refuses
 
 from models.attention import causal_attention, sdpa
@@ -21,8 +20,6 @@ from models.deepseek import FLAVORS, DeepSeek, DeepSeekConfig, MoE
 from models.layers import rope_frequencies
 from models.loss import IGNORE
 from storage import hf
-
-REPO = Path(__file__).parents[2]
 
 
 def normal(model, std=0.1, seed=0):
@@ -340,8 +337,8 @@ def test_layers_of_multi_token_prediction_in_files(tmp_path, capsys):
 
     out = str(tmp_path / "out")
     hf.save_hf(model, out, torch.float32)
-    with safe_open(f"{out}/model.safetensors", "pt") as file:
-        assert set(file.keys()) == set(tensors) and all(torch.equal(file.get_tensor(n), t) for n, t in tensors.items())
+    saved = load_file(f"{out}/model.safetensors")
+    assert saved.keys() == tensors.keys() and all(torch.equal(saved[n], t) for n, t in tensors.items())
     assert json.loads(Path(out, "config.json").read_text())["num_nextn_predict_layers"] == 1
     opened = DeepseekV3ForCausalLM.from_pretrained(out).float()
     with torch.no_grad():
@@ -376,10 +373,10 @@ def test_fp8_blocks_of_all_linear_weights(tmp_path):
             kind = torch.float32 if dtype or n.endswith("bias") else torch.bfloat16
             assert t.dtype == kind and torch.equal(t, want[n].to(kind)), n
     hf.save_hf(ours, str(tmp_path / "out"), torch.bfloat16)
-    with safe_open(str(tmp_path / "out" / "model.safetensors"), "pt") as file:
-        assert not any("scale_inv" in n for n in file.keys())
-        for n, t in want.items():  # the biases are compared with scores in their seventh digit: they stay fp32
-            assert torch.equal(file.get_tensor(n), t if n.endswith("bias") else t.bfloat16()), n
+    saved = load_file(tmp_path / "out" / "model.safetensors")
+    assert not any("scale_inv" in n for n in saved)
+    for n, t in want.items():  # the biases are compared with scores in their seventh digit: they stay fp32
+        assert torch.equal(saved[n], t if n.endswith("bias") else t.bfloat16()), n
     assert "quantization_config" not in json.loads(Path(tmp_path, "out", "config.json").read_text())
 
 

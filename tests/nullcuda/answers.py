@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import sys
+import types
 
 import torch
 import torch.distributed as dist
@@ -162,22 +163,12 @@ def fake_world(world_size: int, module) -> None:
 
     replace(dist.distributed_c10d, "_store_based_barrier", always(None))
 
-    class NoCheckpoints:
-        made_from = {}  # no code, no commit
-
-        def __init__(self, *args, **kwargs):
-            pass
-
-        def load(self):
-            return None
-
-        def close(self, **kwargs):
-            pass
-
+    # made_from: no code, no commit
+    no_checkpoints = types.SimpleNamespace(made_from={}, load=lambda: None, close=lambda **kwargs: None)
     os.environ.update(RANK="0", WORLD_SIZE=str(world_size), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="localhost",
                       MASTER_PORT="29500")
     replace(module, "connect", lambda known: connect)
-    replace(module, "Checkpoints", lambda known: NoCheckpoints)
+    replace(module, "Checkpoints", always(no_checkpoints))
     replace(module, "check_replicas", always([]))
     replace(module, "set_timeouts", always(None))
     replace(distributed.launch, "watch_launcher", always(None))

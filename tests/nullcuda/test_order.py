@@ -5,12 +5,8 @@ from rows import run
 
 PP = ("--pp", 2, "--local_batch_size", 4, "--val_every", 1, "--val_batches", 1)
 RUNS = {
-    "1F1B": (2, "train_llama3.py", *PP),
-    "GPipe": (2, "train_llama3.py", *PP, "--pp_schedule", "GPipe"),
-    "Interleaved1F1B": (2, "train_llama3.py", *PP, "--pp_schedule", "Interleaved1F1B"),
-    "InterleavedZeroBubble": (2, "train_llama3.py", *PP, "--pp_schedule", "InterleavedZeroBubble"),
-    "ZBVZeroBubble": (2, "train_llama3.py", *PP, "--pp_schedule", "ZBVZeroBubble"),
-    "DualPipeV": (2, "train_llama3.py", *PP, "--pp_schedule", "DualPipeV"),
+    **{name: (2, "train_llama3.py", *PP, "--pp_schedule", name) for name in (
+        "1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")},
     "tied": (2, "train_llama3.py", *PP, "--model_args", "tie_embeddings=true"),
     "tied, ZBV": (2, "train_llama3.py", *PP, "--pp_schedule", "ZBVZeroBubble", "--model_args", "tie_embeddings=true"),
     "cp": (2, "train_llama3.py", "--cp", 2),

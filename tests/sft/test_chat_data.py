@@ -83,18 +83,13 @@ def documents_of_rows(batches, eot):
     return [(ids, mask) for ids, mask in out if any(mask)]
 
 
-def cut_short(ids, mask):
-    """As in the sequences: the first token is never a label."""
-    return tuple(ids), (0, *mask[1:])
-
-
 def test_sequences_hold_every_conversation_once(chats):
     """The same ids and masks as transformers, and each label at the token before."""
     loaded = opened(chats, doc_mask=True)
     assert isinstance(loaded, ChatData)
     n_val = len(loaded.packing["val"].documents)
     found = documents_of_rows(epoch(loaded), loaded.eot)
-    expected = {cut_short(*document) for document in chats[1] if any(document[1][1:])}
+    expected = {(ids, (0, *mask[1:])) for ids, mask in chats[1] if any(mask[1:])}  # the first token is never a label
     last = {(ids[:-1], mask[:-1]) for ids, mask in expected if not mask[-1]}  # ends with the row, without a label at the end
     assert set(found) <= expected | last and len(found) + n_val == len(chats[1]) - loaded.packing["train"].n_left_out - (
         loaded.packing["val"].n_left_out) and 5 < n_val < 40

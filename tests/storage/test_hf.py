@@ -9,15 +9,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import chats
 import pytest
 import torch
 import transformers  # imports each model on first use: a pool's workers need not wait
-from chats import bpe
 from layouts import build, config, equals_transformers, full, random_tokens
 from pool import pool
 from safetensors.torch import load_file, save_file
 from saves import refuses, saver, stops
-from tokenizers import processors
 from torch import nn
 
 import generate
@@ -531,32 +530,12 @@ def test_pickles_are_refused_with_the_reason(tmp_path):
 
 # ---------------------------------------------------------------- tokenizers, text, the command line
 
-TEXT = "def f(x):\n    return x + 1\n\n\nclass A:\n    def g(self):\n        return self.f(2)\n"
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    """As Llama 3's: byte-level BPE, a beginning-of-text token put in front by the tokenizer, chat markers."""
-    made = bpe(TEXT, 290, ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"])
-    begin = "<|begin_of_text|>"
-    made.post_processor = processors.TemplateProcessing(single=f"{begin} $A", special_tokens=[(begin, 0)])
-    return made
-
-
-CHAT = ("{{- bos_token }}{%- for m in messages %}{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' }}"
-        "{{ m['content'] | trim + '<|eot_id|>' }}{%- endfor %}{%- if tools is not none %}{{ tools | tojson }}{% endif %}"
-        "{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}")
-
 
 @pytest.fixture
-def chat_folder(tmp_path, tokenizer):
-    """A folder like that of an instruct model."""
-    folder = tmp_path / "chat"
-    random_model("Llama", TINY | dict(vocab_size=300, max_position_embeddings=256)).save_pretrained(folder)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    rules = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|begin_of_text|>",
-             "eos_token": {"content": "<|eot_id|>", "__type": "AddedToken"}, "chat_template": CHAT}
-    (folder / "tokenizer_config.json").write_text(json.dumps(rules))
+def chat_folder(tmp_path):
+    """A folder like that of an instruct model: the tokenizer puts a beginning-of-text token in front, and has chat markers."""
+    folder = chats.chat_folder(tmp_path / "chat", "llama3")
+    random_model("Llama", TINY | dict(vocab_size=400, max_position_embeddings=256)).save_pretrained(folder)
     return folder
 
 
@@ -570,7 +549,7 @@ def greedy(folder, text, capsys, *flags, n=24):
 def test_greedy_text_is_that_of_transformers(chat_folder, capsys):
     model = transformers.AutoModelForCausalLM.from_pretrained(chat_folder)
     theirs = transformers.AutoTokenizer.from_pretrained(chat_folder)
-    options = dict(max_new_tokens=24, do_sample=False, eos_token_id=2, pad_token_id=2)
+    options = dict(max_new_tokens=24, do_sample=False, eos_token_id=4, pad_token_id=4)
     ids = model.generate(**theirs("def f", return_tensors="pt"), **options)
     assert greedy(chat_folder, "def f", capsys) == printable(theirs.decode(ids[0], skip_special_tokens=True))
     # and the same as a chat: the template's markers are tokens, a user's markers are text
@@ -583,25 +562,24 @@ def test_greedy_text_is_that_of_transformers(chat_folder, capsys):
     assert greedy(chat_folder, "x + 1", capsys, "--chat") == printable(theirs.decode(new, skip_special_tokens=True))
 
 
-def test_chat_templates_by_name_and_in_a_file_of_their_own(chat_folder):
-    rules = json.loads((chat_folder / "tokenizer_config.json").read_text())
-    expected = open_chat(str(chat_folder), ChatConfig(chat=True))("hello")
-    templates = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": rules.pop("chat_template")}]
-    (chat_folder / "tokenizer_config.json").write_text(json.dumps(rules | {"chat_template": templates}))
-    assert open_chat(str(chat_folder), ChatConfig(chat=True))("hello") == expected
-    (chat_folder / "tokenizer_config.json").write_text(json.dumps(rules))
-    (chat_folder / "chat_template.jinja").write_text(CHAT)
-    assert open_chat(str(chat_folder), ChatConfig(chat=True))("hello") == expected
+def test_chat_templates_in_a_file_of_their_own_and_beside_the_tokenizer_alone_and_by_name(chat_folder):
+    file, own = chat_folder / "tokenizer_config.json", chat_folder / "chat_template.jinja"
+    rules, template, chat = json.loads(file.read_text()), own.read_text(), ChatConfig(chat=True)
+    expected = open_chat(str(chat_folder), chat)("hello")
+    own.unlink()
+    for written in template, [{"name": "tool_use", "template": "no"}, {"name": "default", "template": template}]:
+        file.write_text(json.dumps(rules | {"chat_template": written}))
+        assert open_chat(str(chat_folder), chat)("hello") == expected
 
 
 @pytest.mark.parametrize("template, message", [
     ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
-    ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
+    ("{% for i in range(1000000000) %}{% endfor %}", "Range too big"),
     ("{{ 1/0 }}", "division"),
     ("{% if %}", "chat template of .* fails"),
 ])
 def test_chat_templates_of_strangers(chat_folder, template, message, capsys):
-    (chat_folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    (chat_folder / "chat_template.jinja").write_text(template)
     assert str(chat_folder) in stops(capsys, greedy, chat_folder, "hello", capsys, "--chat")
     refuses(message, lambda: open_chat(str(chat_folder), ChatConfig(chat=True))("hello"))
 
@@ -614,7 +592,7 @@ def with_id(file, number: int):
 
 @pytest.mark.parametrize("damage, message", [
     (lambda file: with_id(file, 2**32 - 1), "its ids go up to 4294967295"),
-    (lambda file: with_id(file, 300), "its ids go up to 300, but config.json says that vocab_size is 300"),
+    (lambda file: with_id(file, 400), "its ids go up to 400, but config.json says that vocab_size is 400"),
     (lambda file: file.write_bytes(b"[" * 1_000_000), "not a tokenizer.json"),
     (lambda file: os.truncate(file, 1 << 27), "134,217,728 bytes, which is absurd"),  # a sparse file, which nobody may read
 ])
@@ -644,10 +622,10 @@ def test_from_hf_and_to_hf(chat_folder, tmp_path, capsys):
     assert checkpoint_commands.main(["to_hf", run, out, "--dtype", "float32", "--max_shard_gb", "0.00005"]) == 0
     assert_equal_files(chat_folder, out)
     theirs = transformers.AutoTokenizer.from_pretrained(out)
-    assert theirs("def f").input_ids[0] == 0  # begins as the tokenizer says
+    assert theirs("def f").input_ids[0] == 1  # begins as the tokenizer says
     assert theirs.eos_token == "<|eot_id|>" and theirs.chat_template  # as in the first folder
     exported = transformers.AutoModelForCausalLM.from_pretrained(out)
-    assert exported.config.eos_token_id == exported.generation_config.eos_token_id == 1
+    assert exported.config.eos_token_id == exported.generation_config.eos_token_id == 0
     ids = exported.generate(**theirs("x", return_tensors="pt"), max_new_tokens=12, do_sample=False)
     assert greedy(out, "x", capsys, n=12) == printable(theirs.decode(ids[0], skip_special_tokens=True))
     for argv in (["from_hf", str(chat_folder), run], ["to_hf", run, out], ["to_hf", str(tmp_path / "nowhere"), out + "2"],
@@ -669,7 +647,7 @@ def test_the_files_beside_a_tokenizer_come_along(chat_folder, tmp_path):
         for folder in ("direct", "out"):
             assert (tmp_path / folder / name).read_bytes() == (chat_folder / name).read_bytes()
     theirs = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
-    assert (theirs.eos_token_id, theirs.temperature, theirs.pad_token_id) == ([1, 2], 0.6, 1)
+    assert (theirs.eos_token_id, theirs.temperature, theirs.pad_token_id) == ([1, 2], 0.6, 0)
     assert transformers.AutoConfig.from_pretrained(tmp_path / "out").eos_token_id == [1, 2]
 
 

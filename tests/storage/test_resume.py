@@ -3,7 +3,6 @@ import copy
 import dataclasses
 import multiprocessing
 import os
-import re
 import time
 from dataclasses import asdict, replace
 
@@ -219,13 +218,10 @@ def test_flags_that_are_not_told_exist_and_concern_no_training(recipe):
         assert changes.UNTOLD_FLAGS <= fields
 
 
-@pytest.mark.parametrize("flags, words", [
-    (dict(exclude_from_loading=["dataloader"]), "--exclude_from_loading dataloader: there is no such state"),
-    (dict(exclude_from_loading=["head", "lr_scheduler"]), "--exclude_from_loading lr_scheduler: there is no such state"),
-])
-def test_flags_that_say_nothing_about_this_run(tmp_path, flags, words):
-    cfg = replace(make_run(tmp_path, step=10), **flags)
-    refuses(re.escape(words), check_run, str(tmp_path), IDENTITY, cfg)
+@pytest.mark.parametrize("names", [["dataloader"], ["head", "lr_scheduler"]])
+def test_flags_that_say_nothing_about_this_run(tmp_path, names):
+    cfg = replace(make_run(tmp_path, step=10), exclude_from_loading=names)
+    refuses(f"--exclude_from_loading {names[-1]}: there is no such state", check_run, str(tmp_path), IDENTITY, cfg)
 
 
 def test_a_command_behind_each_checkpoint(tmp_path, capsys):

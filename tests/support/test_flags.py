@@ -32,7 +32,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from programs import free_port
+from programs import REPO, free_port
 from safetensors.torch import load_file
 
 import checkpoint
@@ -57,7 +57,6 @@ from tools import dryrun
 from tools.reports import ReportConfig, report_or_train, with_report_flags
 from tools.stop_main import stop_main
 
-REPO = Path(__file__).parents[2]
 PROGRAMS = ["train_llama3", "train_qwen3", "train_deepseek", "finetune", "grpo", "generate"]
 MAINS = {program: importlib.import_module(program).main for program in PROGRAMS}
 SIZES = "n_layers=2,dim=16,n_heads=2,n_kv_heads=2,head_dim=8,ffn_dim=32"

@@ -11,20 +11,17 @@ from unittest import mock
 
 import pytest
 import torch
-from programs import run_program
+from runs import REPO, run
+from test_refusals import MODEL
 
 import tools.parity
 import train_llama3
 from distributed.layout import AXES
 from distributed.refusals import check_layout
-from models.llama3 import Llama3Config
 from support.config import Need, flag, parse_config
 from tools import parity
 from tools.parity import check_parity
 from tools.reports import with_report_flags
-
-REPO = Path(__file__).parents[2]
-MODEL = Llama3Config(n_layers=6, n_heads=8, n_kv_heads=4, head_dim=64, ffn_dim=512, max_seq_len=8192)
 
 
 @dataclass(kw_only=True)
@@ -105,9 +102,7 @@ def test_check_parity_passes_and_finds_a_forkers_mistake(tmp_path):
     """The user's command, on the recipe and on a copy with a mistake: gradients are averaged, not summed."""
     flags = ["--local_batch_size", "2", "--seq_len", "64", "--model_args", "n_layers=2,dim=64", "--check_parity", "--tp", "2"]
     recipe = REPO / "train_llama3.py"
-    run = lambda file: run_program([sys.executable, file, *flags])  # noqa: E731
-    good = run(recipe)
-    assert good.returncode == 0 and "check_parity: equal" in good.stdout, good.stdout + good.stderr
+    assert "check_parity: equal" in run([sys.executable, recipe, *flags])
     mistake = """
         import torch.distributed as dist
         if layout.world_size > 1:
@@ -116,9 +111,8 @@ def test_check_parity_passes_and_finds_a_forkers_mistake(tmp_path):
     copy = tmp_path / "train_mine.py"
     source = recipe.read_text().replace("\n        grad_norm = clip", mistake)
     copy.write_text(f"import sys\nsys.path.insert(0, {str(recipe.parent)!r})\n" + source)
-    bad = run(copy)
-    assert bad.returncode == 1, bad.stdout + bad.stderr
-    assert "step 1 differs first in the gradient of blocks.1.ffn.w1.weight" in bad.stdout
+    said = run([sys.executable, copy, *flags], status=1)
+    assert "step 1 differs first in the gradient of blocks.1.ffn.w1.weight" in said
 
 
 # ---------------------------------------------------------------- tools/parity_half.py: the recording half
