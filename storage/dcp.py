@@ -5,7 +5,7 @@ Nothing is unpickled: a pickle can run any code. DCP would pickle its table of t
                                                                        "shards": [...]}}}
 "shards" has seven columns for a matrix, with a number for each of its n shards: index of the file, first byte, bytes, two
 columns of offsets in the tensor, two of shapes. A column of a regular grid is a rule of four numbers (pack_column), because a
-model of 70 billion parameters on 1,024 ranks has two million shards.
+model of 70 billion parameters on 1,024 ranks has two million shards. In format 2, "shards" has a row for each shard.
 """
 import json
 import math
@@ -219,9 +219,9 @@ def read_table(folder: str, files: dict[str, list]) -> dict[str, SavedTensor]:
             size, dtype, shards = torch.Size(entry["shape"]), getattr(torch, entry["dtype"]), entry["shards"]
             if not isinstance(dtype, torch.dtype):
                 raise ValueError(f"{entry['dtype']} is no dtype")
-            if not 0 < (n := entry["n"]) <= MOST_SHARDS:
+            if not 0 < (n := entry.get("n", len(shards))) <= MOST_SHARDS:
                 raise ValueError(f"it is said to have {n} shards")
-            table[key] = SavedTensor(size, dtype, files, n, shards)
+            table[key] = SavedTensor(size, dtype, files, n, shards if "n" in entry else [*np.array(shards).T])
     except Exception as error:
         raise ValueError(f"{folder}/{TABLE} is refused: {key}: {reason(error)}") from None
     return table

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from support.files import STEP_FOLDER, fsync, json_bytes, write_file
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 3  # 2 had a longer tensors.json
 TABLE = "tensors.json"  # names, dtypes and shapes of all tensors, and the places of all shards
 READ = (".json", ".jinja", ".py", ".distcp", ".safetensors", ".bin", ".model")  # an unlisted file of these kinds is refused
 
@@ -41,9 +41,9 @@ def read_manifest(folder: str, is_wanted=None) -> dict:
         # Compare bytes, not only values: some flipped bits change the text of a JSON file but no value.
         if raw != json_bytes(manifest) or manifest["sha256"] != own_hash(manifest):
             raise Damaged("manifest.json is not as it was written")
-        if manifest["format_version"] != FORMAT_VERSION:
-            raise Damaged(f"it is of format {manifest['format_version']} and this code reads {FORMAT_VERSION}; with the code "
-                          "that wrote it, python checkpoint.py to_hf exports its weights")
+        if manifest["format_version"] not in (2, FORMAT_VERSION):
+            raise Damaged(f"it is of format {manifest['format_version']} and this code reads 2 and {FORMAT_VERSION}; with the "
+                          "code that wrote it, python checkpoint.py to_hf exports its weights")
         named = STEP_FOLDER.fullmatch(os.path.basename(os.path.abspath(folder)))
         if named and int(named[1]) != manifest["step"]:
             raise Damaged(f"its manifest.json is that of step {manifest['step']}")

@@ -475,7 +475,8 @@ def test_model_only(tmp_path):
     assert torch.equal(fresh[0].last.weight, trained(0, 2)[0].last.weight)
 
 
-def test_no_pickle_is_written(tmp_path):
+def test_no_pickle_is_written_and_tables_of_format_2_are_read(tmp_path):
+    """In format 2 a table had a row for each shard."""
     folder = path(save_run(tmp_path, 2), 2)
     assert not Path(folder, ".metadata").exists()
     table = json.loads(Path(folder, "tensors.json").read_bytes())
@@ -483,6 +484,14 @@ def test_no_pickle_is_written(tmp_path):
     begin, n_bytes = weight["shards"][1:3]
     assert table["files"] == ["__0_0.distcp"] and 0 <= begin < begin + n_bytes <= os.path.getsize(f"{folder}/__0_0.distcp")
     assert weight == {"dtype": "float32", "shape": [24, 24], "n": 1, "shards": [0, begin, n_bytes, 0, 0, 24, 24]}
+    for entry in table["tensors"].values():
+        entry["shards"] = np.array([unpack_column(column, np.arange(entry["n"])) for column in entry["shards"]]).T.tolist()
+        del entry["n"]
+    rewrite(folder, "tensors.json", json.dumps(table).encode())
+    saves.set_manifest(folder, format_version=2)
+    fresh = trained(0, 1)
+    assert saver(*fresh, tmp_path).load()["step"] == 2
+    assert torch.equal(fresh[0].last.weight, trained(0, 2)[0].last.weight)
 
 
 def two_saves(folder) -> tuple[list, int]:
@@ -571,7 +580,7 @@ def test_an_evil_table_reads_nothing_from_elsewhere(tmp_path, change, message):
 
 def test_a_checkpoint_of_an_older_format_says_so(tmp_path, capsys):
     saves.set_manifest(path(save_run(tmp_path, 2), 2), format_version=1)
-    said = "it is of format 1 and this code reads 3; with the code that wrote it"
+    said = "it is of format 1 and this code reads 2 and 3; with the code that wrote it"
     refuses(f"no undamaged checkpoint among step-2 .step-2: {said}", check_run, str(tmp_path), IDENTITY, CheckpointConfig())
     assert checkpoint_commands.main(["verify", str(tmp_path)]) == 1 and said in capsys.readouterr().out
 

@@ -111,7 +111,7 @@ def report_parity(main, cfg, options: ReportConfig) -> int:
 
 def report_layout(main, cfg, options: ReportConfig) -> int:
     """--dry_run, --explain and --plot of a recipe; returns the exit status."""
-    from tools.best import print_best
+    from forks.best_layouts import print_best
     from tools.dryrun import make_report, print_report
     from tools.explain import count_block, explain
     from tools.layout_plots import plot

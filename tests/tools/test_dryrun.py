@@ -27,7 +27,8 @@ from distributed import experts, launch, pipeline
 from distributed import layout as layouts
 from distributed.layout import AXES
 from distributed.pipeline import n_microbatches
-from tools import best, dryrun
+from forks import best_layouts as best
+from tools import dryrun
 from tools.dryrun import Watch, rows_of
 from tools.explain import count_block, explain, list_collectives
 

@@ -1,4 +1,4 @@
-"""--dry_run --best N: the fastest layouts of N devices, among the legal ones that fit.
+"""--dry_run --best N: the fastest layouts of N devices, among the legal ones that fit. No fork, but a report.
 
 How long a step takes at least: the arithmetic and the pipeline's waiting at the device's peak, and the bytes of the collectives
 over links at full speed. The layers wait for tp, cp and ep; FSDP's traffic and the sum of gradients over copies run beside.
@@ -7,7 +7,6 @@ Kernels are slower than the peak, so the table is an order, not a prediction.
 All legal layouts get an estimate by proportion, from the dry run of the plainest, FSDP over all devices. The best are dry-run
 one after the other until ten fit, and the table has only numbers of these dry runs.
 """
-import math
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -25,11 +24,7 @@ from tools.stop_main import stop_main
 SHOWN, MOST_RUNS, NODE = 10, 30, 8  # layouts in the table; dry runs; devices with fast links to each other
 # GB (10^9 bytes) of a device; bytes/s in one direction inside of a node (NVLink), and to other nodes (400 Gbit/s)
 MACHINES = {"H100": (80, 450e9, 50e9), "H200": (141, 450e9, 50e9), "B200": (192, 900e9, 50e9)}
-BESIDE = ("fsdp", "efsdp", "dp_replicate")
-
-
-def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+STATE, BESIDE = ("parameters", "gradients", "optimizer"), ("fsdp", "efsdp", "dp_replicate")
 
 
 def legal_layouts(cfg, n: int, model_config, options: dict) -> list:
@@ -38,13 +33,14 @@ def legal_layouts(cfg, n: int, model_config, options: dict) -> list:
     total = cfg.local_batch_size * n if cfg.global_batch_size == -1 else cfg.global_batch_size
     axes = ["pp", "dp_replicate", "cp", "tp"] + ["ep"] * (getattr(model_config, "n_experts", 0) > 0)
     axes, found = [axis for axis in axes if axis not in given_flags(cfg)], []
-    for degrees in product(divisors(n), repeat=len(axes)):
+    for degrees in product([d for d in range(1, n + 1) if n % d == 0], repeat=len(axes)):
         c = replace(cfg, **dict(zip(axes, degrees)))
         data_ranks, rest = divmod(n, c.pp * c.cp * c.tp)
         if rest or total % data_ranks or c.tp > NODE:
             continue
         each = total // data_ranks  # sequences of a data rank in a step; a pipeline takes all of them at once
-        for local in [each] if c.pp > 1 else divisors(math.gcd(each, cfg.local_batch_size)):
+        fitting = [b for b in range(1, cfg.local_batch_size + 1) if each % b == 0]
+        for local in [each] if c.pp > 1 else fitting:
             sizes = dict(local_batch_size=local, global_batch_size=total)
             try:
                 layout = check_layout(c, model_config, **options | sizes, world_size=n, on_cuda=True)
@@ -93,7 +89,10 @@ def estimated(c, model_config, plain, machine: str) -> tuple[float, dict[str, fl
     rank, split, ep, cost = plain.ranks[0], c.cp * c.tp * c.pp, vars(c).get("ep", 1), seconds_per_byte(c, machine)
     sequences = c.global_batch_size // (c.dp_replicate * c.dp_shard)  # of a data rank
     at_once = c.local_batch_size if c.pp == 1 else min(c.pp * c.pp_microbatch_size, sequences)
-    state = sum(rank.step[name] for name in ("parameters", "gradients", "optimizer")) * c.dp_replicate
+    state = sum(rank.step[name] for name in STATE) * c.dp_replicate
+    # several micro-batches sum their gradients whole, before they are reduced, where there is room: distributed.layout
+    whole = rank.step["gradients"] * plain.layout.world_size / (c.pp * c.tp) * (sequences > c.local_batch_size or c.pp > 1)
+    roomy = c.pp > 1 or state + whole < MACHINES[machine][0] * 1e9 / 2
     gathered = sum(key[4] * k for key, k in rank.step.items() if key[0] == "moved" and key[2] in BESIDE)
     stream = 2 * sequences * c.seq_len * model_config.dim * model_config.n_layers / c.pp  # bytes of the layers' inputs, in bf16
     moved = {"tp": 8 * stream / c.cp, "cp": 2 * stream, "ep": 4 * stream / c.cp / c.tp * getattr(model_config, "top_k", 0),
@@ -101,7 +100,8 @@ def estimated(c, model_config, plain, machine: str) -> tuple[float, dict[str, fl
     compute = plain.least_flops / peak_flops(machine) * sequences / split
     parts = {axis: size * cost[axis] for axis, size in moved.items()}
     parts |= {"arithmetic": compute, "pipeline": compute * (c.pp - 1) * c.pp_microbatch_size / sequences}
-    return state + rank.activations * at_once / split, parts
+    other = rank.peak - sum(rank.step[name] for name in STATE) - rank.activations  # gathered weights, and the loss
+    return state + whole * roomy + rank.activations * at_once / split + other, parts
 
 
 def print_best(main, cfg, n: int, machine: str) -> int:
