@@ -127,7 +127,7 @@ def print_best(main, cfg, n: int, machine: str) -> int:
     if not rows:
         raise ValueError(f"--best {n}: none of {len(found)} legal layouts fits a device of {MACHINES[machine][0]} GB; of "
                          f"{len(peaks)} dry runs the least takes {human(min(peaks, default=0))}; use --ac full or more devices")
-    print(f"{len(found)} legal layouts of {n} devices; the best that fit an {machine}, for --global_batch_size "
+    print(f"{len(found)} legal layouts of {n} device{'s' * (n > 1)}; the best that fit an {machine}, for --global_batch_size "
           f"{found[0].global_batch_size}:\n")
     print(table([["a step", "arithmetic", "peak", "bound by", "flags"], *(row[1:] for row in sorted(rows))], right=False))
     return 0

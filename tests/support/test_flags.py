@@ -497,7 +497,7 @@ row("where", True, lambda new, old: "every operation of" in new and "parity of" 
 row("against", "folder", lambda new, old: "against folder" in new and "every operation of" in old, printed, check_parity=True,
     where=True)
 row("advice", False, lambda new, old: "of False" in new and "of True" in old, printed, check_parity=True, where=True)
-row("best", 1, lambda new, old: "legal layouts of 1 devices" in new and "Peak" in old, printed, dry_run=True)
+row("best", 1, lambda new, old: "legal layouts of 1 device;" in new and "Peak" in old, printed, dry_run=True)
 row("machine", "B200", lambda new, old: seconds(new) < 0.5 * seconds(old), printed, dry_run=True)
 # --- the recipe
 row("flavor", "1B", lambda new, old: (new.n_kv_heads, new.max_seq_len, old.dim) == (8, 131072, 192), configured, model_args="")
