@@ -65,6 +65,8 @@ CLIP = {"grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "gspo": 
 DENSE = Need("with experts: they multiply as many rows as tokens chose them", lambda c: not getattr(c, "n_experts", 0))
 NEW_MODEL = Need("with --init_from, which brings a trained model", lambda c: not c.init_from)
 SERVER = Need("without --engine", lambda c: c.engine)
+TIS = Need("without --tis", lambda c: c.tis)
+TisMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]  # as TRL names them
 IN_PLACE = Need("with --engine: the server samples, and its kernels round as they do", lambda c: not c.engine)
 ROWS = Need("with --pack_tokens: a forward is one packed sequence", lambda c: not c.pack_tokens)
 
@@ -89,6 +91,7 @@ class Config(ParallelConfig, ExpertConfig, LaunchConfig, LoraConfig, CheckpointC
     clip_low: float | None = None  # clip ratios below 1 - clip_low; none = as published for the loss
     clip_high: float | None = None  # clip ratios above 1 + clip_high; none = as published for the loss
     tis: float = 0.0  # truncated importance sampling: cap of pi_old / mu, e.g. 2; 0 = off, the ratio is against mu itself
+    tis_mode: TisMode = flag("token_truncate", TIS)  # pi_old / mu of a token, or of a sequence; mask: above the cap it is 0
     kl_coef: float = 0.0  # weight of the KL divergence (k3) from the initial policy
     dynamic_sampling: int = 0  # rounds of further prompts to replace groups of equal rewards (DAPO uses it); 0 = off
     overlong_tokens: int = 0  # reward falls by up to 1 over this many tokens before max_new_tokens (DAPO eq. 13); 0 = off
@@ -133,12 +136,12 @@ class Config(ParallelConfig, ExpertConfig, LaunchConfig, LoraConfig, CheckpointC
 
 
 # ---------------------------------------------------------------- the algorithm
-def policy_loss(kind, lp, old, mu, advantage, mask, n, clip, tis=0.0, sequence_sum=lambda x: x.sum(1, keepdim=True)):
+def policy_loss(kind, lp, old, mu, advantage, mask, n, clip, tis=(0.0, ""), sequence_sum=lambda x: x.sum(1, keepdim=True)):
     """(-objective of each token, 1.0 for each token without gradient due to the clip), (B, T) each. Sum, then divide by Z.
 
     lp: log pi(y_t) of the trained policy. mu: the sampler's. old: denominator of the ratio, mu's unless --tis. mask (B, T):
-    sampled tokens, with EOS. n (B, 1): sampled tokens of the whole sequence. Equations: GRPO 2402.03300 (3), Dr. GRPO
-    2503.20783, DAPO 2503.14476 (8), GSPO 2507.18071 (5-7), CISPO 2506.13585 (4-5).
+    sampled tokens, with EOS. n (B, 1): sampled tokens of the whole sequence. tis: --tis, --tis_mode. Equations: GRPO 2402.03300
+    (3), Dr. GRPO 2503.20783, DAPO 2503.14476 (8), GSPO 2507.18071 (5-7), CISPO 2506.13585 (4-5).
     """
     if kind == "sft":
         return -lp * mask, torch.zeros_like(mask)
@@ -153,8 +156,11 @@ def policy_loss(kind, lp, old, mu, advantage, mask, n, clip, tis=0.0, sequence_s
     else:
         objective = torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
         clipped = torch.where(advantage > 0, ratio > 1 + high, ratio < 1 - low) & (advantage != 0)
-    if tis:
-        objective = objective * (old - mu).exp().clamp(max=tis).detach()
+    cap, mode = tis
+    if cap:
+        excess = ((old - mu) * mask).detach()
+        factor = (sequence_sum(excess) if mode.startswith("sequence") else excess).exp()
+        objective = objective * torch.where(factor > cap, 0.0 if mode.endswith("mask") else cap, factor)
     weight = mask / n if kind in ("grpo", "gspo") else mask  # a mean per sequence, or every token counts the same
     return -objective * weight, clipped * mask
 
@@ -290,7 +296,7 @@ class Trainer:
         cfg, layout, model, kind = self.cfg, self.layout, self.model, loss or self.cfg.loss
         usual = CLIP.get(kind, (0.0, 0.0))
         clip = [default if given is None else given for given, default in zip((cfg.clip_low, cfg.clip_high), usual)]
-        tis, kl_coef = (0.0, 0.0) if kind == "sft" else (cfg.tis, cfg.kl_coef)
+        tis, kl_coef = ((0.0, ""), 0.0) if kind == "sft" else ((cfg.tis, cfg.tis_mode), cfg.kl_coef)
         batches, found = list(self.microbatches(samples)), []
         sums = torch.zeros(4, dtype=torch.float64, device=layout.device)
         for i, (_, b) in enumerate(batches):
@@ -299,7 +305,7 @@ class Trainer:
             next_backward(model, i == len(batches) - 1, layout)
             lp, entropy = self.forward(model, b)
             assert lp.dtype == torch.float32, lp.dtype
-            mask, mu, old = b["mask"], b["mu"], lp.detach() if tis and cfg.minibatches == 1 else b["old"]
+            mask, mu, old = b["mask"], b["mu"], lp.detach() if tis[0] and cfg.minibatches == 1 else b["old"]
             of_sample = partial(self.sequence_sum, segment=b["segment"])
             per_token, clipped = policy_loss(kind, lp, old, mu, b["advantage"], mask, b["n"], clip, tis, of_sample)
             kl = torch.zeros_like(lp)

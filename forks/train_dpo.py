@@ -60,7 +60,7 @@ class Config(ParallelConfig, ExpertConfig, LaunchConfig, LoraConfig, CheckpointC
     REFUSED = ("pp", "loss_parallel", "load_only", "exclude_from_loading")  # as in grpo.py
     # dpo: what grpo.py's functions ask a config for, and DPO has no choice about
     clip_low = clip_high = None
-    tis, kl_coef, minibatches, max_new_tokens, temperature, batch_invariant = 0.0, 0.0, 1, 1, 1.0, False
+    tis, tis_mode, kl_coef, minibatches, max_new_tokens, temperature, batch_invariant = 0.0, "", 0.0, 1, 1, 1.0, False
     init_from: str = ""  # the model: a Hugging Face folder, a run folder's newest checkpoint, or one step folder
     data: str = ""  # pairs of answers, a .jsonl file
     model_args: str = ""  # fields of the model to change, where its weights allow that: "mtp_depth=0"

@@ -133,12 +133,16 @@ def test_clipped_tokens_have_no_gradient_on_one_side_only():
     assert (lp.grad != 0).tolist() == [[False, True, True, False, True]] and clipped.tolist() == [[1, 0, 0, 1, 0]]
 
 
-def test_truncated_importance_sampling_weighs_the_gradient():
-    lp = torch.log(torch.tensor([[0.5, 0.5, 0.5]])).requires_grad_()
-    mu = torch.log(torch.tensor([[0.5, 0.1, 0.9]]))
-    loss, _ = policy_loss("dapo", lp, lp.detach(), mu, torch.ones(1, 3), torch.ones(1, 3), 1, (0.2, 0.28), tis=2.0)
-    loss.sum().backward()
-    assert torch.allclose(-lp.grad, torch.tensor([[1.0, 2.0, 0.5 / 0.9]]))
+@pytest.mark.parametrize("cap, mode, weights", [
+    (2.0, "token_truncate", [1.0, 2.0, 0.5 / 0.9]), (2.0, "token_mask", [1.0, 0.0, 0.5 / 0.9]),
+    (2.0, "sequence_truncate", [2.0] * 3), (2.0, "sequence_mask", [0.0] * 3), (3.0, "sequence_mask", [0.5**3 / 0.045] * 3),
+])
+def test_importance_sampling_weighs_the_gradient(cap, mode, weights):
+    """The modes are those of TRL's vllm_importance_sampling_mode. The last token is not of the sample."""
+    lp = torch.log(torch.tensor([[0.5, 0.5, 0.5, 0.5]])).requires_grad_()
+    mu, mask = torch.log(torch.tensor([[0.5, 0.1, 0.9, 1e-9]])), torch.tensor([[1.0, 1.0, 1.0, 0.0]])
+    policy_loss("dapo", lp, lp.detach(), mu, torch.ones(1, 4), mask, 3, (0.2, 0.28), (cap, mode))[0].sum().backward()
+    assert torch.allclose(-lp.grad, torch.tensor([[*weights, 0.0]]))
 
 
 def test_several_updates_keep_the_policy_before_the_first():
