@@ -319,6 +319,7 @@ class Report:
     rows: list  # rows_of: the schedule
     n_params: int
     cost: Callable  # (kind, stage) -> FLOPs of a forward, a backward, or half of one
+    causal: float  # share of the counted FLOPs of attention that a causal kernel needs
 
     @property
     def mfu_bound(self) -> float:
@@ -328,10 +329,9 @@ class Report:
 
     @property
     def least_flops(self) -> float:
-        """FLOPs of one device from the first forward to the last backward, waiting included. Attention was counted as a full
-        square; a causal kernel needs half."""
+        """FLOPs of one device from the first forward to the last backward, waiting included."""
         attention = max(r.flops("attention") / r.flops("forward", "backward", "recompute") for r in self.ranks)
-        return (1 - attention / 2) * duration(simulate(self.rows, self.cost))
+        return (1 - attention * (1 - self.causal)) * duration(simulate(self.rows, self.cost))
 
 
 def make_report(main, cfg) -> Report:
@@ -358,7 +358,9 @@ def make_report(main, cfg) -> Report:
         backward = rank.flops("backward", "recompute") * forward / max(1, rank.flops("forward"))
         return {"F": forward, "B": backward}.get(kind, backward / 2) / n
 
-    return Report(layout, ranks, n, rows, sum(p.numel() for p in model.parameters()), cost)
+    # a full square is counted; with gathered keys, only those up to the end of each of 2 cp chunks
+    causal = 2 * layout.cp / (2 * layout.cp + 1) if layout.cp > 1 and cfg.cp_method == "allgather" else 0.5
+    return Report(layout, ranks, n, rows, sum(p.numel() for p in model.parameters()), cost, causal)
 
 
 def table(rows: list[list], right=True) -> str:

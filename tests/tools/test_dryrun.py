@@ -141,6 +141,8 @@ def test_bound_counts_causal_attention_at_half():
     layers, heads, head_dim = 5, 4, 16
     attention = 12 * layers * heads * head_dim * 256**2  # 4 in the forward, 8 in the backward
     assert report.least_flops == pytest.approx(report.ranks[0].flops("forward", "backward") - attention / 2)
+    halves = [report_of(seq_len=256, local_batch_size=1, cp=2, dp_shard=1, cp_method=m) for m in ("allgather", "alltoall")]
+    assert [2 * half.least_flops for half in halves] == [pytest.approx(report.least_flops)] * 2
 
 
 @pytest.mark.slow
