@@ -7,6 +7,7 @@ Kernels are slower than the peak, so the table is an order, not a prediction.
 All legal layouts get an estimate by proportion, from the dry run of the plainest, FSDP over all devices. The best are dry-run
 one after the other until ten fit, and the table has only numbers of these dry runs.
 """
+import math
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -34,7 +35,10 @@ def legal_layouts(cfg, n: int, model_config, options: dict) -> list:
     axes = ["pp", "dp_replicate", "cp", "tp"] + ["ep"] * (getattr(model_config, "n_experts", 0) > 0)
     axes, found = [axis for axis in axes if axis not in given_flags(cfg)], []
     for degrees in product([d for d in range(1, n + 1) if n % d == 0], repeat=len(axes)):
-        c = replace(cfg, **dict(zip(axes, degrees)))
+        flags = dict(zip(axes, degrees))
+        if n % math.prod(degree for axis, degree in flags.items() if axis != "ep"):
+            continue  # most end here
+        c = replace(cfg, **flags)
         data_ranks, rest = divmod(n, c.pp * c.cp * c.tp)
         if rest or total % data_ranks or c.tp > NODE:
             continue
