@@ -112,6 +112,8 @@ def print_best(main, cfg, n: int, machine: str) -> int:
     """Prints the table, and returns the exit status. Raises ValueError if no layout is legal, or none fits."""
     (_, model_config), options = stop_main(main, replace(cfg), "check_layout")
     found, limit = legal_layouts(cfg, n, model_config, options), MACHINES[machine][0] * 1e9
+    if not found:
+        raise ValueError(f"--best {n}: no layout of {n} devices is legal with these flags; a dry run of one names the rule")
     flags = dict.fromkeys((*AXES, "ep"), 1) | dict(dp_shard=n, local_batch_size=1, global_batch_size=n)
     plain, rows, peaks = make_report(main, replace(cfg, **without_refused(cfg, flags, model_config))), [], []
     guesses = [(*estimated(c, model_config, plain, machine), c) for c in found]
@@ -121,17 +123,19 @@ def print_best(main, cfg, n: int, machine: str) -> int:
         parts, peak = measured(report, c, machine), max(rank.peak for rank in report.ranks)
         peaks.append(peak)
         if peak <= limit:
-            given = [spell_flag(name, vars(c)[name]) for name in (*AXES, "ep", "local_batch_size") if vars(c).get(name, 1) > 1]
+            given = [spell_flag(name, vars(c)[name]) for name in (*AXES, "ep") if vars(c).get(name, 1) > 1]
+            given.append(spell_flag("local_batch_size", c.local_batch_size))
             share = parts["arithmetic"] / least(parts)
-            rows.append((least(parts), f"{least(parts):.3g} s", f"{share:.0%}", human(peak), bound_of(parts), " ".join(given)))
+            cells = f"{least(parts):.3g} s", f"{share:.0%}", human(peak), bound_of(parts), " ".join(given)
+            rows.append((least(parts), peak, *cells))
         if sys.stderr.isatty():
             print(f"\r{i} dry runs, {len(rows)} fit", end="\n" * (len(rows) == SHOWN), file=sys.stderr, flush=True)
         if len(rows) == SHOWN:
             break
     if not rows:
         raise ValueError(f"--best {n}: none of {len(found)} legal layouts fits a device of {MACHINES[machine][0]} GB; of "
-                         f"{len(peaks)} dry runs the least takes {human(min(peaks, default=0))}; use --ac full or more devices")
+                         f"{len(peaks)} dry runs the least takes {human(min(peaks))}; use --ac full or more devices")
     print(f"{len(found)} legal layouts of {n} device{'s' * (n > 1)}; the best that fit an {machine}, for --global_batch_size "
           f"{found[0].global_batch_size}:\n")
-    print(table([["a step", "arithmetic", "peak", "bound by", "flags"], *(row[1:] for row in sorted(rows))], right=False))
+    print(table([["a step", "arithmetic", "peak", "bound by", "flags"], *(row[2:] for row in sorted(rows))], right=False))
     return 0

@@ -20,7 +20,7 @@ import jinja2.meta
 import jinja2.nodes
 
 from corpus.tokenizer import ChatConfig, encoding_of, load_tokenizer, read_chat_template, read_special_tokens, text_folder
-from sft.sandbox import BEGIN, END, Sandbox, limits
+from sft.sandbox import BEGIN, END, Endless, Sandbox, limits
 
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant",
                   "function_call": "assistant", "function": "tool", "function_response": "tool", "observation": "tool"}
@@ -69,7 +69,7 @@ def read_template(folder: str, user: str) -> ChatTemplate:
         try:
             with limits():
                 return what(*args, **values)
-        except Exception as error:  # a template can make Python raise anything
+        except (Exception, Endless) as error:  # a template can make Python raise anything
             raise ValueError(f"the chat template of {folder} fails: {str(error) or type(error).__name__}") from None
 
     compiled = guarded(environment.from_string, marked)

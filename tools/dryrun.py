@@ -358,8 +358,10 @@ def make_report(main, cfg) -> Report:
         backward = rank.flops("backward", "recompute") * forward / max(1, rank.flops("forward"))
         return {"F": forward, "B": backward}.get(kind, backward / 2) / n
 
-    # a full square is counted; with gathered keys, only those up to the end of each of 2 cp chunks
-    causal = 2 * layout.cp / (2 * layout.cp + 1) if layout.cp > 1 and cfg.cp_method == "allgather" else 0.5
+    # a full square is counted; with gathered keys and no window, only those up to the end of each of 2 cp chunks
+    windows = any(getattr(model.config, name, None) for name in ("sliding_window", "chunk_size"))
+    chunks = layout.cp > 1 and cfg.cp_method == "allgather" and not windows
+    causal = 2 * layout.cp / (2 * layout.cp + 1) if chunks else 0.5
     return Report(layout, ranks, n, rows, sum(p.numel() for p in model.parameters()), cost, causal)
 
 
