@@ -1,8 +1,11 @@
 """What the parallel tests share: a tiny problem, the plain one-process answer, and the same steps on a layout."""
 import functools
+import re
+from ast import literal_eval
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Literal
 from unittest import mock
 
@@ -53,7 +56,27 @@ for Model in (Qwen3, DeepSeek, GptOss, Llama4, Qwen3Next):
     Model.init_std = lambda self, fqn, usual=Model.init_std: 0.5 if "router" in fqn else usual(self, fqn)
 MODELS = {Llama3Config: Llama3, Qwen3Config: Qwen3, DeepSeekConfig: DeepSeek, GptOssConfig: GptOss,
           Llama4Config: Llama4, Olmo3Config: Olmo3, Qwen3NextConfig: Qwen3Next}
+KINDS = {  # a word of layouts.txt -> fields of the model's config
+    "llama3": {}, "qwen3": dict(model="qwen3"), "qwen3_moe": dict(model="qwen3", **MOE), "deepseek": dict(model="deepseek"),
+    "mtp": dict(model="deepseek", mtp_depth=1),
+    "v2": dict(model="deepseek", score_func="softmax", norm_topk_prob=False, route_scale=2.0, q_lora_rank=0)}
 MLA = dict(q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, moe_ffn_dim=32)
+
+
+def fields_of(text: str, **words: dict) -> dict:
+    """{name: value} of a text like "tp=2 ac=op mtp"; a word without = stands for the fields that `words` or KINDS give it."""
+    found = {}
+    for name, given, value in (word.partition("=") for word in text.split()):
+        of_python = re.fullmatch(r"[-\d.e]+|True|False|None|[\[(].*[\])]", value)
+        found |= {name: literal_eval(value) if of_python else value} if given else (KINDS | words)[name]
+    return found
+
+
+def layouts_of(section: str, **words: dict) -> list[tuple[int, dict, dict]]:
+    """[(processes, flags, batch and model)] of a section of layouts.txt."""
+    (text,) = re.findall(rf"^\[{section}\]\n((?:[^\[].*\n)+)", Path(__file__).with_name("layouts.txt").read_text(), re.M)
+    rows = [line.split("|") for line in text.splitlines() if not line.startswith("#")]
+    return [(int(processes), *(fields_of(fields, **words) for fields in rest)) for processes, *rest in rows]
 
 
 def config(model="llama3", **changes):
@@ -373,25 +396,6 @@ def equals_transformers(ours, model, folder):
     again = type(model).from_pretrained(folder / "ours", attn_implementation="eager", dtype=torch.float32)
     torch.testing.assert_close(again(tokens).logits, want)
     return again
-
-
-# for the forks with experts: (processes, flags, {batch})
-FORK_LAYOUTS = [
-    (1, {}, dict(n=4, b=2, doc=True)),
-    (2, {}, dict(n=4, b=1, doc=True)),
-    (2, dict(tp=2), dict(n=4, b=2)),
-    (2, dict(cp=2), dict(n=4, b=2)),
-    (2, dict(cp=2, cp_method="alltoall"), dict(n=4, b=2, doc=True)),
-    (2, dict(pp=2), dict(n=4, b=2)),
-    (2, dict(ep=2), dict(n=4, b=2)),
-    (4, dict(dp_replicate=2, dp_shard=2), dict(n=8, b=1)),
-    (4, dict(tp=2, cp=2), dict(n=4, b=2, doc=True)),
-    (4, dict(tp=2, cp=2, cp_method="alltoall"), dict(n=4, b=2)),
-    (4, dict(tp=2, ep=2, ac="full"), dict(n=4, b=1)),
-    (4, dict(ep=4, cp=2, ac="op"), dict(n=4, b=1)),
-    (4, dict(pp=2, tp=2, pp_schedule="Interleaved1F1B"), dict(n=4, b=2, doc=True)),
-    (8, dict(pp=2, cp=2, ep=2, dp_shard=2), dict(n=8, b=2)),
-]
 
 
 def drawn(model):

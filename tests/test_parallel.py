@@ -1,7 +1,7 @@
 """The proof, against parallel.py: every layout trains the model that one process trains.
 
-Each row of LAYOUTS runs two AdamW steps through parallel.py on real gloo processes (with experts one: layouts.n_steps), with
-ragged masks, and is compared with plain torch in one process (layouts.reference): loss atol 1e-5, every gradient rel 1e-4,
+Each row of layouts.txt runs two AdamW steps through parallel.py on real gloo processes (with experts one: layouts.n_steps),
+with ragged masks, and is compared with plain torch in one process (layouts.reference): loss atol 1e-5, every gradient rel 1e-4,
 grad norm rtol 2e-5, the validation loss, the weights. docs/parallelism.md draws its support matrix from this table.
 """
 import math
@@ -15,7 +15,7 @@ import dry
 import layouts
 import pytest
 import torch
-from layouts import build, compare, config, full, global_batch, local_batch, reference, row_name, train
+from layouts import KINDS, build, compare, config, full, global_batch, layouts_of, local_batch, reference, row_name, train
 from pool import pool
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,161 +28,8 @@ from distributed.layout import AXES, Layout, ParallelConfig, local_tensor, reduc
 from models import llama3, moe, qwen3
 from models.layers import rotate
 
-# (processes, flags, {batch and model}); n: global batch in sequences, b: local batch, so n / (b x data ranks) is the
-# accumulation; doc: document masks; the rest are fields of the model config
-LAYOUTS = [
-    (1, {}, dict(n=6, b=2, doc=True)),
-    # data: FSDP, HSDP, replicas; accumulation 1 and 3; weights kept or freed, on the device or the host
-    (2, {}, dict(n=6, b=1)),
-    (2, dict(reshard_after_forward="never"), dict(n=8, b=2)),
-    (2, dict(cpu_offload=True), dict(n=8, b=2)),
-    (2, dict(dp_replicate=2), dict(n=6, b=1, tie_embeddings=True)),
-    (4, dict(dp_replicate=2, dp_shard=2, reduce_grads="always"), dict(n=12, b=1)),
-    (4, {}, dict(n=12, b=1, doc=True)),
-    (4, dict(dp_replicate=4), dict(n=4, b=1)),
-    (4, dict(dp_replicate=2, dp_shard=2), dict(n=12, b=1, doc=True)),
-    # tensor
-    (2, dict(tp=2), dict(n=6, b=2)),
-    (2, dict(tp=2), dict(n=4, b=4, tie_embeddings=True, doc=True)),
-    (2, dict(tp=2, loss_parallel=False), dict(n=4, b=2, tie_embeddings=True)),
-    (4, dict(tp=4), dict(n=4, b=2, vocab_size=103)),  # 103 words over 4 ranks: uneven
-    (4, dict(tp=2), dict(n=8, b=2, doc=True)),
-    # context
-    (2, dict(cp=2), dict(n=4, b=2, doc=True)),
-    (2, dict(cp=2, cp_method="alltoall"), dict(n=4, b=2, doc=True)),
-    (4, dict(cp=4), dict(n=4, b=2)),
-    (4, dict(cp=4, cp_method="alltoall"), dict(n=4, b=2, n_kv_heads=2)),  # fewer kv heads than ranks
-    (4, dict(cp=2), dict(n=8, b=2, doc=True)),
-    (4, dict(cp=2, dp_replicate=2), dict(n=8, b=2, tie_embeddings=True)),
-    (4, dict(cp=2, tp=2), dict(n=4, b=2)),
-    (4, dict(cp=2, tp=2, cp_method="alltoall"), dict(n=4, b=2, doc=True)),
-    (4, dict(cp=2, tp=2), dict(n=4, b=2, qkv_bias=True, sliding_window=5)),  # of Qwen 2, of Mistral
-    # pipeline: every schedule, 2 and 4 ranks, tied (the embedding's gradient is exchanged), accumulation on top
-    *[(2, dict(pp=2, pp_schedule=s), dict(n=8, b=4, doc=True)) for s in ("GPipe", "1F1B", "LoopedBFS")],
-    *[(2, dict(pp=2, pp_schedule=s), dict(n=8, b=4)) for s in ("Interleaved1F1B", "InterleavedZeroBubble")],
-    *[(2, dict(pp=2, pp_schedule=s), dict(n=8, b=4, tie_embeddings=True)) for s in ("ZBVZeroBubble", "DualPipeV")],
-    *[
-        (4, dict(pp=4, pp_schedule=s), dict(n=16, b=8, n_layers=8, tie_embeddings=True))
-        for s in ("1F1B", "InterleavedZeroBubble", "DualPipeV")
-    ],
-    (2, dict(pp=2, pp_stage_fqns="tok_embeddings,blocks.0;blocks.1,blocks.2,blocks.3,norm,head"), dict(n=4, b=2)),
-    (2, dict(pp=2, pp_layers_per_stage=2, pp_schedule="Interleaved1F1B"), dict(n=4, b=2, n_layers=6)),
-    (2, dict(pp=2, pp_microbatch_size=2), dict(n=8, b=4, doc=True)),
-    (2, dict(pp=2, reshard_after_forward="always"), dict(n=8, b=4)),
-    *[(4, dict(pp=2, pp_schedule=s), dict(n=16, b=4)) for s in ("1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")],
-    (4, dict(pp=2, dp_replicate=2), dict(n=8, b=2, tie_embeddings=True)),
-    (4, dict(pp=2, tp=2), dict(n=4, b=2, tie_embeddings=True)),
-    (4, dict(pp=2, tp=2, pp_schedule="ZBVZeroBubble"), dict(n=4, b=4, doc=True)),
-    (4, dict(pp=2, tp=2, loss_parallel=False, pp_schedule="Interleaved1F1B"), dict(n=4, b=4)),
-    (4, dict(pp=2, cp=2), dict(n=4, b=2, doc=True)),
-    (4, dict(pp=2, cp=2, cp_method="alltoall", pp_schedule="DualPipeV"), dict(n=4, b=4, tie_embeddings=True)),
-    # activation checkpointing
-    *[(2, dict(tp=2, ac=ac), dict(n=4, b=2)) for ac in ("full", "selective", "op")],
-    (2, dict(ac="op", cp=2), dict(n=4, b=2)),
-    (2, dict(ac="full", pp=2), dict(n=4, b=2)),
-]
-QWEN, MOE = dict(model="qwen3"), dict(model="qwen3", n_experts=8, top_k=2, moe_ffn_dim=32)  # MoE with the auxiliary loss
-LAYOUTS += [
-    # a norm on every head
-    (2, dict(tp=2), dict(n=4, b=2, **QWEN)),
-    (2, dict(pp=2), dict(n=4, b=2, tie_embeddings=True, **QWEN)),
-    # experts: ep borrows from dp, tp, cp; etp; with replicas, document masks, recomputation, pipelines
-    (1, {}, dict(n=4, b=2, **MOE)),
-    (2, {}, dict(n=4, b=1, **MOE)),
-    (2, dict(ep=2), dict(n=4, b=1, **MOE)),
-    (2, dict(tp=2), dict(n=4, b=2, **MOE)),
-    (2, dict(tp=2, ep=2), dict(n=4, b=2, **MOE)),
-    (2, dict(tp=2, etp=2), dict(n=4, b=2, **MOE)),
-    (2, dict(cp=2, ep=2), dict(n=4, b=2, doc=True, **MOE)),
-    (4, dict(ep=4), dict(n=4, b=1, **MOE)),
-    (4, dict(ep=2, tp=2), dict(n=4, b=1, **MOE)),
-    (4, dict(ep=2, tp=2, etp=2), dict(n=4, b=1, **MOE)),
-    (4, dict(ep=2, dp_replicate=2), dict(n=4, b=1, **MOE)),
-    (4, dict(pp=2, ep=2, pp_schedule="DualPipeV"), dict(n=16, b=4, **MOE)),
-]
-DS, MTP = dict(model="deepseek"), dict(model="deepseek", mtp_depth=1)
-V2 = dict(model="deepseek", score_func="softmax", norm_topk_prob=False, route_scale=2.0, q_lora_rank=0)
-LAYOUTS += [
-    # latent attention, expert groups, shared experts; multi-token prediction needs the token to the right, and the embedding
-    # at both ends of a pipeline
-    (1, {}, dict(n=4, b=2, doc=True, **MTP)),
-    (2, {}, dict(n=4, b=1, **MTP)),
-    (2, dict(tp=2), dict(n=4, b=2, **MTP)),
-    (2, dict(tp=2, ep=2), dict(n=4, b=2, **V2)),
-    (2, dict(cp=2), dict(n=4, b=2, doc=True, **MTP)),
-    (2, dict(cp=2, cp_method="alltoall"), dict(n=4, b=2, **MTP)),
-    *[(2, dict(pp=2, pp_schedule=s), dict(n=8, b=4, **MTP)) for s in ("1F1B", "InterleavedZeroBubble", "DualPipeV")],
-    (2, dict(pp=2), dict(n=8, b=4, n_dense_layers=2, **DS)),  # the first rank has no experts
-    (4, dict(ep=2, tp=2), dict(n=4, b=2, doc=True, **MTP)),
-    (4, dict(cp=2, tp=2, ep=4), dict(n=4, b=2, **MTP)),
-]
-LAYOUTS += [  # three and four axes at once, most on eight processes; more of the same
-    *[(2, dict(reduce_grads="always", **flags), dict(n=6, b=1)) for flags in ({}, dict(cpu_offload=True))],
-    (2, dict(reduce_grads="always", reshard_after_forward="never"), dict(n=6, b=1)),
-    (4, dict(reduce_grads="always", tp=2), dict(n=8, b=2)),
-    (4, dict(reduce_grads="always", ep=2), dict(n=8, b=1, **MOE)),
-    *[
-        (4, dict(pp=4, pp_schedule=s), dict(n=16, b=8, n_layers=8, tie_embeddings=True))
-        for s in ("GPipe", "Interleaved1F1B", "LoopedBFS", "ZBVZeroBubble")
-    ],
-    (4, dict(tp=2, dp_replicate=2), dict(n=8, b=2, tie_embeddings=True)),
-    (4, dict(tp=2, loss_parallel=False), dict(n=8, b=2)),
-    (4, dict(ep=2), dict(n=8, b=1, doc=True, **MOE)),
-    (4, dict(ep=4, cp=2), dict(n=4, b=1, doc=True, **MOE)),
-    (2, dict(tp=2, loss_parallel=False), dict(n=4, b=2, **MTP)),
-    (4, dict(pp=2, ep=2, pp_schedule="DualPipeV"), dict(n=16, b=4, **MTP)),
-    *[(4, dict(pp=2, ep=2, pp_schedule=s), dict(n=16, b=4, **MOE)) for s in ("1F1B", "InterleavedZeroBubble")],
-    (8, dict(pp=2, tp=2, cp=2), dict(n=8, b=4, tie_embeddings=True, doc=True)),
-    (8, dict(pp=2, tp=2), dict(n=8, b=2, doc=True)),
-    (8, dict(pp=2, cp=2, pp_schedule="Interleaved1F1B"), dict(n=8, b=4)),
-    (8, dict(cp=2, tp=2), dict(n=8, b=2, doc=True)),
-    (8, dict(dp_replicate=2, cp=2), dict(n=8, b=2, doc=True)),
-    (8, dict(dp_replicate=2, tp=2), dict(n=8, b=1, tie_embeddings=True)),
-    (8, dict(dp_replicate=2, pp=2, tp=2, pp_schedule="Interleaved1F1B"), dict(n=8, b=4)),
-    (8, dict(pp=2, tp=2, cp=2, pp_schedule="ZBVZeroBubble", cp_method="alltoall"), dict(n=8, b=4, doc=True)),
-    (8, dict(dp_replicate=2, cp=2, tp=2, ac="op"), dict(n=8, b=2)),
-    (8, dict(pp=4, pp_schedule="DualPipeV"), dict(n=16, b=8, n_layers=8)),
-    (8, dict(pp=2, cp=2, tp=2, ep=4), dict(n=4, b=4, **MOE)),
-    (8, dict(dp_replicate=2, tp=2, ep=4), dict(n=4, b=1, **MOE)),
-    (8, dict(pp=2, tp=2, ep=2, etp=2, pp_schedule="Interleaved1F1B"), dict(n=8, b=4, **MOE)),
-    (8, dict(pp=2, cp=2, ep=4, pp_schedule="ZBVZeroBubble"), dict(n=8, b=4, doc=True, **MOE)),
-    (8, dict(pp=2, cp=2, tp=2, ep=4), dict(n=4, b=4, **MTP)),
-    (8, dict(pp=2, tp=2, ep=4, pp_schedule="DualPipeV"), dict(n=16, b=8, **MTP)),
-    (8, dict(pp=2, cp=2, ep=4, pp_schedule="ZBVZeroBubble"), dict(n=8, b=4, doc=True, **MTP)),
-    (8, dict(dp_replicate=2, tp=2, ep=4), dict(n=4, b=1, **MTP)),
-    (4, dict(tp=2, etp=2, ep=2), dict(n=4, b=2, **V2)),
-    (4, dict(pp=2, ep=2, pp_schedule="ZBVZeroBubble"), dict(n=16, b=4, **MTP)),
-    (4, dict(pp=2, ep=2, pp_schedule="Interleaved1F1B"), dict(n=16, b=4, **V2)),
-    (4, dict(pp=2, cp=2), dict(n=4, b=2, doc=True, **MTP)),
-    (2, dict(tp=2), dict(n=4, b=2, tie_embeddings=True, **MTP)),
-    (2, dict(tp=2), dict(n=4, b=2, rope_interleave=False, **V2 | dict(q_lora_rank=24))),
-    (2, dict(pp=2), dict(n=8, b=4, tie_embeddings=True, doc=True, **MTP)),
-    (4, dict(pp=2, tp=2, pp_schedule="ZBVZeroBubble"), dict(n=4, b=4, **MTP)),
-    (4, dict(cp=2, ep=4), dict(n=4, b=1, doc=True, **MTP)),
-    (4, dict(dp_replicate=2, ep=2), dict(n=8, b=1, **MTP)),
-    (4, dict(ep=2, tp=2, etp=2), dict(n=4, b=1, **MTP)),
-    *[(4, dict(pp=2, ep=2, pp_schedule=s), dict(n=16, b=4, **MTP))
-      for s in ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")],
-    *[(2, dict(ac=ac, **layout), dict(n=4, b=1, **model)) for model in (MOE, MTP) for ac in ("op", "full", "selective")
-      for layout in ({}, dict(ep=2), dict(dp_replicate=2))],
-    *[(2, dict(ac=ac, tp=2, **more), dict(n=4, b=2, **model)) for model in (MOE, MTP) for ac in ("op", "full", "selective")
-      for more in ({}, dict(ep=2), dict(etp=2))],
-    *[(4, dict(ac="op", **layout), dict(n=4, b=1, **MOE)) for layout in (
-        dict(ep=2), dict(ep=4), dict(dp_replicate=2, ep=2), dict(tp=2, ep=4), dict(tp=2, etp=2, ep=2), dict(cp=2, ep=4))],
-    (2, dict(ac="op", pp=2), dict(n=8, b=4, **MTP)),
-    (8, dict(pp=2, cp=2, ep=4, pp_schedule="InterleavedZeroBubble"), dict(n=8, b=4, doc=True, **MTP)),
-    (8, dict(dp_replicate=2, tp=2, cp=2, ep=4), dict(n=4, b=2, doc=True, **MTP)),
-    # axes and pairs of axes that no row above has: norms of heads, and experts beside replicas and cut by --etp
-    *[(2, flags, dict(n=4, b=1, **QWEN)) for flags in ({}, dict(dp_replicate=2), dict(cp=2))],
-    (2, dict(pp=2), dict(n=4, b=2, **MOE)),
-    (2, dict(cp=2), dict(n=4, b=1, **MOE)),
-    (4, dict(pp=2, cp=2), dict(n=4, b=2, doc=True, **MOE)),
-    *[(4, dict(tp=2, etp=2, dp_replicate=2), dict(n=4, b=1, **model)) for model in (MOE, DS)],
-    *[(4, dict(tp=2, etp=2, cp=2), dict(n=4, b=2, **model)) for model in (MOE, DS)],
-    *[(4, dict(dp_replicate=2, cp=2), dict(n=4, b=1, **model)) for model in (MOE, DS)],
-    *[(4, dict(dp_replicate=2, pp=2), dict(n=8, b=4, **model)) for model in (MOE, DS)],
-    *[(4, dict(pp=2, tp=2, etp=2), dict(n=4, b=4, **model)) for model in (MOE, DS)],
-]
+LAYOUTS, COMPILED = layouts_of("layouts"), layouts_of("compiled")
+MOE, MTP = KINDS["qwen3_moe"], KINDS["mtp"]
 
 
 def axes_of(row) -> list[str]:
@@ -217,19 +64,6 @@ def covering(rows: list) -> list:
 
 QUICK = covering(LAYOUTS)
 SLOW = [row for row in LAYOUTS if row not in QUICK]
-
-COMPILED = [
-    (1, dict(compile=True), dict(n=4, b=2)),
-    (2, dict(compile=True, ac="op"), dict(n=4, b=2)),
-    (2, dict(compile=True, tp=2), dict(n=4, b=2)),
-    (2, dict(compile=True, cp=2), dict(n=4, b=2)),
-    (2, dict(compile=True, pp=2, pp_schedule="InterleavedZeroBubble"), dict(n=8, b=4)),
-    (2, dict(compile=True, tp=2, ep=2), dict(n=4, b=2, **MTP)),
-    # with experts, which stay as they are in fp32
-    (2, dict(compile=True, ep=2, tp=2), dict(n=4, b=2, **MOE)),
-    (2, dict(compile=True, ep=2, ac="full"), dict(n=4, b=2, **MOE)),
-    (2, dict(compile=True, pp=2, pp_schedule="InterleavedZeroBubble"), dict(n=8, b=4, **MOE)),
-]
 
 
 def test_the_quick_layouts_have_every_axis_and_every_pair_of_axes_with_every_kind_of_model():
@@ -399,7 +233,6 @@ def dtypes_of_a_step(problem: dict, flags: dict) -> tuple[dict, dict, dict]:
 
 BF16 = [(1, {}), (2, dict(tp=2)), (2, dict(cp=2)), (2, dict(cp=2, cp_method="alltoall")), (2, dict(pp=2)),
         (2, dict(cpu_offload=True)), (2, dict(ac="full")), (2, dict(ep=2)), (2, dict(tp=2, etp=2))]
-KINDS = {"llama3": {}, "qwen3": dict(model="qwen3"), "qwen3_moe": MOE, "deepseek": dict(model="deepseek"), "mtp": MTP, "v2": V2}
 
 
 @pytest.mark.parametrize("processes, flags, kind", [

@@ -7,14 +7,14 @@ from unittest import mock
 
 import pytest
 import torch
-from layouts import build, config, full, global_batch, local_batch, without_inductor
+from layouts import KINDS, build, config, full, global_batch, local_batch, without_inductor
 from pool import pool
 
 import parallel
 from distributed.cast import CastUnit
 
 BF16 = dict(compute_dtype="bfloat16")
-MOE, MTP = dict(model="qwen3", n_experts=8, top_k=2, moe_ffn_dim=32), dict(model="deepseek", mtp_depth=1)
+MOE, MTP = KINDS["qwen3_moe"], KINDS["mtp"]
 CASES = [
     ({}, BF16),
     # every other combination of dtypes: of compute, parameters and sums

@@ -6,7 +6,6 @@ import torch
 from layouts import build, config, reference, train
 from pool import pool
 
-MOE = dict(model="qwen3", **layouts.MOE)  # with the auxiliary loss
 FLOAT8 = [(recipe, *layout) for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp")
           for layout in ((1, {}), (2, {}), (2, dict(pp=2, pp_microbatch_size=2)))]
 

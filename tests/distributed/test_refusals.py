@@ -5,13 +5,12 @@ the cure that the line itself names. `test_recipes.py` runs the command lines th
 wrong ones.
 """
 import re
-from ast import literal_eval
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
-from layouts import Flags, build, config
+from layouts import Flags, build, config, fields_of
 from pool import pool
 from runs import ended, launch
 from saves import refuses
@@ -48,9 +47,7 @@ def flags_of(text: str) -> dict:
     """{name: value}"""
     for name, meant in dict(TWO_LAYERS="PP n_layers=2", PP="world_size=2 pp=2", TWO=TWO, FOUR=FOUR).items():
         text = text.replace(name, meant)
-    named = dict(word.split("=", 1) for word in text.split())
-    return {name: literal_eval(value) if re.fullmatch(r"[-\d.e]+|True|False|None|\[.*\]", value) else value
-            for name, value in named.items()}
+    return fields_of(text)
 
 
 @pytest.mark.parametrize("rule", RULES.strip("\n").split("\n"), ids=lambda rule: rule.split(" => ")[0].strip()[:70])

@@ -2,7 +2,7 @@
 import pytest
 import torch
 import transformers
-from layouts import FORK_LAYOUTS, assert_samples_are_the_best_tokens, compare, drawn, equals_transformers, on_meta, row_name
+from layouts import assert_samples_are_the_best_tokens, compare, drawn, equals_transformers, layouts_of, on_meta, row_name
 from pool import pool
 from safetensors.torch import load_file, save_file
 from saves import refuses
@@ -62,12 +62,15 @@ def test_published_sizes(module, flavor, total, active):
         assert round((model.n_active_params() - config.vocab_size * config.dim) / 1e9, 2) == active
 
 
-@pytest.mark.parametrize("row", FORK_LAYOUTS, ids=row_name)
+LAYOUTS = layouts_of("forks")
+
+
+@pytest.mark.parametrize("row", LAYOUTS, ids=row_name)
 @pytest.mark.parametrize("model", ["gpt_oss", "llama4", "olmo3", "qwen3_next"])
 def test_layout_equals_one_process(model, row):
     """Of Llama 4, experts in every layer and in every second one take turns. OLMo 3 has no experts, and so no ep."""
     n, flags, problem = row
-    more = {"moe_every": 1 + FORK_LAYOUTS.index(row) % 2} if model == "llama4" else {}
+    more = {"moe_every": 1 + LAYOUTS.index(row) % 2} if model == "llama4" else {}
     flags = {name: value for name, value in flags.items() if name != "ep" or model != "olmo3"}
     assert compare(n, flags, problem | more | {"model": model}) == ""
 

@@ -6,6 +6,7 @@ import policy
 import pytest
 import torch
 import torch.distributed as dist
+from layouts import layouts_of, row_name
 from policy import SAME, assert_close, assert_same, full_logprobs, gradients, run, samples_of, sharp_model, steps_of, trainer_of
 from pool import pool
 
@@ -165,28 +166,14 @@ def test_scored_log_probabilities_come_back_to_every_rank():
                 assert torch.allclose(torch.tensor(old), full_logprobs(sharp_model(), s), atol=1e-4)
 
 
-CASES = [
-    (2, {"dp_shard": 2}, "gspo", "llama3"),
-    (2, {"tp": 2}, "gspo", "llama3"),
-    (2, {"cp": 2}, "gspo", "llama3"),
-    (2, {"cp": 2, "cp_method": "alltoall"}, "grpo", "llama3"),
-    (4, {"dp_shard": 2, "tp": 2}, "dapo", "llama3"),
-    (4, {"dp_replicate": 2, "cp": 2}, "gspo", "llama3"),
-    (4, {"cp": 2, "tp": 2}, "cispo", "llama3"),
-    (2, {"dp_shard": 2, "ep": 2}, "dr_grpo", "qwen3_moe"),
-    (2, {"cp": 2, "ep": 2}, "gspo", "qwen3_moe"),
-    (2, {"dp_shard": 2}, "gspo", "deepseek"),
-    (2, {"cp": 2}, "grpo", "deepseek"),
-    (4, {"cp": 2, "tp": 2, "ep": 2}, "dapo", "qwen3_moe"),
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("n, flags, kind, model", CASES, ids=str)
-def test_packed_layouts_take_the_step_of_rows_on_one_process(n, flags, kind, model):
+@pytest.mark.parametrize("row", layouts_of("packing"), ids=row_name)
+def test_packed_layouts_take_the_step_of_rows_on_one_process(row):
+    n, flags, kind = row
+    model = kind.get("model", "llama3")
     config = OTHERS.get(model, policy.MODEL)
     samples = off_policy(samples_of(sharp_model(config), n_prompts=5))
-    flags, ranks = ALL | flags | dict(loss=kind), 2 if flags.get("tp") else 1
+    flags, ranks = ALL | flags, 2 if flags.get("tp") else 1
     alone = {name: flags[name] for name in flags if name not in ("dp_shard", "dp_replicate", "tp", "cp", "ep", "cp_method")}
     want = counted(1, pool(1).run(two_updates, alone, samples, model)[0])
     for found in pool(n).run(two_updates, flags | dict(pack_tokens=PACKED), samples, model):

@@ -9,11 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from layouts import MODELS, Flags, build, config, full, initialised, random_tokens
+from layouts import KINDS, MODELS, Flags, build, config, full, initialised, random_tokens
 from pool import pool
 from saves import path, refuses
-from test_lora import ALL, LORA, MLA
-from test_parallel import MOE, V2
+from test_lora import ALL, LORA, MLA, MOE
 
 import checkpoint
 from checkpoint import CheckpointConfig, Checkpoints, load_model
@@ -27,7 +26,7 @@ from tools import checkpoint_commands
 DS = dict(model="deepseek", n_layers=2)
 WITHOUT_FFN = MLA | dict(lora_on=MLA["lora_on"][:-1])
 SMALL = {"llama3": (dict(n_layers=2), ALL), "qwen3": (MOE | dict(n_layers=2), LORA), "deepseek": (DS, WITHOUT_FFN),
-         "deepseek v2": (V2 | dict(n_layers=2), MLA | dict(lora_on=("blocks.1.attn.wq", "wkv_b", "wo")))}
+         "deepseek v2": (KINDS["v2"] | dict(n_layers=2), MLA | dict(lora_on=("blocks.1.attn.wq", "wkv_b", "wo")))}
 
 
 def flags_of(lora: dict, **more) -> SimpleNamespace:

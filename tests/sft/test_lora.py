@@ -12,7 +12,6 @@ from layouts import MODELS, Flags, build, compare, config, full, global_batch, i
 from pool import pool
 from saves import refuses
 from test_communication import count
-from test_parallel import MOE, MTP, V2
 
 import distributed.checks
 import distributed.experts
@@ -26,31 +25,14 @@ from sft.lora import check_lora, is_adapter, lora_counts, lora_linears, lora_nam
 from storage.hf import save_hf
 from support.config import override_fields
 
+MOE, MTP = layouts.KINDS["qwen3_moe"], layouts.KINDS["mtp"]
 LORA = dict(lora_rank=4)
 ALL = dict(lora_rank=4, lora_on=("wq", "wv", "wo", "w1", "w2", "w3"))
 MLA = dict(lora_rank=4, lora_on=("wq*", "wkv_a", "wkv_b", "wo", "w1"))
-LAYOUTS = [  # as in test_parallel.py; B is drawn, so that A has a gradient in the first step too (layouts.drawn_adapters)
-    (1, ALL, dict(n=6, b=2, doc=True)),
-    (2, LORA | dict(cpu_offload=True), dict(n=8, b=2, tie_embeddings=True)),
-    (2, ALL | dict(tp=2, ac="op"), dict(n=4, b=2)),
-    (2, ALL | dict(cp=2, cp_method="alltoall"), dict(n=4, b=2, doc=True)),
-    (2, ALL | dict(pp=2, pp_schedule="ZBVZeroBubble"), dict(n=8, b=4, tie_embeddings=True)),
-    (2, LORA | dict(pp=2, pp_stage_fqns="tok_embeddings;blocks.0,blocks.1,blocks.2,blocks.3,norm,head"), dict(n=4, b=2)),
-    (2, LORA | dict(tp=2, ep=2), dict(n=4, b=2, **MOE)),
-    (2, MLA | dict(tp=2), dict(n=4, b=2, **MTP)),
-]
-SLOW = [
-    (4, dict(lora_rank=1, dp_replicate=2, dp_shard=2, reduce_grads="always"), dict(n=12, b=1)),  # fewer rows of A than ranks
-    (4, ALL | dict(cp=2, tp=2), dict(n=4, b=2)),
-    (4, ALL | dict(pp=2, tp=2, pp_schedule="Interleaved1F1B", loss_parallel=False), dict(n=4, b=4)),
-    (4, MLA | dict(ep=2, tp=2, etp=2), dict(n=4, b=1, **V2)),
-    (2, MLA | dict(pp=2, pp_schedule="DualPipeV"), dict(n=8, b=4, **MTP)),
-    (2, dict(lora_rank=4, lora_on=("blocks.3.*.w1",), pp=2, pp_schedule="InterleavedZeroBubble"), dict(n=8, b=4)),
-    (2, LORA | dict(compile=True, tp=2), dict(n=4, b=2)),
-]
+QUICK, SLOW = (layouts.layouts_of(section, LORA=LORA, ALL=ALL, MLA=MLA) for section in ("lora", "lora, slow"))
 
 
-@pytest.mark.parametrize("row", [*LAYOUTS, *(pytest.param(row, marks=pytest.mark.slow) for row in SLOW)], ids=layouts.row_name)
+@pytest.mark.parametrize("row", [*QUICK, *(pytest.param(row, marks=pytest.mark.slow) for row in SLOW)], ids=layouts.row_name)
 def test_layout_equals_one_process(row):
     assert compare(*row) == ""
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 import pytest
 import torch
 from dry import MOE, REPO, SMALL, config, report_of, run
-from layouts import Flags
+from layouts import Flags, layouts_of, row_name
 from pool import pool
 from programs import run_program
 from saves import refuses
@@ -59,42 +59,16 @@ def really(recipe: str, flags: dict) -> dict:
     return dict(first={k: first[k] for k in ("parameters", "gradients", "optimizer", "measured")} | kept, counts=counts)
 
 
-LAYOUTS = {
-    "one": ("train_llama3", 1, {}),
-    "one, weights cast": ("train_llama3", 1, dict(param_dtype="bfloat16")),
-    "fsdp": ("train_llama3", 2, {}),
-    "fsdp, accumulation": ("train_llama3", 2, dict(global_batch_size=40)),
-    "fsdp, kept weights, accumulation": ("train_llama3", 2, dict(global_batch_size=40, reshard_after_forward="never")),
-    "hsdp": ("train_llama3", 4, dict(dp_replicate=2)),
-    "fsdp x tp": ("train_llama3", 4, dict(tp=2)),
-    "tp, head gathered": ("train_llama3", 2, dict(tp=2, loss_parallel=False)),
-    "cp": ("train_llama3", 2, dict(cp=2)),
-    "cp all-to-all, fsdp": ("train_llama3", 4, dict(cp=2, cp_method="alltoall")),
-    "recomputed": ("train_llama3", 2, dict(tp=2, ac="full")),
-    "half recomputed": ("train_llama3", 2, dict(ac="selective")),
-    "pp": ("train_llama3", 2, dict(pp=2)),
-    "pp, tied": ("train_llama3", 2, dict(pp=2, model_args=SMALL + ",tie_embeddings=true")),
-    "pp x fsdp": ("train_llama3", 4, dict(pp=2)),
-    "pp x fsdp, resharded": ("train_llama3", 4, dict(pp=2, reshard_after_forward="always")),
-    "pp x tp, zero bubble": ("train_llama3", 4, dict(pp=2, tp=2, pp_schedule="InterleavedZeroBubble")),
-    "pp, zero bubble, bf16": ("train_llama3", 2, dict(pp=2, pp_schedule="ZBVZeroBubble", compute_dtype="bfloat16")),
-    "pp, down and back": ("train_llama3", 2, dict(pp=2, pp_schedule="DualPipeV")),
-    "pp, interleaved": ("train_llama3", 2, dict(pp=2, pp_schedule="Interleaved1F1B")),
-    "experts": ("train_qwen3", 2, dict(ep=2, model_args=MOE, moe_force_balance=True)),
-    "experts x tp x fsdp": ("train_qwen3", 4, dict(ep=2, tp=2, model_args=MOE, moe_force_balance=True)),
-    "experts split": ("train_qwen3", 4, dict(ep=2, tp=2, etp=2, model_args=MOE, moe_force_balance=True)),
-    "muon": ("train_llama3", 2, dict(optimizer="muon")),
-    "muon, tp": ("train_llama3", 2, dict(optimizer="muon", tp=2)),
-    "muon, experts": ("train_qwen3", 4, dict(ep=2, tp=2, optimizer="muon", model_args=MOE, moe_force_balance=True)),
-}
+FIRST, *LAYOUTS = layouts_of("dry run")
 
 
-FIRST = ("pp, tied",)
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FIRST else pytest.mark.slow) for n in LAYOUTS])
-def test_dry_run_equals_gloo(name):
-    recipe, processes, flags = LAYOUTS[name]
+@pytest.mark.parametrize("row", [FIRST, *(pytest.param(row, marks=pytest.mark.slow) for row in LAYOUTS)], ids=row_name)
+def test_dry_run_equals_gloo(row):
+    processes, flags, model = row
+    recipe, more = "train_llama3", dict(model_args=SMALL + ",tie_embeddings=true" * ("tie_embeddings" in model))
+    if "n_experts" in model:
+        recipe, more = "train_qwen3", dict(model_args=MOE, moe_force_balance=True)
+    flags = flags | more
     everyone = pool(processes).run(really, recipe, flags)
     degrees = {axis: flags.get(axis, 1) for axis in AXES}
     degrees["dp_shard"] = processes // math.prod(degrees.values())
