@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from layouts import fields_of
 from policy import hf_folder
 from pool import pool
 from safetensors.torch import load_file, save_file
@@ -381,49 +382,16 @@ def test_what_is_right_can_be_said(answers, correct):
     assert [item["correct"] for item in items] == correct and metrics["exact_match"] == pytest.approx(sum(correct) / 3)
 
 
-CHOICES, QUESTION = '{"question": "x", "choices": %s, "answer": %s}', '{"question": "x", "answer": "y"}'
-ERRORS = [
-    ({}, "x", "", "--task '': it ends with nothing; need a .txt or .jsonl"),
-    ({}, "", "task.jsonl", "task.jsonl is empty"),
-    ({}, '{"text": ""}', "task.jsonl", "its texts are empty"),
-    ({}, '{"prompt": "x"}', "task.jsonl", "task.jsonl:1 has prompt; need text, or question, choices and answer, or"),
-    ({}, '{"text": "x", "question": "y", "answer": "z"}', "task.jsonl", "need text, or question"),
-    ({}, '{"text": "x"}\n\n{"txt": "y"}', "task.jsonl", "task.jsonl:3 has no text, and the first line has"),
-    ({}, '{"text": "x"}\n{"text": 7}', "task.jsonl", "task.jsonl:2: text is no text"),
-    ({}, '{"text": "x"}\n{"text"', "task.jsonl", "task.jsonl:2 is not JSON"),
-    ({}, '{"text": "\\ud800"}', "task.jsonl", "task.jsonl:1 is not JSON: 'utf-8' codec can't encode"),
-    ({}, "[1]", "task.jsonl", "task.jsonl:1 is a JSON list, not an object"),
-    ({}, CHOICES % ('["a", ""]', '0'), "task.jsonl", "choices are no list of texts, none of them empty"),
-    ({}, CHOICES % ('["a", "b"]', '"c"'), "task.jsonl", "the answer 'c' is none of the 2 choices"),
-    ({}, CHOICES % ('["a", "b"]', 'true'), "task.jsonl", "the answer True is none of the 2 choices"),
-    ({}, '{"question": "x", "answer": " "}', "task.jsonl", "with --answers auto for ' ': it is no text and no number"),
-    ({}, "[]", "task.json", "--task 'task.json': it ends with .json; need a .txt or .jsonl"),
-    (dict(checkpoint="nowhere"), "x", "task.txt", "nowhere is no folder"),
-    (dict(out="task.txt"), "x", "task.txt", "--out task.txt is there already"),
-    (dict(out="nowhere/x.jsonl"), "x", "task.txt", "--out nowhere/x.jsonl: nowhere is no folder"),
-    (dict(seq_len=512), "x", "task.txt", "--seq_len 512 must be between 1 and the model's max_seq_len 256"),
-    (dict(seq_len=8, stride=9), "x", "task.txt", "--stride 9 must be between 1 and --seq_len 8"),
-    (dict(max_new_tokens=8), "x", "task.txt", "--max_new_tokens 8 has no effect where nothing is written"),
-    (dict(answers="number"), QUESTION, "task.jsonl", "task.jsonl:1: nothing can be right with --answers number"),
-    (dict(stride=8, max_new_tokens=8), QUESTION, "task.jsonl", "--stride 8 has no effect on questions"),
-    ({}, QUESTION, "task.jsonl", "--max_new_tokens 256 leaves no room for a prompt in the 256 tokens"),
-    (dict(seed=1, max_new_tokens=8), QUESTION, "task.jsonl", "--seed 1 has no effect with --temper"),
-    (dict(pp=2, max_new_tokens=8), QUESTION, "task.jsonl", "--pp and --cp do not help to write answers"),
-    (dict(seq_len=4), CHOICES % ('["a b c d e f"]', '0'), "task.jsonl", "are to be scored as a whole"),
-    (dict(tp=2), "x", "task.txt", "1 process but "),
-    (dict(ac="full", compile=True), "x", "task.txt", "--ac full, --compile: nothing is trained here; leave it out"),
-    (dict(shots=2), "x", "task.txt", "--shots 2 has no effect on a text"),
-    (dict(shots=2, max_new_tokens=8), QUESTION, "task.jsonl", "--shots_file '': it ends with nothing; need a .txt or .jsonl"),
-    (dict(temperature=-1.0), "x", "task.txt", "--temperature -1.0 must be 0 or more"),
-]
+ERRORS = [re.split(r" ?\| | => ", line) for line in Path(__file__).with_name("evaluate.txt").read_text().splitlines()[1:]]
 
 
-@pytest.mark.parametrize("flags, content, name, message", ERRORS, ids=range(len(ERRORS)))
-def test_what_is_wrong_is_one_line(flags, content, name, message, folders, tmp_path, monkeypatch):
+@pytest.mark.parametrize("flags, task, message", ERRORS, ids=range(len(ERRORS)))
+def test_what_is_wrong_is_one_line(flags, task, message, folders, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    if name:
-        Path(name).write_text(content)
-    refuses(re.escape(message), evaluated, **dict(checkpoint=folders("llama"), task=name) | flags)
+    name, given, content = task.partition(": ")
+    if given:
+        Path(name).write_text(content.replace("\\n", "\n"))
+    refuses(re.escape(message), evaluated, **dict(checkpoint=folders("llama"), task=name) | fields_of(flags))
 
 
 def test_a_model_without_a_tokenizer_and_one_without_a_template(folders, tasks, tmp_path):
