@@ -8,21 +8,21 @@ import os
 import random
 import shutil
 import signal
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import policy
 import pytest
-import runs
 import torch
 import torch.distributed as dist
+from layouts import drawn_adapters
 from policy import TINY, assert_close, assert_same, full_logprobs, gradients, run, samples_of, sharp_model, steps_of, trainer_of
 from pool import pool
 from runs import REPO, Job, metrics
 
 import generate
 import grpo
+from distributed.layout import AXES
 from grpo import advantages, loss_denominator, overlong_penalty, policy_loss
 from models.loss import CHUNK_ELEMENTS, token_logprobs
 from rl import decoding, environments, rollouts
@@ -295,7 +295,8 @@ def test_some_samples_without_a_gradient_stand_for_all():
 
 def ranks_train(flags: dict, samples):
     """On every rank: loss, gradients / denominator, and the rollouts of the same prompts."""
-    trainer = trainer_of(local_batch_size=3, **flags)
+    with drawn_adapters():
+        trainer = trainer_of(local_batch_size=3, **flags)
     found = trainer.train_on(samples)
     grads = {fqn: g / trainer.denominator for fqn, g in gradients(trainer).items()}
     norm = trainer.optim_step(1e-2)["grad_norm"]
@@ -308,9 +309,10 @@ def ranks_train(flags: dict, samples):
     return found, grads, norm, [s["ids"] for s in batch["samples"]], again
 
 
-LAYOUTS = [(2, {"dp_shard": 2}), (2, {"tp": 2}), (2, {"cp": 2, "loss": "gspo"})]
+LORA = dict(lora_rank=4, lora_on=["wq", "wo", "w1"], init_from="not read here", kl_coef=0.5)
+LAYOUTS = [(2, {"dp_shard": 2}), (2, {"tp": 2}), (2, {"cp": 2, "loss": "gspo"}), (2, LORA | {"dp_shard": 2})]
 LARGE = [(2, {"tp": 2, "unknown": [13, 19, 23]}), (4, {"dp_shard": 2, "tp": 2}), (4, {"dp_replicate": 2, "cp": 2}),
-         (4, {"dp_replicate": 2, "dp_shard": 2, "loss": "grpo"})]
+         (4, {"dp_replicate": 2, "dp_shard": 2, "loss": "grpo"}), (2, LORA | {"tp": 2}), (4, LORA | {"dp_shard": 2, "cp": 2})]
 
 
 @pytest.mark.parametrize("n, flags", LAYOUTS + [pytest.param(*x, marks=pytest.mark.slow) for x in LARGE], ids=str)
@@ -318,10 +320,10 @@ def test_layouts_equal_one_process(n, flags):
     """Gradients summed, not averaged, over ranks with unequal tokens; empty ranks take part; tp ranks sample alike."""
     samples = mask_truncated(samples_of(sharp_model(), n_prompts=5, group_size=1))
     assert {sum(s["mask"]) > 0 for s in samples} == {True, False}  # 5 samples: micro-batches of 3 and of 2, or of 3, 2, 0, 0
-    loss = flags.get("loss", "dapo")
-    alone = {"loss": loss} | {name: flags[name] for name in flags if name == "unknown"}
+    flags = {"loss": "dapo"} | flags
+    alone = {name: value for name, value in flags.items() if name not in AXES}
     want = pool(1).run(ranks_train, alone, samples)[0]
-    for rank, (found, grads, norm, ids, again) in enumerate(pool(n).run(ranks_train, flags | {"loss": loss}, samples)):
+    for rank, (found, grads, norm, ids, again) in enumerate(pool(n).run(ranks_train, flags, samples)):
         for name in ("loss", "entropy", "clip_share", "ratio_outside"):
             assert found[name] == pytest.approx(want[0][name], abs=2e-5), (rank, name)
         assert_close(grads, want[1], 1e-4)
@@ -369,46 +371,6 @@ def test_processes_take_the_steps_of_one(tmp_path, processes, flags, one):
     run(processes, *policy.SAME, "--model_args", *extra, *flags, "--out", tmp_path / "many")
     run(1, *policy.SAME, "--model_args", *extra, *one, "--out", tmp_path / "one")
     assert_same(steps_of(tmp_path / "many"), steps_of(tmp_path / "one"), 1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("where, flags", [("rollout", []), ("training", ["--async_steps", 3])])
-def test_killed_and_continued_is_undisturbed(tmp_path, where, flags):
-    """kill -9 inside the rollouts of step 4, or in its update: the run goes on from step 2, with the same rewards."""
-    out = tmp_path / "killed"
-    argv = [*map(str, TINY), "--steps", "5", "--checkpoint_every", "2", *map(str, flags), "--out"]
-    code = f"""
-import os, signal, sys
-import grpo
-from rl import decoding, rollouts
-sys.argv = ['grpo.py', *{argv!r}, {str(out)!r}]
-def kill_at(function, call):
-    calls = []
-    def wrapped(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == call:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return function(*args, **kwargs)
-    return wrapped
-if {where!r} == 'rollout':
-    make, drawn = rollouts.make_batch, []
-    def make_batch(*args):
-        drawn.append(1)
-        if len(drawn) == 4:
-            decoding.draw = kill_at(decoding.draw, 3)
-        return make(*args)
-    rollouts.make_batch = make_batch
-else:
-    grpo.Trainer.optim_step = kill_at(grpo.Trainer.optim_step, 3 + 4)  # three steps of warm-up, then the fourth update
-grpo.run(grpo.main, grpo.Config)
-"""
-    runs.run([sys.executable, "-c", code], timeout=400, status=-signal.SIGKILL, env=policy.ENV)
-    assert [line["step"] for line in steps_of(out)] == [1, 2, 3] and os.listdir(out / "checkpoints") == ["step-2"]
-    assert "continuing from" in run(1, *argv, out)
-    run(1, *argv, tmp_path / "whole")
-    assert_same(steps_of(out), steps_of(tmp_path / "whole"), 0.0)
-    for name in ("eval_reward", "eval_greedy"):
-        assert [x[name] for x in metrics(out) if name in x] == [x[name] for x in metrics(tmp_path / "whole") if name in x]
 
 
 @pytest.mark.slow
@@ -495,15 +457,33 @@ here, calls = os.path.dirname(__file__), 0
 
 
 def reward(prompt, completion, truncated=False):
-    """As env_counting.py; in step 4 it waits until a test has done its worst."""
+    """As env_counting.py; before step 4, or after so many calls, it waits until a test has done its worst."""
     global calls
     calls += 1
-    if calls == 16 * 3 + 1 and not os.path.exists(f"{here}/go"):
+    if calls == int(os.environ.get("WAITS_AT", 16 * 3)) + 1 and not os.path.exists(f"{here}/go"):
         open(f"{here}/waiting", "w").close()
         while not os.path.exists(f"{here}/go"):
             time.sleep(0.01)
     return tests.env_counting.reward(prompt, completion)
 '''
+HANGS = """
+import os, sys, time
+sys.path.insert(0, {repo!r})
+import grpo
+optim_step, begun = grpo.Trainer.optim_step, []
+
+
+def hang(self, *args, **options):
+    begun.append(1)
+    if "%s, %d" % (os.environ.get("RANK", "0"), len(begun) - 3) == os.environ["HANGS_AT"]:  # rank, step after 3 of warm-up
+        open(os.path.dirname(__file__) + "/waiting", "w").close()
+        time.sleep(600)
+    return optim_step(self, *args, **options)
+
+
+grpo.Trainer.optim_step = hang
+grpo.run(grpo.main, grpo.Config)
+"""
 LONG = [*TINY[2:], "--steps", 6, "--eval_every", 0, "--checkpoint_every", 100, "--compute_dtype", "float32"]
 
 
@@ -526,6 +506,28 @@ def start(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("where, flags", [("rollout", []), ("training", ["--async_steps", 3])])
+def test_killed_and_continued_is_undisturbed(tmp_path, start, where, flags):
+    """kill -9 inside the rollouts of step 4, or in its update: the run goes on from step 2, with the same rewards."""
+    flags = ["--steps", 5, "--checkpoint_every", 2, "--eval_every", 2, *flags]
+    if where == "rollout":
+        job = start(1, *flags, WAITS_AT=str(3 * 16 + 2 * 3 * 8))  # rewards of three steps and two evaluations
+    else:
+        (tmp_path / "hangs.py").write_text(HANGS.format(repo=str(REPO)))
+        job = start(1, *flags, program=tmp_path / "hangs.py", WAITS_AT="-1", HANGS_AT="0, 4")
+    job.until((tmp_path / "waiting").exists)
+    job.kill_everything()
+    (tmp_path / "go").touch()
+    assert [line["step"] for line in steps_of(job.out)] == [1, 2, 3] and os.listdir(job.out / "checkpoints") == ["step-2"]
+    again = start(1, *flags)
+    assert again.end() == 0 and "continuing from" in again.text()
+    run(1, *LONG, "--env", tmp_path / "env.py", *flags, "--out", tmp_path / "whole")
+    assert_same(steps_of(job.out), steps_of(tmp_path / "whole"), 0.0)
+    for name in ("eval_reward", "eval_greedy"):
+        assert [x[name] for x in metrics(job.out) if name in x] == [x[name] for x in metrics(tmp_path / "whole") if name in x]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("processes, how, steps_ahead", [
     (1, "SIGTERM", 0), (1, "SIGTERM", 1), (2, "SIGTERM to the workers", 1), (2, "SIGINT to all", 0)])
 def test_a_signal_saves_and_ends(tmp_path, start, processes, how, steps_ahead):
@@ -543,7 +545,6 @@ def test_a_signal_saves_and_ends(tmp_path, start, processes, how, steps_ahead):
     assert os.listdir(job.out / "checkpoints") == [f"step-{job.last_step()}"] and 3 <= job.last_step() <= 4
     again = start(processes, *flags)
     assert again.end() == 0 and "continuing from" in again.text()
-    (tmp_path / "env.py").write_text(WAITS.replace("16 * 3", "-1"))
     run(1, *LONG, "--env", tmp_path / "env.py", "--out", tmp_path / "whole", *flags[:2])
     assert_same(steps_of(job.out), steps_of(tmp_path / "whole"), 1e-5 if processes > 1 else 0.0)
 
@@ -574,23 +575,6 @@ def test_trainer_and_generator_end_together(tmp_path, start, rank):
     job.until(lambda: all(not Path("/proc", str(pid)).exists() or zombie(pid) for pid in others), timeout=30)
 
 
-HANGS = """
-import os, sys, time
-sys.path.insert(0, {repo!r})
-import grpo
-optim_step, begun = grpo.Trainer.optim_step, []
-
-
-def hang(self, *args, **options):
-    begun.append(1)
-    if os.environ["RANK"] == "1" and len(begun) == 3 + 3:  # three steps of warm-up, then step 3
-        time.sleep(600)
-    return optim_step(self, *args, **options)
-
-
-grpo.Trainer.optim_step = hang
-grpo.run(grpo.main, grpo.Config)
-"""
 SLOW_REWARD = """
 import os, time
 import tests.env_counting
@@ -623,6 +607,6 @@ def test_rewards_may_take_longer_than_training(tmp_path, start, processes, late,
 @pytest.mark.slow
 def test_a_hang_in_training_still_ends_the_run(tmp_path, start):
     (tmp_path / "hangs.py").write_text(HANGS.format(repo=str(REPO)))
-    job = start(2, "--dp_shard", 2, "--train_timeout_s", 6, program=tmp_path / "hangs.py")
+    job = start(2, "--dp_shard", 2, "--train_timeout_s", 6, program=tmp_path / "hangs.py", HANGS_AT="1, 3")
     job.until(lambda: "error on rank 0" in job.text())
     assert job.last_step() == 2 and "imed out" in job.text()

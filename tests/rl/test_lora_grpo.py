@@ -3,17 +3,14 @@ import pytest
 import torch
 from layouts import drawn_adapters
 from policy import TINY, assert_close, gradients, hf_folder, run, samples_of, sharp_model, steps_of, trainer_of
-from pool import pool
-from test_grpo import ranks_train
+from test_grpo import LORA
 
 from sft.lora import is_adapter
-
-LORA = dict(lora_rank=4, lora_on=["wq", "wo", "w1"], init_from="not read here")
 
 
 def test_the_reference_is_the_model_below_the_adapters():
     with drawn_adapters():
-        one, two = (trainer_of(kl_coef=0.5, loss="dapo", **LORA) for _ in range(2))
+        one, two = (trainer_of(loss="dapo", **LORA) for _ in range(2))
     two.reference = trainer_of().model  # a second copy, as without LoRA
     samples = samples_of(sharp_model())
     _, batch = next(one.microbatches(samples))
@@ -24,26 +21,6 @@ def test_the_reference_is_the_model_below_the_adapters():
     assert found[0]["loss"] == pytest.approx(found[1]["loss"], rel=1e-6)
     assert_close(gradients(one), gradients(two), 1e-6)
     assert all(is_adapter(fqn) and grad.any() for fqn, grad in gradients(one).items())
-
-
-def drawn_ranks_train(flags, samples):
-    with drawn_adapters():
-        return ranks_train(flags, samples)
-
-
-TENSOR = pytest.param(2, {"tp": 2}, marks=pytest.mark.slow)
-FOUR = pytest.param(4, {"dp_shard": 2, "cp": 2}, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("n, flags", [(2, {"dp_shard": 2}), TENSOR, FOUR], ids=str)
-def test_layouts_equal_one_process(n, flags):
-    samples = samples_of(sharp_model(), n_prompts=5, group_size=1)
-    flags |= LORA | dict(kl_coef=0.5, loss="dapo")
-    want = pool(1).run(drawn_ranks_train, {k: v for k, v in flags.items() if k not in ("tp", "dp_shard", "cp")}, samples)[0]
-    for found, grads, norm, ids, again in pool(n).run(drawn_ranks_train, flags, samples):
-        assert found["loss"] == pytest.approx(want[0]["loss"], abs=2e-5) and norm == pytest.approx(want[2], rel=1e-4)
-        assert_close(grads, want[1], 1e-4)
-        assert ids == want[3] and again["logprob_max_diff"] < 1e-4  # samples come from the adapted policy
 
 
 @pytest.mark.slow
