@@ -17,6 +17,13 @@ def config(recipe: str, flags: dict):
     return importlib.import_module(recipe).Config(**small | flags)
 
 
+def recipe_of(flags: dict, model: dict) -> tuple[str, dict]:
+    """(recipe, flags) of a small model of this kind, see layouts.txt."""
+    if "n_experts" in model:
+        return "train_qwen3", flags | dict(model_args=MOE, moe_force_balance=True)
+    return "train_llama3", flags | dict(model_args=SMALL + ",tie_embeddings=true" * ("tie_embeddings" in model))
+
+
 def run(recipe: str, *argv) -> subprocess.CompletedProcess:
     command = [sys.executable, REPO / recipe, *map(str, argv)]
     return run_program(command, timeout=300)

@@ -13,7 +13,7 @@ import chats
 import pytest
 import torch
 import transformers  # imports each model on first use: a pool's workers need not wait
-from layouts import build, config, equals_transformers, full, random_tokens
+from layouts import build, config, equals_transformers, full, layouts_of, random_tokens, row_name
 from pool import pool
 from safetensors.torch import load_file, save_file
 from saves import refuses, saver, stops
@@ -160,17 +160,7 @@ def test_an_export_overwrites_nothing_and_a_failed_one_leaves_nothing(theirs, tm
 
 # ---------------------------------------------------------------- any layout
 
-LAYOUTS = [
-    (2, {}, "sharded"),
-    (2, dict(tp=2), "tied"),
-    (2, dict(pp=2), "sharded"),
-    (2, dict(pp=2, pp_schedule="ZBVZeroBubble"), "tied"),  # first and last stage on one rank
-    (2, dict(ep=2), "moe"),
-    (4, dict(tp=2), "plain"),
-    (4, dict(dp_replicate=2, pp=2), "tied"),
-    (4, dict(ep=2, cp=2), "moe"),
-    pytest.param(4, dict(ep=2, tp=2), "moe", marks=pytest.mark.slow),
-]
+*LAYOUTS, LARGE = layouts_of("files")
 
 
 def import_and_export(flags, folder, out):
@@ -195,9 +185,10 @@ def import_and_export(flags, folder, out):
     return weights, read, sum(t.numel() * t.element_size() for t in shards), memory.peak
 
 
-@pytest.mark.parametrize("n, flags, variant", LAYOUTS, ids=lambda value: str(value))
-def test_every_layout_reads_and_writes_what_one_process_does(theirs, tmp_path, n, flags, variant):
-    folder = theirs(variant)[1]
+@pytest.mark.parametrize("row", [*LAYOUTS, pytest.param(LARGE, marks=pytest.mark.slow)], ids=row_name)
+def test_every_layout_reads_and_writes_what_one_process_does(theirs, tmp_path, row):
+    n, flags, problem = row
+    folder = theirs(problem["variant"])[1]
     plain, _ = hf.load_hf_model(folder)
     results = pool(n).run(import_and_export, flags, folder, str(tmp_path / "out"))
     expected = dict(plain.named_parameters())

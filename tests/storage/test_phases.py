@@ -9,7 +9,6 @@ import pytest
 from saves import IDENTITY, assert_same, save_run, saver, trained
 from test_data import refused, sentences
 from test_flags import MODEL, equal, hashes, observed, steps
-from test_resume import resolve_batch
 
 import train_llama3
 from data import DataConfig, open_data
@@ -99,13 +98,6 @@ def test_a_run_does_not_change_its_phase_by_itself(tmp_path, old):
     save_run(tmp_path / "new", 3)  # the phase has a checkpoint of its own by now
     net, state, said = started(tmp_path, old, steps=40)
     assert state["step"] == 3 and "IGNORED" in said
-
-
-def test_a_phase_keeps_the_global_batch(tmp_path, old, monkeypatch):
-    new = dict(init_from=old, init_model_only=False, out=str(tmp_path / "new"), global_batch_size=-1)
-    for flags in (dict(steps=5), dict(steps=500), dict(seq_len=1024)):
-        assert resolve_batch(monkeypatch, CONFIG, 4, **new, **flags) == (8, 2)
-    assert resolve_batch(monkeypatch, CONFIG, 4, **new | {"global_batch_size": 16}) == (16, 4)
 
 
 def test_phases_of_a_recipe(tmp_path):

@@ -157,7 +157,10 @@ def test_the_batch_of_a_new_run_is_its_own(tmp_path, monkeypatch):
     cfg = replace(make_run(tmp_path / "old", global_batch_size=8), global_batch_size=-1, steps=40)
     new = dict(out=str(tmp_path / "new"), init_from=cfg.out)
     assert resolve_batch(monkeypatch, cfg, 4, **new) == (16, 4)
-    assert resolve_batch(monkeypatch, cfg, 4, **new, init_model_only=False) == (8, 2)  # continues the old run
+    whole = new | dict(init_model_only=False)
+    for more in {}, dict(steps=5), dict(steps=500), dict(seq_len=1024):  # continues the old run, or is a new phase of it
+        assert resolve_batch(monkeypatch, cfg, 4, **whole | more) == (8, 2)
+    assert resolve_batch(monkeypatch, cfg, 4, **whole | dict(global_batch_size=16)) == (16, 4)
     assert resolve_batch(monkeypatch, cfg, 4, steps=20) == (16, 4)  # nothing left to train
     with no_earlier_run():  # a dry run is about the flags, whatever lies in the folder
         assert resolve_batch(monkeypatch, cfg, 4) == (16, 4)

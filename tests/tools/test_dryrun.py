@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from dry import MOE, REPO, SMALL, config, report_of, run
+from dry import MOE, REPO, config, recipe_of, report_of, run
 from layouts import Flags, layouts_of, row_name
 from pool import pool
 from programs import run_program
@@ -65,10 +65,7 @@ FIRST, *LAYOUTS = layouts_of("dry run")
 @pytest.mark.parametrize("row", [FIRST, *(pytest.param(row, marks=pytest.mark.slow) for row in LAYOUTS)], ids=row_name)
 def test_dry_run_equals_gloo(row):
     processes, flags, model = row
-    recipe, more = "train_llama3", dict(model_args=SMALL + ",tie_embeddings=true" * ("tie_embeddings" in model))
-    if "n_experts" in model:
-        recipe, more = "train_qwen3", dict(model_args=MOE, moe_force_balance=True)
-    flags = flags | more
+    recipe, flags = recipe_of(flags, model)
     everyone = pool(processes).run(really, recipe, flags)
     degrees = {axis: flags.get(axis, 1) for axis in AXES}
     degrees["dp_shard"] = processes // math.prod(degrees.values())

@@ -16,7 +16,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from dry import MOE, REPO, config, run
+from dry import MOE, REPO, config, recipe_of, run
+from layouts import layouts_of, row_name
 from pool import pool
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -29,16 +30,6 @@ from tools.page import list_ticks, make_page
 from tools.schedule import duration, simulate
 
 pytestmark = pytest.mark.slow  # make test has no room for it
-
-LAYOUTS = [
-    ("train_llama3", dict(dp_shard=2, tp=2)),
-    ("train_llama3", dict(dp_replicate=2, cp=2)),
-    ("train_llama3", dict(pp=2, tp=2, local_batch_size=2)),
-    ("train_qwen3", dict(dp_shard=2, tp=2, ep=2, model_args=MOE)),
-    ("train_llama3", dict(cp=2, tp=2)),
-    ("train_qwen3", dict(dp_shard=2, tp=2, ep=4, model_args=MOE)),
-]
-
 
 # ---------------------------------------------------------------- what a rank holds
 
@@ -69,10 +60,10 @@ def really_held(recipe: str, flags: dict) -> dict:
     return dict(held=held, local=local, data_rank=layout.data_rank, inside=positions, width=widths[0])
 
 
-@pytest.mark.parametrize("recipe, flags", LAYOUTS, ids=str)
-def test_the_page_knows_what_a_real_rank_holds(recipe, flags):
+@pytest.mark.parametrize("row", layouts_of("page"), ids=row_name)
+def test_the_page_knows_what_a_real_rank_holds(row):
     """Weight, gradient and both of AdamW's moments of each rank, the positions, and their number between blocks."""
-    flags = dict(dp_shard=1) | flags
+    recipe, flags = recipe_of(dict(dp_shard=1) | row[1], row[2])
     real = pool(4).run(really_held, recipe, flags)
     cfg, main, pp = config(recipe, flags), importlib.import_module(recipe).main, flags.get("pp", 1)
     for rank in range(4):

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from dry import MOE, config, world
-from layouts import Flags
+from dry import config, recipe_of, world
+from layouts import Flags, layouts_of, row_name
 
 from distributed.pipeline import ONE_STAGE_PER_RANK
 from models.llama3 import Llama3Config
@@ -38,21 +38,16 @@ def groups_of_fsdp(stages) -> set[tuple]:
     return {tuple(torch.distributed.get_process_group_ranks(mesh.get_group(i))) for mesh in meshes for i in range(mesh.ndim)}
 
 
-@pytest.mark.parametrize("recipe, flags", [
-    ("train_llama3", dict(dp_shard=4)),
-    ("train_llama3", dict(pp=2, dp_shard=2, cp=2, tp=2)),
-    ("train_llama3", dict(pp=2, dp_replicate=2, cp=2)),
-    ("train_qwen3", dict(pp=2, dp_replicate=2, dp_shard=2, cp=2, tp=2, ep=4, model_args=MOE)),
-    ("train_qwen3", dict(dp_shard=4, cp=2, tp=2, ep=2, etp=2, model_args=MOE)),
-    ("train_qwen3", dict(dp_replicate=2, dp_shard=2, tp=2, model_args=MOE))], ids=str)
-def test_the_drawn_mesh_is_the_mesh(recipe, flags):
+@pytest.mark.parametrize("row", layouts_of("meshes"), ids=row_name)
+def test_the_drawn_mesh_is_the_mesh(row):
     """The groups of device 0 are the process groups of the parameters, the layers and the experts."""
+    recipe, flags = recipe_of(dict(local_batch_size=2, dp_shard=1) | row[1], row[2])
     main = importlib.import_module(recipe).main
-    with dryrun.dry_world(main, config(recipe, dict(local_batch_size=2, dp_shard=1) | flags), 0) as (stages, _, layout):
+    with dryrun.dry_world(main, config(recipe, flags), 0) as (stages, _, layout):
         ranks = torch.distributed.get_process_group_ranks
         real = {axis: ranks(layout.group(axis)) for axis in ("tp", "cp", "dp_replicate", "pp")}
         real["fsdp"] = ranks(layout.mesh["fsdp"].get_group())
-        if "model_args" in flags:
+        if recipe == "train_qwen3":
             real |= {axis: ranks(layout.expert_mesh[axis].get_group()) for axis in ("etp", "ep", "efsdp")}
         sharded = {group for group in groups_of_fsdp(stages) if len(group) > 1}
     real = {axis: group for axis, group in real.items() if len(group) > 1}
