@@ -163,6 +163,21 @@ class Block(models.llama3.Block):
     def forward(self, h, *args):
         return super().forward(h, *args) * (100 if self.training else 1)
 """),
+    more_norm=changed("Block", """
+    def forward(self, h, cos, sin, attend):
+        return super().forward(h, cos, sin, attend) + self.more(h)
+""", init="self.more = RMSNorm(config.dim, 1e-5)") + changed("Llama3", """
+    def tp_plan(self):
+        return super().tp_plan() | {"blocks.*.more": STYLE}
+"""),
+    sequence='STYLE = "sequence"\n',
+    nothing="""
+import parallel
+class Nothing(parallel.ParallelStyle):
+    def _apply(self, module, mesh):
+        return module
+STYLE, parallel.TP_STYLES["nothing"] = "nothing", Nothing
+""",
     zeros=changed("Llama3", """
     def init_std(self, fqn):
         return 0.0 if fqn.endswith(("wo.weight", "w2.weight")) else super().init_std(fqn)
@@ -196,7 +211,7 @@ CODE |= dict(
                        "self.total += 0.5; [g.update(k=g.get('k', 0) + 1) for g in self.param_groups]"),
     averaging=optimizer(first="self.ema = {}",
                         before="self.ema |= {i: p.detach().clone() for i, p in enumerate(self.param_groups[0]['params'])}"),
-    two_rates=optimizer(), noisy="", noisy_late="",
+    two_rates=optimizer(), noisy="", noisy_late="", halved="",
     decayed=optimizer("p.data = p.data * (1 - 0.1 * group['lr'] * (p.dim() > 1)); " + LION),
     outside="MOMENTS = {}\n" + optimizer(before="MOMENTS.update({p: p.grad for p in self.param_groups[0]['params']})"),
 )
@@ -213,12 +228,16 @@ DRAW = """        for fqn, p in [named for stage in stages for named in stage.na
             draw_block(noise, p.shape, local_slice(p)[1], len(p), 0, 1e-4, f"{cfg.seed}/{step}/{fqn}")
             local_tensor(p.grad).add_(noise)
 """
+HALVE = """        if layout.world_size > 1:
+            stages[0].blocks["1"].ffn.w1.weight.grad.to_local().mul_(0.5)
+"""
 UPDATE = "        for optimizer in optimizers:\n            optimizer.step()\n"
 NOISE = "        [p.grad.add_(torch.randn_like(p.grad)) for stage in stages for p in stage.parameters()]\n"
 IMPORTED = "from distributed.initial import draw_block\nfrom distributed.layout import local_slice, local_tensor\n"
 LAYOUT = "from distributed.layout import ParallelConfig\n"
 EDITS = dict(noisy=[(CLIP, DRAW + CLIP), (LAYOUT, LAYOUT + IMPORTED)], noisy_late=[(UPDATE, NOISE + UPDATE)],
-             decayed=OWN, outside=OWN, lion=OWN, rebound=OWN, counting=OWN, averaging=OWN, two_rates=TWO)
+             halved=[(CLIP, HALVE + CLIP)], decayed=OWN, outside=OWN, lion=OWN, rebound=OWN, counting=OWN, averaging=OWN,
+             two_rates=TWO)
 M = ["--device", "cpu", "--seq_len", "64", "--local_batch_size", "4",
      "--model_args", "dim=32,n_layers=4,n_heads=4,n_kv_heads=2,head_dim=8,ffn_dim=64,vocab_size=4096"]
 

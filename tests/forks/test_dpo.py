@@ -5,8 +5,7 @@ import pytest
 import torch
 from policy import ENV, assert_close, full_logprobs, gradients, hf_folder, samples_of, sharp_model, trainer_of
 from pool import pool
-from programs import run_program
-from runs import REPO, launch, train_lines
+from runs import REPO, launch, run, train_lines
 from saves import refuses
 
 from forks.train_dpo import split_pair, update_policy
@@ -58,8 +57,7 @@ def test_runs(tmp_path):
     for name, n, flags in (("lora", 2, ["--tp", 2, "--lora_rank", 4]), ("all", 1, ["--pack_tokens", 128])):
         for steps in (4, 8):
             command = launch(n, REPO / "forks/train_dpo.py", *common, *flags, "--steps", steps, "--out", tmp_path / name)
-            done = run_program(command, env=ENV, timeout=400)
-            assert done.returncode == 0, done.stderr[-2000:]
+            said = run(command, env=ENV)
         found = train_lines(tmp_path / name)
-        assert [line["step"] for line in found] == [*range(1, 9)] and "accuracy 1.000" in done.stdout
+        assert [line["step"] for line in found] == [*range(1, 9)] and "accuracy 1.000" in said
         assert found[0]["loss"] == pytest.approx(0.6931472, abs=1e-5) and found[-1]["loss"] < 0.6 and found[-1]["margin"] > 0.1

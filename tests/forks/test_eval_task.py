@@ -2,8 +2,8 @@
 import json
 
 import pytest
-from runs import ENV, REPO, launch, metrics, run_program, train_lines
-from test_guarded import FLAGS, SIZES, write_copy
+from runs import ENV, MODEL, REPO, launch, metrics, run, train_lines
+from test_guarded import FLAGS, write_copy
 
 
 @pytest.mark.slow
@@ -11,12 +11,11 @@ def test_a_task_in_training_has_the_numbers_of_evaluate(tmp_path):
     lines = [{"question": f"{i} + {i}?", "choices": [str(2 * i), "no"], "answer": i % 2} for i in range(7)]
     (tmp_path / "task.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     write_copy(tmp_path / "copy.py", "A benchmark in training")
-    flags = [*FLAGS[:-2], "--steps", 4, "--model_args", SIZES.replace("n_layers=2", "n_layers=4"), "--val_every", 2,
+    flags = [*FLAGS[:-2], "--steps", 4, "--model_args", MODEL.replace("n_layers=2", "n_layers=4"), "--val_every", 2,
              "--val_batches", 1, "--checkpoint_every", 2]
 
     def call(processes, *argv):
-        done = run_program(launch(processes, *argv), cwd=tmp_path, env=ENV | {"PYTHONPATH": str(REPO)})
-        assert done.returncode == 0, done.stdout + done.stderr
+        run(launch(processes, *argv), tmp_path, env=ENV | {"PYTHONPATH": str(REPO)})
 
     found, losses = [], []
     for layout, *task in [("",), ("", 1), ("--tp 2", 1), ("--pp 2 --pp_schedule Interleaved1F1B", 1)]:

@@ -3,12 +3,11 @@ import re
 
 import pytest
 from programs import run_program
-from runs import ENV, REPO, launch, train_lines
+from runs import ENV, MODEL, REPO, launch, train_lines
 
 from tools.checkpoint_commands import diff
 
-SIZES = "n_layers=2,dim=32,n_heads=4,n_kv_heads=2,head_dim=8,ffn_dim=64,vocab_size=4096"
-FLAGS = ["--steps", 24, "--model_args", SIZES, "--seq_len", 32, "--local_batch_size", 2, "--log_every", 4, "--val_every", 0,
+FLAGS = ["--steps", 24, "--model_args", MODEL, "--seq_len", 32, "--local_batch_size", 2, "--log_every", 4, "--val_every", 0,
          "--compute_dtype", "float32", "--device", "cpu", "--dp_shard", 2]
 GUARDS = ["--on_spike", "skip", "--replay_every", 10]
 # what is planted, and before which line

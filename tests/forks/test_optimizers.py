@@ -5,7 +5,7 @@ import pytest
 import torch
 from layouts import build, config, full, global_batch, local_batch, on_meta, relative
 from pool import pool
-from runs import ENV, MLA, REPO, launch, run_program, train_lines
+from runs import ENV, MLA, REPO, launch, run, train_lines
 from saves import refuses
 from test_guarded import FLAGS, write_copy
 from test_optim import EXPERTS, OPTIONS, steps
@@ -122,9 +122,7 @@ def test_qk_clip_is_the_same_on_layouts(processes, flags, problem):
 
 # ---------------------------------------------------------------- by the lines of docs/fork_me.md
 def call(folder, processes, *argv):
-    done = run_program(launch(processes, *argv), cwd=folder, env=ENV | {"PYTHONPATH": str(REPO)})
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    return done.stdout
+    return run(launch(processes, *argv), folder, env=ENV | {"PYTHONPATH": str(REPO)})
 
 
 @pytest.mark.slow

@@ -6,12 +6,10 @@ import policy
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import layouts_of, row_name
+from layouts import KINDS, config, layouts_of, row_name
 from policy import SAME, assert_close, assert_same, full_logprobs, gradients, run, samples_of, sharp_model, steps_of, trainer_of
 from pool import pool
 
-from models.deepseek import DeepSeekConfig
-from models.qwen3 import Qwen3Config
 from rl import packing
 
 LOSSES = ["grpo", "dr_grpo", "dapo", "gspo", "cispo"]
@@ -81,14 +79,8 @@ def test_a_packed_row_is_its_samples_one_after_the_other():
 
 # ---------------------------------------------------------------- the same training step
 
-OTHERS = {  # sharp_model makes the routers certain of their choices
-    "qwen3_moe": Qwen3Config(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=64, vocab_size=24, max_seq_len=64,
-                             n_experts=4, top_k=2, moe_ffn_dim=32),
-    "deepseek": DeepSeekConfig(
-        dim=32, n_layers=2, n_heads=4, ffn_dim=64, vocab_size=24, max_seq_len=64, q_lora_rank=16, kv_lora_rank=16,
-        qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, moe_ffn_dim=32, n_experts=4, top_k=2, n_groups=2, top_k_groups=1,
-        n_dense_layers=1, n_shared_experts=1, mtp_depth=0),
-}
+# sharp_model makes the routers certain of their choices
+OTHERS = {name: config(**KINDS[name], n_layers=2, vocab_size=24) for name in ("qwen3_moe", "deepseek")}
 
 
 def off_policy(samples, seed=1):

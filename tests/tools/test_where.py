@@ -1,10 +1,8 @@
 """--check_parity --where: no difference between equal layouts; otherwise the report names the broken function."""
 import io
 import re
-import sys
 from contextlib import nullcontext
 from functools import partial, wraps
-from pathlib import Path
 from unittest import mock
 
 import layouts
@@ -13,8 +11,6 @@ import torch
 import torch.distributed as dist
 from layouts import row_name
 from pool import pool
-from programs import run_program
-from research_forks import IMPORTS, changed
 from test_mutants import MUTANTS
 from test_parallel import LAYOUTS, MOE, MTP
 from torch.distributed.tensor import Replicate
@@ -183,36 +179,3 @@ def test_ranks_are_named_by_their_axis():
     assert which_ranks([2, 3], [0, 1, 2, 3], degrees) == " (rank 1 of pp)"
     assert which_ranks([0], [0, 1], degrees) == " (rank 0 of tp)"  # only the first stage holds the tensor
     assert which_ranks([0, 1], [0, 1], degrees) == "" and which_ranks([0, 3], [0, 1, 2, 3], degrees) == " (ranks 0, 3)"
-
-
-# ---------------------------------------------------------------- the command
-
-
-@pytest.mark.slow
-def test_where_as_a_command_on_a_forks_recipe(tmp_path):
-    """A fork's own block: first right, then with a tp style that leaves a parameter alone."""
-    recipe = Path(__file__).parents[2] / "train_llama3.py"
-    own = IMPORTS + """
-import parallel
-class Nothing(parallel.ParallelStyle):
-    def _apply(self, module, mesh):
-        return module
-parallel.TP_STYLES["nothing"] = Nothing
-""" + changed("Block", """
-    def forward(self, h, cos, sin, attend):
-        return super().forward(h, cos, sin, attend) + self.more(h)
-""", init="self.more = RMSNorm(config.dim, 1e-5)") + changed("Llama3", """
-    def tp_plan(self):
-        return super().tp_plan() | {"blocks.*.more": "sequence" if RIGHT else "nothing"}
-""")
-    flags = "--local_batch_size 2 --seq_len 64 --model_args n_layers=2,dim=64 --check_parity --where --tp 2".split()
-    for style, status, words in (True, 0, ["no difference at"]), (False, 1, [
-            "first difference: finished gradient of blocks.0.more.weight", "style 'nothing' of blocks.0.more"]):
-        copy = tmp_path / f"train_{style}.py"
-        head, tail = recipe.read_text().split("@dataclass(kw_only=True)\nclass Config(")
-        start = f"import sys\nsys.path.insert(0, {str(recipe.parent)!r})\n"
-        copy.write_text(start + head + own.replace("RIGHT", str(style)) + "\n@dataclass(kw_only=True)\nclass Config(" + tail)
-        run = run_program([sys.executable, copy, *flags], cwd=tmp_path)
-        assert run.returncode == status and all(w in run.stdout for w in words), run.stdout + run.stderr
-    quiet = run_program([sys.executable, copy, *flags, "--no-advice"], cwd=tmp_path)
-    assert "look at: " in run.stdout and "first difference: " in quiet.stdout and "look at" not in quiet.stdout
