@@ -98,6 +98,14 @@ def with_blanks(source: str, names: tuple[str, ...], what: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def in_files(exercise: Exercise, text: str) -> dict[str, dict[str, str]]:
+    """{file: {function: its source}} of a text that defines some of the blanks; a method is written without its class."""
+    given = functions(text)
+    found = {file: {name: source_of(text, name.split(".")[-1]) for name in names if name.split(".")[-1] in given}
+             for file, names in exercise.blanks.items()}
+    return {file: sources for file, sources in found.items() if sources}
+
+
 def source_of(source: str, name: str) -> str:
     """The text of a function, copied from the file."""
     node = functions(source)[name]

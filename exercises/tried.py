@@ -5,7 +5,7 @@ The answers themselves are in tests/answers/, the cheats in tests/exercises/test
 import importlib.util
 import sys
 
-from course import COURSE, HERE, HOUSE
+from course import COURSE, HERE, HOUSE, in_files
 
 HEAD = """# Answers that were given to the checks
 
@@ -26,9 +26,13 @@ Each is exercise 7 with a right answer, and the change on the left. `grade` must
 
 
 def answers(number: int):
+    """The module of an exercise's answers. An answer is the text of its functions, or {file: {function: its source}}."""
     spec = importlib.util.spec_from_file_location(f"answers{number}", HOUSE / "tests" / "answers" / f"ex{number:02}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    placed = lambda answer: in_files(COURSE[number], answer) if isinstance(answer, str) else answer  # noqa: E731
+    module.RIGHT = [placed(answer) for answer in module.RIGHT]
+    module.WRONG = [(placed(answer), words) for answer, words in module.WRONG]
     return module
 
 

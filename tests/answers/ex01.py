@@ -25,41 +25,40 @@ def count_tokens(labels, layout):
     return {}, mine
 """
 RIGHT = [
-    {"hand01.py": {"accumulate": LOOP}, "parallel.py": {"count_tokens": COUNT}},
-    {"hand01.py": {"accumulate": LOOP.replace("loss.item()", "float(loss.detach())")}, "parallel.py": {"count_tokens": """
+    LOOP + COUNT,
+    LOOP.replace("loss.item()", "float(loss.detach())") + """
 def count_tokens(labels, layout):
     mine = (labels != IGNORE).sum()
     share = mine.double() * layout.data_ranks / layout.world_size
     dist.all_reduce(share)
     return share.round().long().clamp(min=1), mine
-"""}},
-    {"hand01.py": {"accumulate": LOOP.replace("loss_denom=n)", "loss_denom=1) / n")}, "parallel.py": {"count_tokens": """
+""",
+    LOOP.replace("loss_denom=n)", "loss_denom=1) / n") + """
 def count_tokens(labels, layout):
     mine = labels.ne(IGNORE).sum()
     counts = [torch.empty_like(mine) for _ in range(layout.world_size)]
     dist.all_gather(counts, mine)
     return torch.stack(counts).sum().div(layout.world_size / layout.data_ranks).long().clamp(min=1), mine
-"""}},
+""",
 ]
 WRONG = [  # answer, what the feedback must say
-    ({"hand01.py": {"accumulate": LOOP.replace("    total = 0\n", "    total = 0\n    model.zero_grad()\n")}},
-     "takes away the gradients of the first"),
-    ({"hand01.py": {"accumulate": LOOP.replace("=n)", "=(labels != IGNORE).sum().clamp(min=1)) / len(microbatches)")}}, "mean"),
-    ({"hand01.py": {"accumulate": LOOP.replace("        loss.backward()\n", "")}}, "who calls backward()?"),
-    ({"hand01.py": {"accumulate": """
+    (LOOP.replace("    total = 0\n", "    total = 0\n    model.zero_grad()\n"), "takes away the gradients of the first"),
+    (LOOP.replace("=n)", "=(labels != IGNORE).sum().clamp(min=1)) / len(microbatches)"), "mean"),
+    (LOOP.replace("        loss.backward()\n", ""), "who calls backward()?"),
+    ("""
 def accumulate(model, microbatches):
     losses = [model(tokens, labels, loss_denom=1) for tokens, labels in microbatches]
     n = sum(int((labels != IGNORE).sum()) for _, labels in microbatches)
     (sum(losses) / n).backward()
     return sum(losses).item() / n
-"""}}, "the activations of both are in memory"),
-    ({"hand01.py": {"accumulate": LOOP.replace("    for", "    import torch\n    microbatches = [[torch.cat(parts) for parts "
-                                                          "in "
-                                               "zip(*microbatches)]]\n    for", 1)}}, "gives the model 4 sequences at once"),
-    ({"parallel.py": {"count_tokens": COUNT.replace('("dp_replicate", "dp_shard")', '("dp_shard",)')}},
-     "(dp_replicate 2, dp_shard 2: 1 to 4 tokens)"),
-    ({"parallel.py": {"count_tokens": ALL.format("(total // (layout.cp * layout.tp)).clamp(min=1)")}}, "(pp 2: both processes"),
-    ({"parallel.py": {"count_tokens": ALL.format("total.clamp(min=1)")}}, "counted once for each process that shares them"),
-    ({"parallel.py": {"count_tokens": ALL.format("mine * layout.data_ranks")}}, "a mean of means in disguise"),
-    ({"parallel.py": {"count_tokens": ALL.format("total // (layout.world_size // layout.data_ranks)")}}, "0 / 0 is nan"),
+""", "the activations of both are in memory"),
+    (LOOP.replace("    for", """
+    import torch
+    microbatches = [[torch.cat(parts) for parts in zip(*microbatches)]]
+    for""", 1), "gives the model 4 sequences at once"),
+    (COUNT.replace('("dp_replicate", "dp_shard")', '("dp_shard",)'), "(dp_replicate 2, dp_shard 2: 1 to 4 tokens)"),
+    (ALL.format("(total // (layout.cp * layout.tp)).clamp(min=1)"), "(pp 2: both processes"),
+    (ALL.format("total.clamp(min=1)"), "counted once for each process that shares them"),
+    (ALL.format("mine * layout.data_ranks"), "a mean of means in disguise"),
+    (ALL.format("total // (layout.world_size // layout.data_ranks)"), "0 / 0 is nan"),
 ]

@@ -57,20 +57,14 @@ def token_losses(logits, labels, vocab_start, group):
 '''
 USUAL = dict(max="dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)", gradient="gradient * valid[:, None]",
              target="target = torch.zeros_like(top)\n    target[mine] = logits[mine, local[mine]]")
-
-
-def answer(losses: str = LOSSES, head: str = HEAD) -> dict:
-    return {"hand06.py": {"token_losses": losses}, "parallel.py": {"vocab_parallel_loss": head}}
-
-
-RIGHT = [answer(), answer(BY_HAND.format(**USUAL), BY_SUM.format(GATHER, START))]
+RIGHT = [LOSSES + HEAD, BY_HAND.format(**USUAL) + BY_SUM.format(GATHER, START)]
 WRONG = [  # answer, what the feedback must say
-    (answer(BY_HAND.format(**USUAL | dict(max=""))), "each rank has subtracted the largest of its own logits"),
-    (answer(BY_HAND.format(**USUAL | dict(max="top = torch.zeros_like(top)"))), "exp(100) is infinite in fp32"),
-    (answer(BY_HAND.format(**USUAL | dict(target="target = logits[torch.arange(len(labels)), local % V]"))),
+    (BY_HAND.format(**USUAL | dict(max="")), "each rank has subtracted the largest of its own logits"),
+    (BY_HAND.format(**USUAL | dict(max="top = torch.zeros_like(top)")), "exp(100) is infinite in fp32"),
+    (BY_HAND.format(**USUAL | dict(target="target = logits[torch.arange(len(labels)), local % V]")),
      "It belongs to one rank, and the others add 0"),
-    (answer(BY_HAND.format(**USUAL | dict(gradient="gradient"))), "the token without a loss has a gradient"),
-    (answer('''
+    (BY_HAND.format(**USUAL | dict(gradient="gradient")), "the token without a loss has a gradient"),
+    ('''
 def token_losses(logits, labels, vocab_start, group):
     parts = [torch.empty_like(logits) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, logits, group=group)
@@ -78,19 +72,19 @@ def token_losses(logits, labels, vocab_start, group):
     losses = torch.nn.functional.cross_entropy(whole, labels, ignore_index=IGNORE, reduction="none")
     losses.sum().backward()
     return losses.detach(), whole.grad[:, vocab_start : vocab_start + logits.shape[1]]
-'''), "Three numbers per token are enough"),
-    (answer(LOSSES.replace("whole = torch.stack(every).logsumexp(0)", """parts = [torch.empty_like(logits) for _ in range(n)]
+''', "Three numbers per token are enough"),
+    (LOSSES.replace("whole = torch.stack(every).logsumexp(0)", """parts = [torch.empty_like(logits) for _ in range(n)]
     dist.all_gather(parts, logits, group=group)
-    whole = torch.stack([part.logsumexp(1) for part in parts]).logsumexp(0)""")), "were logits gathered piece by piece?"),
-    (answer(LOSSES.replace("(target, group=group)", "(target)")), "get its group"),
-    (answer(BY_HAND.format(**USUAL).replace("zeros_like(top)", "zeros(6)")), "of the group and of logits"),
-    (answer(head=BY_SUM.format(GATHER, "")), "does the loss know (vocab_start)?"),
-    (answer(head=BY_SUM.format("h", START)), "gather h, and multiply with this rank's rows"),
-    (answer(head=BY_SUM.format("whole(h)", START).replace("    h = whole", '''
+    whole = torch.stack([part.logsumexp(1) for part in parts]).logsumexp(0)"""), "were logits gathered piece by piece?"),
+    (LOSSES.replace("(target, group=group)", "(target)"), "get its group"),
+    (BY_HAND.format(**USUAL).replace("zeros_like(top)", "zeros(6)"), "of the group and of logits"),
+    (BY_SUM.format(GATHER, ""), "does the loss know (vocab_start)?"),
+    (BY_SUM.format("h", START), "gather h, and multiply with this rank's rows"),
+    (BY_SUM.format("whole(h)", START).replace("    h = whole", '''
     def whole(h):
         parts = [torch.empty_like(h) for _ in range(mesh.size())]
         dist.all_gather(parts, h.detach().contiguous(), group=mesh.get_group())
         parts[mesh.get_local_rank()] = h
         return torch.cat(parts, 1)
-    h = whole''')), "does the gather of h have a backward that does"),
+    h = whole'''), "does the gather of h have a backward that does"),
 ]

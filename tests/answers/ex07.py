@@ -13,15 +13,11 @@ def natural_order(x, dim, cp):
 '''
 
 
-def answer(index=INDEX, order=ORDER) -> dict:
-    return {"parallel.py": {"sequence_index": index, "natural_order": order}}
+RIGHT = [INDEX + ORDER]
 
 
-RIGHT = [answer()]
-
-
-def index(line: str) -> dict:
-    return answer(f"def sequence_index(T, cp, rank, device=None):\n    tokens = torch.arange(T, device=device)\n    return "
+def index(line: str) -> str:
+    return (f"def sequence_index(T, cp, rank, device=None):\n    tokens = torch.arange(T, device=device)\n    return "
                   f"{line}\n")
 
 
@@ -29,13 +25,13 @@ WRONG = [  # answer, what the feedback must say
     (index("tokens.chunk(cp)[rank]"), "is 10 on rank 0, 26 on rank 1: all wait for the slowest, 1.44 times the mean"),
     (index("tokens[rank::cp]"), "is 16 on rank 0, 20 on rank 1"),
     (index("torch.cat([tokens.chunk(2 * cp)[2 * cp - 1 - rank], tokens.chunk(2 * cp)[rank]])"), "chunk `rank` comes first"),
-    (answer(INDEX.replace("device=device", "device=device, dtype=torch.float32")), "an index is of whole numbers"),
-    (answer(order=ORDER.replace("x.index_select", "x.detach().index_select")), "the gradient of x is missing"),
-    (answer(order=ORDER.replace("x.index_select(dim, gone.argsort())", "x")), "nothing has moved"),
-    (answer(order=ORDER.replace("gone.argsort()", "gone")), "and not its inverse"),
-    (answer(order="""
+    (INDEX.replace("device=device", "device=device, dtype=torch.float32"), "an index is of whole numbers"),
+    (ORDER.replace("x.index_select", "x.detach().index_select"), "the gradient of x is missing"),
+    (ORDER.replace("x.index_select(dim, gone.argsort())", "x"), "nothing has moved"),
+    (ORDER.replace("gone.argsort()", "gone"), "and not its inverse"),
+    ("""
 def natural_order(x, dim, cp):
     chunks = x.chunk(2 * cp, dim)
     return torch.cat([*chunks[::2], *chunks[1::2]], dim)
-"""), "the late chunks come from rank 0 last"),
+""", "the late chunks come from rank 0 last"),
 ]

@@ -1,10 +1,4 @@
 """Answers to exercise 8."""
-
-
-def answer(make: str) -> dict:
-    return {"parallel.py": {"all_gather_attention": make}}
-
-
 MASK = '''
 def all_gather_attention(positions, doc_ids=None, *, group):
     # one mask for both chunks and all keys: more work than needed, the same numbers
@@ -41,8 +35,8 @@ def all_gather_attention(positions, doc_ids=None, *, group):
     return attend
 '''
 RIGHT = [
-    answer(MASK.replace("{gather}", TWO_GATHERS)),
-    answer('''
+    MASK.replace("{gather}", TWO_GATHERS),
+    '''
 def all_gather_attention(positions, doc_ids=None, *, group):
     # keys stay in the order in which they are gathered, and the mask asks each for its place in the sequence
     cp, rank, n = dist.get_world_size(group), dist.get_rank(group), positions.shape[1]
@@ -56,7 +50,7 @@ def all_gather_attention(positions, doc_ids=None, *, group):
         return sdpa(q, AllGather.apply(k, 2, group), AllGather.apply(v, 2, group), mask, scale=scale)
 
     return attend
-'''),
+''',
 ]
 LOST = '''
     def attend(q, k, v, scale=None):
@@ -72,18 +66,18 @@ LOWER_RIGHT = "lower_right_mask(chunk, end, q.device)"
 SISTER = ("def all_gather_attention(positions, doc_ids=None, *, group):\n"
           "    return all_to_all_attention(positions, doc_ids, group=group)\n")
 WRONG = [  # answer, what the feedback must say
-    (answer(SISTER), "all_to_all_attention was called: that is exercise 9's way"),
-    (answer(MASK.replace("{gather}", TWO_GATHERS).replace("        k, v = (", "        AllGather.apply(q, 2, group)\n        "
-                                                                              "k, v = (")),
-     "Queries and results stay where they are"),
-    (answer(MASK.replace("{gather}", TWO_GATHERS).replace("get_rank(group)", "get_rank() % 2")), "right on cp 2, and on cp 4"),
-    (answer(MASK.replace("{gather}", TWO_GATHERS).replace("keys <= rows[:, None]", "keys <= torch.arange(n)[:, None]")),
+    (SISTER, "all_to_all_attention was called: that is exercise 9's way"),
+    (MASK.replace("{gather}", TWO_GATHERS).replace("        k, v = (", """
+        AllGather.apply(q, 2, group)
+        k, v = ("""), "Queries and results stay where they are"),
+    (MASK.replace("{gather}", TWO_GATHERS).replace("get_rank(group)", "get_rank() % 2"), "right on cp 2, and on cp 4"),
+    (MASK.replace("{gather}", TWO_GATHERS).replace("keys <= rows[:, None]", "keys <= torch.arange(n)[:, None]"),
      "the mask is that of the first tokens of the sequence"),
-    (answer(MASK.replace("    def attend(q, k, v, scale=None):\n        k, v = {gather}\n", LOST)),
+    (MASK.replace("    def attend(q, k, v, scale=None):\n        k, v = {gather}\n", LOST),
      "The queries of other ranks used them as well"),
-    (answer(CHUNKS.format(ends="[(2 * cp - rank) * chunk] * 2", mask=LOWER_RIGHT)), "both chunks see the same number of keys"),
-    (answer(CHUNKS.format(ends=ENDS, mask="None, True")), "belongs into the lower right one"),
-    (answer(CHUNKS.format(ends=ENDS, mask="None")), "without a triangle"),
-    (answer(MASK.replace("{gather}", "(AllGather.apply(x, 2, group) for x in (k, v))")), "stand in the order of the ranks"),
-    (answer(CHUNKS.format(ends=ENDS, mask=LOWER_RIGHT).replace("scale=scale", "scale=None")), "the scale is ignored"),
+    (CHUNKS.format(ends="[(2 * cp - rank) * chunk] * 2", mask=LOWER_RIGHT), "both chunks see the same number of keys"),
+    (CHUNKS.format(ends=ENDS, mask="None, True"), "belongs into the lower right one"),
+    (CHUNKS.format(ends=ENDS, mask="None"), "without a triangle"),
+    (MASK.replace("{gather}", "(AllGather.apply(x, 2, group) for x in (k, v))"), "stand in the order of the ranks"),
+    (CHUNKS.format(ends=ENDS, mask=LOWER_RIGHT).replace("scale=scale", "scale=None"), "the scale is ignored"),
 ]

@@ -6,7 +6,7 @@ def wrong(way_in="natural_order({}, 2, cp)", way_back="[x.index_select(2, sequen
           few="k.shape[1] % cp"):
     """The usual answer with one thing wrong."""
     arrived = "x.permute(1, 2, 0, 3, 4).reshape(B, H // cp, cp * T, K)"
-    return {"parallel.py": {"all_to_all_attention": f"""
+    return f"""
 def all_to_all_attention(positions, doc_ids=None, *, group):
     cp = dist.get_world_size(group)
     whole = causal_attention(positions, doc_ids)
@@ -23,7 +23,7 @@ def all_to_all_attention(positions, doc_ids=None, *, group):
             k, v = ({copies} for x in (k, v))
         return back(whole(there(q), there(k), there(v), scale=scale))
     return attend
-"""}}
+"""
 
 
 # q, k and v in one exchange
@@ -49,12 +49,11 @@ def all_to_all_attention(positions, doc_ids=None, *, group):
 
     return attend
 """
-RIGHT = [{"parallel.py": {"all_to_all_attention": ONE}}]
+RIGHT = [ONE]
 WRONG = [
-    ({"parallel.py": {"all_to_all_attention": ONE.replace("        n =", "        AllGather.apply(q, 2, group)\n        n =")}},
-     "all-to-alls, and no all-gather"),
-    ({"parallel.py": {"all_to_all_attention": "def all_to_all_attention(positions, doc_ids=None, *, group):\n"
-      "    return all_gather_attention(positions, doc_ids, group=group)\n"}}, "was called: that is exercise 8's way"),
+    (ONE.replace("        n =", "        AllGather.apply(q, 2, group)\n        n ="), "all-to-alls, and no all-gather"),
+    ("def all_to_all_attention(positions, doc_ids=None, *, group):\n"
+     "    return all_gather_attention(positions, doc_ids, group=group)\n", "was called: that is exercise 8's way"),
     (wrong(way_in="{}", way_back="x.chunk(cp, 2)"), "So they arrive, rank by rank: natural_order"),
     (wrong(way_back="x.chunk(cp, 2)"), "On the way back a rank must get its own tokens"),
     (wrong(heads="x.permute(1, 2, 0, 3, 4).flatten(1, 2)"), "head 1 of the result on rank 0 is head 2"),

@@ -2,33 +2,29 @@
 
 
 def split(body: str):
-    return {"hand10.py": {"split_layers": f"\ndef split_layers(n_layers, n_stages):\n{body}"}}
+    return f"\ndef split_layers(n_layers, n_stages):\n{body}"
 
 
 def order(body: str):
-    return {"hand10.py": {"order_of_rank": f"\ndef order_of_rank(rank, pp, n):\n{body}"}}
-
-
-def both(a, b):
-    return {"hand10.py": a["hand10.py"] | b["hand10.py"]}
+    return f"\ndef order_of_rank(rank, pp, n):\n{body}"
 
 
 RIGHT = [
     # the rest goes to the last stages; three phases
-    both(split("""
+    split("""
     cost = (n_layers + 2) / n_stages
     bounds = [int(i * cost + 1e-9) - 1 for i in range(n_stages + 1)]
     bounds[0], bounds[-1] = 0, n_layers
     return [list(range(a, b)) for a, b in zip(bounds, bounds[1:])]
-"""), order("""
+""") + order("""
     warm = min(n, pp - rank - 1)
     out = [("F", m) for m in range(warm)]
     for i in range(n - warm):
         out += [("F", warm + i), ("B", i)]
     return out + [("B", m) for m in range(n - warm, n)]
-""")),
+"""),
     # fill up to the largest cost that is needed; a backward as soon as the limit is reached
-    both(split("""
+    split("""
     most, stages, next_layer = -(-(n_layers + 2) // n_stages), [], 0
     for i in range(n_stages):
         left = n_stages - 1 - i
@@ -38,7 +34,7 @@ RIGHT = [
         stages.append([*range(next_layer, next_layer + size)])
         next_layer += size
     return stages
-"""), order("""
+""") + order("""
     limit, forwards, backwards, out = pp - rank, 0, 0, []
     while backwards < n:
         if forwards < n and forwards - backwards < limit:
@@ -48,7 +44,7 @@ RIGHT = [
             out.append(("B", backwards))
             backwards += 1
     return out
-""")),
+"""),
 ]
 WRONG = [
     (split("""

@@ -3,7 +3,7 @@
 
 def answer(order="kind.argsort(stable=True)", undo="y[torch.argsort(order)]", home="received, sent",
            sizes="arriving.view(ep, -1).sum(0)", travel="AllToAll.apply"):
-    return {"distributed/experts.py": {"exchange_tokens": f"""
+    return f"""
 def exchange_tokens(experts, group, x, counts):
     def plain(x, group, sent=None, received=None):
         out = x.new_empty(sum(received), *x.shape[1:])
@@ -18,13 +18,13 @@ def exchange_tokens(experts, group, x, counts):
     order = {order}
     y = experts.compute(x[order], {sizes}, *weights)
     return {travel}({undo}, group, {home})
-"""}}
+"""
 
 
 RIGHT = [
     answer(),
     # the pieces are cut and put together expert by expert, without a sort
-    {"distributed/experts.py": {"exchange_tokens": """
+    """
 def exchange_tokens(experts, group, x, counts):
     ep = dist.get_world_size(group)
     tables = [torch.empty_like(counts) for _ in range(ep)]
@@ -40,7 +40,7 @@ def exchange_tokens(experts, group, x, counts):
     back = y.split(mine.T.flatten().tolist())
     y = torch.cat([back[e * ep + sender] for sender in range(ep) for e in range(n)])
     return AllToAll.apply(y, group, received, sent)
-"""}},
+""",
 ]
 WRONG = [
     (answer(order="torch.arange(len(x))"), "A A B A B with the counts [3, 2]: they are in the order of arrival"),

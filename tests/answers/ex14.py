@@ -3,7 +3,7 @@
 
 def answer(body: str):
     lines = "\n".join("    " + line for line in body.strip().splitlines())
-    return {"distributed/initial.py": {"draw_block": f"\ndef draw_block(local, whole, offset, rows, b, std, name):\n{lines}\n"}}
+    return f"\ndef draw_block(local, whole, offset, rows, b, std, name):\n{lines}\n"
 
 
 SEED = 'g = torch.Generator().manual_seed(int(hashlib.sha256(name.encode()).hexdigest()[:15], 16))'

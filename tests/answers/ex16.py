@@ -2,11 +2,11 @@
 
 
 def losses(body: str):
-    return {"hand16.py": {"token_losses": f"\ndef token_losses(lp, old, advantage, mask, low, high):\n{body}"}}
+    return f"\ndef token_losses(lp, old, advantage, mask, low, high):\n{body}"
 
 
 def denominator(body: str):
-    return {"grpo.py": {"loss_denominator": f"\ndef loss_denominator(kind, samples, max_new_tokens):\n{body}"}}
+    return f"\ndef loss_denominator(kind, samples, max_new_tokens):\n{body}"
 
 
 LOG_RATIO = "    ratio = (lp.masked_fill(mask == 0, 0) - old.masked_fill(mask == 0, 0)).exp()\n"
@@ -18,7 +18,7 @@ RIGHT = [
     too_far = ((advantage > 0) & (ratio > 1 + high)) | ((advantage < 0) & (ratio < 1 - low))
     bound = torch.where(advantage > 0, 1 + high, 1 - low)
     return -torch.where(too_far, bound, ratio) * advantage * mask
-""") | denominator("""
+""") + denominator("""
     z = 0.0
     for s in samples:
         tokens = sum(s["mask"])

@@ -1,9 +1,8 @@
 """Answers to exercise 22."""
-CAPACITY = """
+ANSWER = """
 def capacity_of(tokens, n_experts, top_k, factor):
     return -int(-factor * tokens * top_k // n_experts)
-"""
-PLACES = """
+
 def places(scores, top_k, capacity):
     # one expert after the other: who has chosen it, in the order of the choices
     experts = scores.argsort(1, descending=True)[:, :top_k]
@@ -13,8 +12,7 @@ def places(scores, top_k, capacity):
         mine = (wanted == e).nonzero()[:capacity, 0]
         rows[mine] = torch.arange(len(mine))
     return experts, rows.view(experts.T.shape).T
-"""
-MOE = """
+
 def moe(x, scores, top_k, capacity, compute):
     # with matrices of zeros and ones, as GShard does: dispatch (E, capacity, T)
     experts, rows = places(scores, top_k, capacity)
@@ -26,25 +24,19 @@ def moe(x, scores, top_k, capacity, compute):
     results = compute(dispatch @ x)
     return torch.einsum("ect,te,ecd->td", dispatch, scores, results)
 """
-
-
-def answer(*change) -> dict:
-    sources = {"capacity_of": CAPACITY, "places": PLACES, "moe": MOE}
-    return {"hand22.py": {name: source.replace(*change) if change else source for name, source in sources.items()}}
-
-
-RIGHT = [answer()]
+RIGHT = [ANSWER]
 WRONG = [  # answer, what the feedback must say
-    (answer("-int(-factor", "int(factor"), "round up"),
-    (answer("tokens * top_k //", "tokens //"), "each token makes top_k choices"),
-    (answer("scores.argsort(1, descending=True)", "scores.argsort(1)"), "the best first"),
-    (answer("[:capacity, 0]", "[:, 0]"), "-1 says dropped"),
-    (answer(".T", ""), "First choices of all"),
-    (answer("rows[mine] = torch.arange(len(mine))", "rows[mine] = torch.arange(len(mine)).flip(0)"), "count who has chosen"),
-    (answer("torch.arange(len(mine))", "0"), "overwrites the other"),
-    (answer("    results = compute", "    scores = scores / (scores * dispatch.sum(1).T).sum(1, keepdim=True).clamp(min=1e-9)\n"
-            "    results = compute"), "add up to 1 again"),
-    (answer("te,ecd->td\", dispatch, scores,", "ecd->td\", dispatch,"), "not multiplied by the scores"),
-    (answer('dispatch, scores, results)', 'dispatch, scores, results) + x'), "the residual connection does that"),
-    (answer("dispatch, scores, results)", "dispatch, scores.detach(), results)"), "the gradient of scores is missing"),
+    (ANSWER.replace("-int(-factor", "int(factor"), "round up"),
+    (ANSWER.replace("tokens * top_k //", "tokens //"), "each token makes top_k choices"),
+    (ANSWER.replace("scores.argsort(1, descending=True)", "scores.argsort(1)"), "the best first"),
+    (ANSWER.replace("[:capacity, 0]", "[:, 0]"), "-1 says dropped"),
+    (ANSWER.replace(".T", ""), "First choices of all"),
+    (ANSWER.replace("torch.arange(len(mine))", "torch.arange(len(mine)).flip(0)"), "count who has chosen"),
+    (ANSWER.replace("torch.arange(len(mine))", "0"), "overwrites the other"),
+    (ANSWER.replace("    results =", """
+    scores = scores / (scores * dispatch.sum(1).T).sum(1, keepdim=True).clamp(min=1e-9)
+    results ="""), "add up to 1 again"),
+    (ANSWER.replace("te,ecd->td\", dispatch, scores,", "ecd->td\", dispatch,"), "not multiplied by the scores"),
+    (ANSWER.replace('dispatch, scores, results)', 'dispatch, scores, results) + x'), "the residual connection does that"),
+    (ANSWER.replace("dispatch, scores, results)", "dispatch, scores.detach(), results)"), "the gradient of scores is missing"),
 ]
