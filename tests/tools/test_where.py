@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from layouts import row_name
 from pool import pool
-from test_mutants import MUTANTS
+from test_mutants import MUTANTS, NAMED
 from test_parallel import LAYOUTS, MOE, MTP
 from torch.distributed.tensor import Replicate
 
@@ -46,32 +46,12 @@ def where(processes: int, flags: dict, problem: dict, mutate=None) -> str:
     return first_difference_of(read(one), read(layout))[0]
 
 
-# For each mutant of tests/test_mutants.py the seam in the report, and the function or style that the mutant breaks
-NAMED = {
-    "norm_without_all_reduce": ("finished gradient of blocks.0.attn_norm.weight", "style 'sequence'"),
-    "waiting_embedding": ("gradient of the output of tok_embeddings", "style 'vocab_embedding'"),
-    "reshard_in_zero_bubble": ("finished gradient of blocks.", "pipeline_rows in distributed/refusals.py"),
-    "mean_of_means": ("tokens of the global batch", "look at: count_tokens"),
-    "masked_tokens_counted": ("tokens of the global batch", "look at: count_tokens"),
-    "tied_weight_counted_twice": ("gradient norm", "look at: clip_grad_norm"),
-    "tied_gradient_not_exchanged": ("finished gradient of tok_embeddings.weight", "sum_tied_gradients"),
-    "positions_not_balanced": ("input positions", "look at: inputs in parallel.py"),
-    "averaged_gradients": ("finished gradient of tok_embeddings.weight", "set_gradient_divide_factor"),
-    "experts_not_reduced_over_tp": ("finished gradient of blocks.0.moe.experts.w1", "expert_mesh in make_mesh"),
-    "weights_doubled_on_the_way": ("forward of blocks.0.moe", "AllToAll"),
-    "balancing_loss_per_microbatch": ("gradient of the output of blocks.3.moe.router", "expert_parallel (aux_coef"),
-    "own_load_only": ("blocks.0.moe.balance.bias after the step", "balance_experts"),
-    "norm_of_own_stage": ("gradient norm", "look at: clip_grad_norm"),
-    "norm_of_own_heads": ("forward of blocks.0.attn.q_norm", "style 'norm_over_heads'"),
-}
-
-
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if i in (0, 3) else pytest.mark.slow)
                                   for i, name in enumerate(NAMED)])
 def test_where_names_the_function_that_is_broken(name):
     mutant, row = MUTANTS[name]
     text = where(*row, mutate=mutant)
-    seam, function = NAMED[name]
+    _, seam, function = NAMED[name]
     first, look = text.splitlines()[0], next(line for line in text.splitlines() if line.startswith("look at"))
     assert first.startswith("first difference: ") and seam in first and function in look, text
 
