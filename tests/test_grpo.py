@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -457,10 +458,11 @@ here, calls = os.path.dirname(__file__), 0
 
 
 def reward(prompt, completion, truncated=False):
-    """As env_counting.py; before step 4, or after so many calls, it waits until a test has done its worst."""
+    """As env_counting.py; before step 4, or after so many calls, it waits on each rank or on one until a test goes on."""
     global calls
     calls += 1
-    if calls == int(os.environ.get("WAITS_AT", 16 * 3)) + 1 and not os.path.exists(f"{here}/go"):
+    own = os.environ.get("RANK", "0")
+    if calls == int(os.environ.get("WAITS_AT", 16 * 3)) + 1 and own == os.environ.get("LATE", own):
         open(f"{here}/waiting", "w").close()
         while not os.path.exists(f"{here}/go"):
             time.sleep(0.01)
@@ -575,31 +577,17 @@ def test_trainer_and_generator_end_together(tmp_path, start, rank):
     job.until(lambda: all(not Path("/proc", str(pid)).exists() or zombie(pid) for pid in others), timeout=30)
 
 
-SLOW_REWARD = """
-import os, time
-import tests.env_counting
-from tests.env_counting import ALPHABET, make
-
-calls = 0
-
-
-def reward(prompt, completion, truncated=False):
-    global calls
-    calls += 1
-    if os.environ["RANK"] == os.environ["LATE"] and calls == 2 * 16 // int(os.environ["SAMPLERS"]) + 1:  # in step 3
-        time.sleep(9)
-    return tests.env_counting.reward(prompt, completion)
-"""
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes, late, samplers, flags", [
     (2, 1, 2, ["--dp_shard", 2]), (3, 2, 1, ["--gen_ranks", 1])], ids=str)
 def test_rewards_may_take_longer_than_training(tmp_path, start, processes, late, samplers, flags):
     """--train_timeout_s is for collectives in training: other ranks, and trainers of generators, wait for a slow reward."""
-    (tmp_path / "env.py").write_text(SLOW_REWARD)
     job = start(processes, "--steps", 4, "--checkpoint_every", 0, "--train_timeout_s", 6, *flags, LATE=str(late),
-                SAMPLERS=str(samplers))
+                WAITS_AT=str(2 * 16 // samplers))  # in step 3
+    job.until((tmp_path / "waiting").exists)
+    time.sleep(9)
+    (tmp_path / "go").touch()
     assert job.end() == 0, job.text()[-3000:]
     assert max(line["rollout_s"] for line in steps_of(job.out)) > 8 and job.last_step() == 4
 
