@@ -59,8 +59,15 @@ def shards(corpus) -> Path:
     return open_corpus(corpus).folder
 
 
+def opened(folder: Path, name: str, text="", seq_len=16, **flags) -> TokenData:
+    """The data of a file in this folder, which is the cache, too. text: what to write to the file first."""
+    if text:
+        (folder / name).write_text(text)
+    return open_data(DataConfig(data=str(folder / name), cache_dir=str(folder), **flags), seq_len)
+
+
 def open_corpus(corpus, seq_len=32, **flags) -> TokenData:
-    return open_data(DataConfig(data=str(corpus / "docs.jsonl"), cache_dir=str(corpus), **flags), seq_len)
+    return opened(corpus, "docs.jsonl", "", seq_len, **flags)
 
 
 def copy_of(shards: Path, tmp_path: Path) -> Path:
@@ -394,17 +401,12 @@ def test_documents_are_kept_and_split_by_hash(corpus, shards):
 
 
 def test_a_changed_text_is_tokenized_again(tmp_path):
-    def start(name, text=""):
-        if text:
-            (tmp_path / name).write_text(text)
-        return open_data(DataConfig(data=str(tmp_path / name), cache_dir=str(tmp_path / "cache")), 16)
-
     text = sentences(300, seed=1)
-    first, again, changed, back = (start("a.txt", t) for t in (text, "", text + "more.\n", text))
+    first, again, changed, back = (opened(tmp_path, "a.txt", t) for t in (text, "", text + "more.\n", text))
     assert first.fingerprint == again.fingerprint == back.fingerprint != changed.fingerprint
     assert first.folder == again.folder != changed.folder
     shutil.rmtree(back.folder)  # the user may tidy up
-    assert start("a.txt").fingerprint == first.fingerprint
+    assert opened(tmp_path, "a.txt").fingerprint == first.fingerprint
 
 
 @pytest.mark.parametrize("has_lines", [True, False])
@@ -412,8 +414,7 @@ def test_plain_text_keeps_every_character_and_its_tail_validates(tmp_path, has_l
     """Cut at a line, or in a text without lines between two characters."""
     text = "\ufeff" + sentences(1000, seed=2) + "žluťoučký kůň 🐎\r\n" * 30 + "the end without a newline"
     text = text if has_lines else "\ufeff" + "žluťoučký kůň úpěl ďábelské ódy " * 300
-    (tmp_path / "a.txt").write_bytes(text.encode())
-    loaded = open_data(DataConfig(data=str(tmp_path / "a.txt"), cache_dir=str(tmp_path)), 16)
+    loaded = opened(tmp_path, "a.txt", text)
     tokenizer = Tokenizer.from_file(loaded.tokenizer_file)
     parts = [all_tokens(loaded.folder, split) for split in ("train", "val")]
     assert all(part[-1] == loaded.eot and (part == loaded.eot).sum() == 1 for part in parts)
@@ -423,10 +424,10 @@ def test_plain_text_keeps_every_character_and_its_tail_validates(tmp_path, has_l
 
 
 def test_eot_in_plain_text_separates_documents_but_not_in_json(tmp_path):
-    (tmp_path / "a.txt").write_text(sentences(60, 1) + "<|endoftext|>" + sentences(60, 2) + "<|endoftext|>")
-    (tmp_path / "b.jsonl").write_text(json.dumps({"text": sentences(60, 1) + "<|endoftext|>" + sentences(60, 2)}) + "\n")
-    for name, documents in ("a.txt", {"train": 2, "val": 1}), ("b.jsonl", {"train": 1, "val": 0}):
-        loaded = open_data(DataConfig(data=str(tmp_path / name), cache_dir=str(tmp_path)), 8)
+    text = sentences(60, 1) + "<|endoftext|>" + sentences(60, 2)
+    for name, content, documents in [("a.txt", text + "<|endoftext|>", {"train": 2, "val": 1}),
+                                     ("b.jsonl", json.dumps({"text": text}) + "\n", {"train": 1, "val": 0})]:
+        loaded = opened(tmp_path, name, content, 8)
         assert json.loads((loaded.folder / "index.json").read_text())["documents"] == documents
         assert shard_files.find_damage(loaded.folder) == []
 
@@ -444,8 +445,7 @@ def test_no_document_end_is_lost_between_pieces(tmp_path):
 def test_long_text_in_pieces(tmp_path):
     """A text of several pieces and segments is a single document; the cuts lose nothing."""
     text = sentences(30_000, seed=3) * 2
-    (tmp_path / "a.txt").write_text(text)
-    loaded = open_data(DataConfig(data=str(tmp_path / "a.txt"), cache_dir=str(tmp_path)), 1000)
+    loaded = opened(tmp_path, "a.txt", text, 1000)
     index = json.loads((loaded.folder / "index.json").read_text())
     assert len(index["splits"]["train"]) >= 2 and index["documents"] == {"train": 1, "val": 1}
     tokens = all_tokens(loaded.folder, "train")
@@ -557,8 +557,7 @@ def test_eot_is_found(tmp_path, special, config, expected):
 def test_given_tokenizer_and_uint32(tmp_path):
     """More than 65,536 ids need uint32; truncation settings in a tokenizer.json must not cut documents."""
     file = word_tokenizer(tmp_path / "hf" / "tokenizer.json", size=70_000, special=["</s>"], max_length=5)
-    (tmp_path / "a.txt").write_text(" ".join(["the", "w69000", "model"] * 500))
-    loaded = open_data(DataConfig(data=str(tmp_path / "a.txt"), tokenizer=str(file.parent), cache_dir=str(tmp_path / "c")), 16)
+    loaded = opened(tmp_path, "a.txt", " ".join(["the", "w69000", "model"] * 500), tokenizer=str(file.parent))
     tokens = all_tokens(loaded.folder, "train")
     assert tokens.dtype == np.uint32 and tokens.max() == 70_000 == loaded.eot and len(tokens) > 1400
     assert (loaded.vocab_size, loaded.token_bytes) == (70_001, None)
@@ -568,7 +567,7 @@ def test_given_tokenizer_and_uint32(tmp_path):
     assert same.fingerprint == loaded.fingerprint and same.tokenizer_file == str(loaded.folder / "tokenizer.json")
     other = word_tokenizer(tmp_path / "other" / "tokenizer.json", special=["</s>"])
     refused(lambda: open_data(DataConfig(data=str(loaded.folder), tokenizer=str(other)), 16), "--tokenizer", "leave it out")
-    again = open_data(DataConfig(data=str(tmp_path / "a.txt"), tokenizer=str(other), cache_dir=str(tmp_path / "c")), 16)
+    again = opened(tmp_path, "a.txt", tokenizer=str(other))
     assert again.fingerprint["tokenizer_sha256"] != loaded.fingerprint["tokenizer_sha256"] and again.folder != loaded.folder
 
 
@@ -605,11 +604,11 @@ def test_the_files_beside_a_tokenizer_come_along(tmp_path, monkeypatch, capsys):
 
 def test_a_copy_of_the_tokenizer_finds_the_same_shards(tmp_path):
     """Every checkpoint has a copy of the tokenizer, the default of the next start."""
-    text, file = tmp_path / "a.txt", chat_tokenizer(tmp_path / "hf")
-    text.write_text(sentences(200, 0))
+    file = chat_tokenizer(tmp_path / "hf")
+    (tmp_path / "a.txt").write_text(sentences(200, 0))
 
     def folder(tokenizer):
-        return open_data(DataConfig(data=str(text), tokenizer=str(tokenizer), cache_dir=str(tmp_path / "c")), 16).folder
+        return opened(tmp_path, "a.txt", tokenizer=str(tokenizer)).folder
 
     first = folder(file)
     copy = Path(shutil.copytree(tmp_path / "hf", tmp_path / "step-3"))
@@ -657,7 +656,7 @@ def test_a_tokenizer_of_strangers(tmp_path, name):
 ])
 def test_bad_text(tmp_path, name, content, parts):
     (tmp_path / name).write_bytes(content)
-    refused(lambda: open_data(DataConfig(data=str(tmp_path / name), cache_dir=str(tmp_path / "cache")), 64), *parts)
+    refused(lambda: opened(tmp_path, name, seq_len=64), *parts)
 
 
 def test_line_numbers_count_from_the_start_of_the_file(tmp_path):
@@ -665,7 +664,7 @@ def test_line_numbers_count_from_the_start_of_the_file(tmp_path):
     lines[250] = "broken"
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     assert len(texts.cut_into_pieces([tmp_path / "a.jsonl"], "<|endoftext|>")) > 3
-    refused(lambda: open_data(DataConfig(data=str(tmp_path / "a.jsonl"), cache_dir=str(tmp_path)), 64), "a.jsonl line 251:")
+    refused(lambda: opened(tmp_path, "a.jsonl", seq_len=64), "a.jsonl line 251:")
 
 
 def change_index(folder: Path, change):
