@@ -126,16 +126,10 @@ def spoiled(change, at=("/v1/completions", "/generate")):
     return lambda path, answer: change(answer) if path in at else answer
 
 
-def with_choice(**fields):
+def with_fields(**fields):
+    """The first sample of vLLM, or the second of SGLang, with other values."""
     def change(answer):
-        answer["choices"][0] |= fields
-        return answer
-    return spoiled(change)
-
-
-def with_meta(**fields):
-    def change(answer):
-        answer[1]["meta_info"] |= fields
+        (answer["choices"][0] if "choices" in answer else answer[1]["meta_info"]).update(fields)
         return answer
     return spoiled(change)
 
@@ -153,22 +147,22 @@ def slow(answer):
 FAULTS = {
     "no JSON": ("vllm", spoiled(lambda answer: b"<html>busy"), "form, JSONDecodeError Expecting value"),
     "no choices": ("vllm", spoiled(lambda answer: {"error": "busy"}), "answers in another form, KeyError 'choices' in b'{"),
-    "no ids": ("vllm", with_choice(token_ids=None), "a log-probability for each"),
-    "no log-probabilities": ("vllm", with_choice(logprobs=None), "/v1/completions answers in another form, TypeError"),
+    "no ids": ("vllm", with_fields(token_ids=None), "a log-probability for each"),
+    "no log-probabilities": ("vllm", with_fields(logprobs=None), "/v1/completions answers in another form, TypeError"),
     "too few": ("vllm", spoiled(lambda answer: {"choices": answer["choices"][1:]}), "3 samples came back where 4"),
-    "an id outside": ("vllm", with_choice(token_ids=[24], logprobs={"token_logprobs": [-1.0]}), "the id [24] is none"),
-    "an id that is none": ("sglang", with_meta(output_token_logprobs=[[-1.0, 2.5, None]]), "id [2.5] is none of the model's"),
+    "an id outside": ("vllm", with_fields(token_ids=[24], logprobs={"token_logprobs": [-1.0]}), "the id [24] is none"),
+    "an id that is none": ("sglang", with_fields(output_token_logprobs=[[-1.0, 2.5, None]]), "id [2.5] is none of the model's"),
     "nan": ("vllm", spoiled(two_nans), "[nan] is no log-probability; vLLM needs --logprobs-mode processed_logprobs"),
-    "logits": ("sglang", with_meta(output_token_logprobs=[[3.5, 0, None]]), "[3.5] is no log-probability"),
-    "behind its end": ("vllm", with_choice(token_ids=[0, 5, 0], logprobs={"token_logprobs": [-1.0] * 3}), "only the last"),
-    "no end": ("vllm", with_choice(token_ids=[5], logprobs={"token_logprobs": [-1.0]}, finish_reason="stop"),
+    "logits": ("sglang", with_fields(output_token_logprobs=[[3.5, 0, None]]), "[3.5] is no log-probability"),
+    "behind its end": ("vllm", with_fields(token_ids=[0, 5, 0], logprobs={"token_logprobs": [-1.0] * 3}), "only the last"),
+    "no end": ("vllm", with_fields(token_ids=[5], logprobs={"token_logprobs": [-1.0]}, finish_reason="stop"),
                "'stop' after 1 of 9 ids, the last 5; only"),
-    "cut off": ("vllm", with_choice(token_ids=[5], logprobs={"token_logprobs": [-1.0]}, finish_reason="length"),
+    "cut off": ("vllm", with_fields(token_ids=[5], logprobs={"token_logprobs": [-1.0]}, finish_reason="length"),
                 "'length' after 1 of 9 ids, the last 5; only"),
-    "aborted": ("sglang", with_meta(finish_reason={"type": "abort"}), "its finish_reason is 'abort'"),
+    "aborted": ("sglang", with_fields(finish_reason={"type": "abort"}), "its finish_reason is 'abort'"),
     "not reloaded": ("sglang", spoiled(lambda answer: {"success": False, "message": "gone"}, ["/update_weights_from_disk"]),
                      "it did not read"),
-    "an old version": ("sglang", with_meta(weight_version="6"), "it has the weights '6' and not '7'"),
+    "an old version": ("sglang", with_fields(weight_version="6"), "it has the weights '6' and not '7'"),
     "started again": ("vllm", spoiled(lambda answer: {"weight_version": "default"}, ["/weight_info"]), "weights 'default' and"),
     "busy": ("vllm", spoiled(lambda answer: {"success": False}, ["/reset_prefix_cache"]), "must be this run's alone"),
     "a model that is a text": ("vllm", spoiled(lambda answer: {"data": ["policy"]}, ["/v1/models"]), "/v1/models answers in"),
