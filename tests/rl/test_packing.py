@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from layouts import KINDS, config, layouts_of, row_name
-from policy import SAME, assert_close, assert_same, full_logprobs, gradients, run, samples_of, sharp_model, steps_of, trainer_of
+from policy import assert_close, full_logprobs, gradients, samples_of, sharp_model, trainer_of
 from pool import pool
 
 from rl import packing
@@ -170,13 +170,3 @@ def test_packed_layouts_take_the_step_of_rows_on_one_process(row):
     want = counted(1, pool(1).run(two_updates, alone, samples, model)[0])
     for found in pool(n).run(two_updates, flags | dict(pack_tokens=PACKED), samples, model):
         assert_equal_steps(counted(ranks, found), want)
-
-
-def test_a_run_says_how_much_is_padding(tmp_path):
-    run(1, *SAME, "--steps", 2, "--out", tmp_path / "rows")
-    flags = [*SAME[: SAME.index("--local_batch_size")], *SAME[SAME.index("--local_batch_size") + 2 :], "--steps", 2]
-    run(1, *flags, "--pack_tokens", 32, "--out", tmp_path / "packed")
-    packed, rows = steps_of(tmp_path / "packed"), steps_of(tmp_path / "rows")
-    assert_same(packed, rows, 1e-5)
-    assert all(0 <= line["padding"] < 1 for line in packed + rows)
-    assert [line["padding"] for line in packed] != [line["padding"] for line in rows]

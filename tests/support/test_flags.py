@@ -290,7 +290,7 @@ def planned(program: str, cfg):
     first = report.ranks[0]
     moved = dryrun.totals({key[1:]: n for key, n in first.step.items() if key[0] == "moved"})
     return SimpleNamespace(
-        report=report, first=report.rows[0][:2], recomputed=first.flops("recompute"),
+        report=report, first=report.rows[0][:2], recomputed=first.flops("recompute"), kept=first.activations,
         blocks=["".join(name for stage in rank.stages for name in stage.blocks) for rank in report.ranks],
         held={fqn: tuple(local_tensor(p).shape) for stage in first.stages for fqn, p in stage.named_parameters()},
         schedules={type(schedule).__name__ for schedule in getattr(first.stages[0], "schedules", {}).values()},
@@ -466,7 +466,8 @@ row("compute_dtype", "bfloat16", lambda new, old: new.dtypes == {torch.bfloat16}
 row("param_dtype", "bfloat16", lambda new, old: {w.dtype for w in new.final.values()} == {torch.bfloat16})
 row("reduce_dtype", "bfloat16", lambda new, old: 2 * new.bytes("fsdp", "reduce_scatter") == old.bytes("fsdp", "reduce_scatter"),
     planned, dp_shard=2)
-row("ac", "full", lambda new, old: new.recomputed > 0, planned)
+row("ac", "full", lambda new, old: new.recomputed > 0 and new.kept < 0.4 * old.kept, planned, seq_len=64,
+    model_args=FOUR_LAYERS + ",vocab_size=32")
 row("ac_every", 1, lambda new, old: new.recomputed > 1.5 * old.recomputed > 0, planned, ac="selective")
 row("ac_budget", 0.25, lambda new, old: new.budget == 0.25, built, ac="budget", compile=True)
 row("compile", True, lambda new, old: all(hasattr(b.forward, "_torchdynamo_orig_callable") for b in new.model.blocks.values()),
@@ -674,8 +675,9 @@ rl("weight_decay", 2.0, lambda new, old: follows(new, weight_decay=2.0, decays=l
 rl("max_norm", 0.01, lambda new, old: abs(sum(g.square().sum() for g in new.grads[0].values()) ** 0.5 - 0.01) < 1e-5)
 rl("local_batch_size", 2, lambda new, old: len(new.losses) > len(old.losses) and {loss[1].shape[0] for loss in new.losses} <= {
     1, 2})
-rl("pack_tokens", 32, lambda new, old: {loss[1].shape[0] for loss in new.losses} == {1} and [line["padding"] for line in
-   new.lines] != [line["padding"] for line in old.lines] and hashes(new) == hashes(old), local_batch_size=64)
+rl("pack_tokens", 32, lambda new, old: {loss[1].shape[0] for loss in new.losses} == {1} and hashes(new) == hashes(old)
+   and near(*([line["grad_norm"] for line in run.lines] for run in (new, old)))
+   and 0 <= max(line["padding"] for line in new.lines) < min(line["padding"] for line in old.lines) < 1, local_batch_size=64)
 rl("rollout_rows", 8, lambda new, old: new.rollouts[0].rows == 8)
 rl("seed", 1, lambda new, old: not equal(new.init, old.init) and new.rollouts[0].prompts != old.rollouts[0].prompts)
 rl("eval_every", 1, lambda new, old: [line["step"] for line in new.log if "eval_reward" in line] == [0, 1, 2])
