@@ -3,7 +3,6 @@
 import dataclasses
 import importlib
 import json
-import math
 import re
 import time
 from dataclasses import dataclass, field
@@ -12,9 +11,9 @@ from types import SimpleNamespace
 from typing import ClassVar, Literal, Optional
 
 import pytest
-from saves import refuses, stops
+from saves import stops
 
-from support.config import Need, check_range, flag, no_effect, parse_config, save_config, usage_error
+from support.config import Need, flag, no_effect, parse_config, save_config, usage_error
 from tools.other_names import ELSEWHERE, SENTENCES, suggest_flag
 from tools.reports import ReportConfig
 
@@ -107,12 +106,6 @@ def test_refused(capsys, argv, parts):
     """Types that no flag of train_llama3.py has; test_messages.py has the others."""
     line = refused(capsys, *argv.split())
     assert all(part in line for part in parts), line
-
-
-def test_check_range():
-    check_range(Config(), 0, math.inf, "lr", "decay_ratio")
-    refuses("--lr -0.1 must be 0 or more", check_range, Config(lr=-0.1), 0, math.inf, "decay_ratio", "lr")
-    refuses("--min_lr_ratio 2 must be between 0 and 1", check_range, Config(min_lr_ratio=2), 0, 1, "min_lr_ratio")
 
 
 def test_a_newline_in_a_value_stays_on_one_line(capsys):
