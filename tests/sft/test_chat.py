@@ -46,6 +46,13 @@ def ours(folder, record, template=None):
     return tokens_and_mask(conversation, read_template(str(folder), "x"), chat_tokenizer(folder / "tokenizer.json"))
 
 
+def told(folder, record, template=None) -> list[str]:
+    """[text with a loss, other text] of a conversation."""
+    (ids, mask), tokenizer = ours(folder, record, template), chat_tokenizer(folder / "tokenizer.json")
+    return [tokenizer.decode([i for i, bit in zip(ids, mask, strict=True) if bit == want], skip_special_tokens=False)
+            for want in (1, 0)]
+
+
 @pytest.mark.parametrize("kind", ["llama3", "deepseek", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_masks_are_those_of_transformers(folders, kind):
     """300 conversations with marks in the template, and without, by rendering prefixes."""
@@ -133,15 +140,7 @@ def test_an_end_of_turn_inside_an_answer_is_not_taken_for_its_end(tmp_path, fold
 
 def test_marks_in_every_place(tmp_path):
     """Dashes and blanks in the tag; blocks around nothing, around the header, in a macro, with a variable."""
-    folder = chat_folder(tmp_path / "marks", "qwen3")
-    tokenizer = chat_tokenizer(folder / "tokenizer.json")
-
-    def said(template):
-        ids, mask = ours(folder, {"messages": FOUR[:2]}, template)
-        texts = [tokenizer.decode([i for i, bit in zip(ids, mask) if bit == want]) for want in (1, 0)]
-        assert len(ids) == len(mask)
-        return texts
-
+    said = partial(told, chat_folder(tmp_path / "marks", "qwen3"), {"messages": FOUR[:2]})
     assert said("<{{ messages[0].content }}>{%generation%}[{{ messages[1].content }}]{%-endgeneration-%}  .") == ["[a]", "<u>."]
     both = "{{ messages[0].content }}{{ messages[1].content }}"
     assert said("{% generation %}{% endgeneration %}" + both) == ["", "ua"]
@@ -329,13 +328,8 @@ def test_show_ends_when_nobody_reads_on(tmp_path, folders):
     assert shown.stderr.read() == b"" and shown.wait() == 0
 
 
-def text_of(folders, kind, *messages) -> tuple[str, str]:
-    """(text with a loss, other text) of a conversation."""
-    tokenizer = chat_tokenizer(folders[kind][0] / "tokenizer.json")
-    record = {"messages": [dict(zip(("role", "content"), m[:2])) | dict(*m[2:]) for m in messages]}
-    ids, mask = ours(folders[kind][0], record)
-    texts = [[i for i, bit in zip(ids, mask) if bit == want] for want in (1, 0)]
-    return tuple(tokenizer.decode(part, skip_special_tokens=False) for part in texts)
+def text_of(folders, kind, *messages) -> list[str]:
+    return told(folders[kind][0], {"messages": [dict(zip(("role", "content"), m[:2])) | dict(*m[2:]) for m in messages]})
 
 
 @pytest.mark.parametrize("kind", [*TEMPLATES])
