@@ -206,15 +206,18 @@ def plan(cfg: Config, kind: str, model_config, folder: str) -> tuple[Config, Lay
 
 def open_model(folder: str, layout: Layout, cfg, Model, model_config) -> list[nn.Module]:
     """This rank's stages (one stage without --pp) with the weights of a run, step or Hugging Face folder, ready for score() and
-    complete(). Raises the same ValueError on all ranks."""
+    complete(): with labels, a forward returns label_logprobs(). Raises the same ValueError on all ranks."""
     with torch.device("meta"):
         model = Model(model_config)
     check_tp_plan(model, parallel.TP_STYLES)  # not check_model, because check_model counts gradients
-    stages = pipeline_stages(model, layout, cfg) if cfg.pp > 1 else [model]
+    stages, logprobs = pipeline_stages(model, layout, cfg) if cfg.pp > 1 else [model], label_logprobs
+    if layout.tp > 1:
+        logprobs = partial(parallel.vocab_parallel_loss, mesh=layout.mesh["tp"], loss=label_logprobs)
     for stage in stages:
         split_model(stage, layout, cfg)
         parallel.shard(stage, layout, cfg)
         parallel.init_weights(stage, layout, 0, skip=lambda fqn: True)
+        stage.token_loss = logprobs
     load_weights(stages, folder)
     return [stage.eval() for stage in stages]
 
@@ -275,21 +278,6 @@ def label_logprobs(h: Tensor, weight: Tensor, labels: Tensor, denom=None, all_re
     return logprobs
 
 
-def keep_logprobs(stages: list[nn.Module], layout: Layout) -> list[Tensor]:
-    """Make the last stage's forward append label_logprobs() of its labels to the returned list."""
-    kept, logprobs = [], label_logprobs
-    if layout.tp > 1:
-        logprobs = partial(parallel.vocab_parallel_loss, mesh=layout.mesh["tp"], loss=label_logprobs)
-
-    def token_loss(h, weight, labels, denom):
-        kept.append(logprobs(h, weight, labels, denom))
-        return h.new_zeros(())  # a loss, not used
-
-    for stage in stages:
-        stage.token_loss = token_loss
-    return kept
-
-
 def pack_requests(requests: list[tuple], layout: Layout) -> dict[str, Tensor]:
     """The model's arguments, (B, T/cp) each. Label t is the token after input t. Padding is on the right, invisible to all
     tokens."""
@@ -305,7 +293,7 @@ def pack_requests(requests: list[tuple], layout: Layout) -> dict[str, Tensor]:
 def score(stages: list[nn.Module], layout: Layout, requests: list[tuple]) -> list[float]:
     """The log-probability in nats of the continuation of each request, on every rank. Raises ValueError on every rank for a
     log-probability of nan or inf."""
-    kept, report = keep_logprobs(stages, layout), progress("scored", requests, layout)
+    report = progress("scored", requests, layout)
     sums = torch.zeros(len(requests), dtype=torch.float64, device=layout.device)
     multiple, size = layout.microbatch_size if layout.pp > 1 else 1, layout.local_batch_size
     plan = in_rows([len(a) + len(b) for a, b in requests], size, layout.data_ranks)
@@ -314,13 +302,9 @@ def score(stages: list[nn.Module], layout: Layout, requests: list[tuple]) -> lis
         # All data ranks run as many micro-batches as the first, which has the most, because the collectives need all ranks.
         rows = -(-len(first) // multiple) * multiple
         kwargs = pack_requests([requests[i] for i in mine] + [NOTHING] * (rows - len(mine)), layout)
-        if layout.pp > 1:
-            pipeline_forward(stages, kwargs, layout)
-        else:
-            stages[0](**kwargs)
-        if kept and mine and layout.coordinate("tp") == 0:  # all tp ranks have the same numbers, cp ranks a part each
-            sums[mine] = torch.cat(kept).sum(1, dtype=torch.float64)[: len(mine)]
-        kept.clear()
+        logprobs = pipeline_forward(stages, kwargs, layout) if layout.pp > 1 else [stages[0](**kwargs)]
+        if logprobs and mine and layout.coordinate("tp") == 0:  # all tp ranks have the same numbers, cp ranks a part each
+            sums[mine] = torch.cat(logprobs).sum(1, dtype=torch.float64)[: len(mine)]
         report(size * layout.data_ranks)
     dist.all_reduce(sums)
     check_finite(sums.tolist())
