@@ -48,7 +48,7 @@ def with_report_flags(Config, Reports=ReportConfig) -> type:
 
 def run_report(main, Config, argv=None) -> int:
     """Parse a command line with the flags of Config and of reports, report or train, and return the exit status."""
-    is_recipe = "forward_backward" in main.__globals__  # a program that trains in another way has no layouts to report on
+    is_recipe = "open_data" in main.__globals__  # a program that trains in another way has no layouts to report on
     if not is_recipe and not issubclass(Config, MetricsConfig):
         main(parse_config(Config, argv))
         return 0

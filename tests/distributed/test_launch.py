@@ -135,7 +135,7 @@ def all_good(out) -> int:
 
 def fork(folder, lines) -> Path:
     """A copy of the recipe in another folder, with `lines` in every step between the backward and the clipping."""
-    source, place = RECIPE.read_text(), "        grad_norm = clip_grad_norm("
+    source, place = RECIPE.read_text(), "        grad_norm = parallel.clip_grad_norm("
     assert source.count(place) == 1
     script = folder / "train_fork.py"
     script.write_text(source.replace(place, textwrap.indent(textwrap.dedent(lines).strip("\n"), " " * 8) + "\n" + place))

@@ -223,7 +223,7 @@ def observed(program: str, cfg, poison=0, launched=False, continues=False, drift
             forward([trainer.model], copy.deepcopy(counted or samples))
 
     patches = [
-        wrap(module, "clip_grad_norm", before=spoil, after=keep_grads),
+        wrap(module if program == "grpo" else parallel, "clip_grad_norm", before=spoil, after=keep_grads),
         wrap(module, "connect", after=lambda result, layout, *a, **k: setattr(seen, "layout", layout)),
         wrap(models.attention, "sdpa", before=lambda q, *a, **k: seen.dtypes.add(q.dtype)),
         mock.patch.object(metrics.gc, "collect", lambda *a: seen.collected.append(a)),  # the true one takes longer than a run
@@ -242,7 +242,7 @@ def observed(program: str, cfg, poison=0, launched=False, continues=False, drift
             wrap(module.Trainer, "optim_step", lambda trainer, lr=None, update=True: (
                 seen.warm_up if seen.warming else seen.lrs).append(lr))]
     else:
-        real = module.evaluate
+        real = parallel.evaluate
 
         def evaluate(stages, batches, layout):
             batches = list(batches)
@@ -250,8 +250,8 @@ def observed(program: str, cfg, poison=0, launched=False, continues=False, drift
             return real(stages, batches, layout)
 
         patches += [
-            wrap(module, "forward_backward", lambda stages, batch, layout: forward(stages, batch)),
-            mock.patch.object(module, "evaluate", evaluate),
+            wrap(parallel, "forward_backward", lambda stages, batch, layout: forward(stages, batch)),
+            mock.patch.object(parallel, "evaluate", evaluate),
             mock.patch.object(module, "print_sample", lambda *a: None)]
     if continues:
         shutil.copytree(PLACES["<run>"], cfg.out, dirs_exist_ok=True)
