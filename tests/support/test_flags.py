@@ -230,7 +230,7 @@ def observed(program: str, cfg, poison=0, launched=False, continues=False, drift
         wrap(dist, "init_process_group", before=lambda *a, **k: seen.timeouts.append(k.get("timeout"))),
         wrap(dist.distributed_c10d, "_set_pg_timeout", before=lambda timeout, group: seen.timeouts.append(timeout)),
         wrap(checkpoint.Checkpoints, "write", before=lambda *a, **k: seen.writers.add(threading.current_thread().name)),
-        wrap(checkpoint, "WriterProcess", before=lambda: seen.writers.add("process")),
+        wrap(checkpoint, "writer_process", before=lambda: seen.writers.add("process")),
     ]
     if program == "grpo":
         patches += [
