@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import models.llama3
-from models.layers import RMSNorm, dropout, rotate
+from forks.dropout import dropout
+from models.layers import RMSNorm, rotate
 from models.moe import AddLoss
 
 Plain = models.llama3.Llama3

@@ -15,8 +15,9 @@ from torch import nn
 
 from distributed.checks import blocks_without_attend
 from distributed.pipeline import stages_of_parts
+from forks.dropout import dropout
 from models import llama3
-from models.layers import dropout, places_of
+from models.layers import places_of
 from sft.lora import read_adapters
 from storage.dcp import read_table
 from storage.manifest import read_manifest
@@ -51,8 +52,8 @@ TABLE = [
     ("dropped", "--dp_shard 2", EQUAL),
     ("dropped", "--tp 2 --ac full", EQUAL),
     ("dropped", "--cp 2 --pp 2", EQUAL),
-    ("torch_dropout", "--dp_shard 2", "draws random numbers without a generator.*models.layers.dropout"),
-    ("dropout_module", "--tp 2", "blocks.0.ffn.drop is Dropout, whose numbers depend on the layout.*models.layers.dropout"),
+    ("torch_dropout", "--dp_shard 2", "draws random numbers without a generator.*forks.dropout.dropout"),
+    ("dropout_module", "--tp 2", "blocks.0.ffn.drop is Dropout, whose numbers depend on the layout.*forks.dropout.dropout"),
     ("frozen_norms", "--tp 2", EQUAL),
     ("frozen_norms", "--pp 2", EQUAL),
     ("unused_bias", "--dp_shard 2", "check_parity: NOT COMPARED: head.bias, whose gradient is 0 or missing on both sides"),
@@ -69,7 +70,7 @@ TABLE = [
     ("noisy", "--dp_shard 2", EQUAL),
     ("noisy_late", "--dp_shard 2", "numbers are drawn between the gradients and the end of the optimizer's step"),
     ("filled", "--dp_shard 2", "blocks.0.gate.weight is filled in a constructor.* init_constants"),
-    ("generator", "--pp 2", "blocks.0 has a generator, and no checkpoint holds its state; use models.layers.dropout"),
+    ("generator", "--pp 2", "blocks.0 has a generator, and no checkpoint holds its state; use forks.dropout.dropout"),
     ("counting", "--pp 2", EQUAL),
     ("hooked", "--dp_shard 2", "blocks.0.attn.wq.weight has a hook from a constructor, which nothing would call"),
     ("two_rates", "--dp_shard 2", EQUAL),
