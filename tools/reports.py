@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Literal
 
 from distributed.layout import AXES
+from distributed.refusals import refuse
 from support.config import Need, flag, no_effect, own_rank, parse_config, say_flags
 from support.metrics import MetricsConfig, points_of, read_lines
 from tools.study import draw_curves
@@ -77,25 +78,15 @@ def panels_of(lines) -> list[tuple[str, dict]]:
 
 def report_or_train(main, cfg, options: ReportConfig) -> int:
     """Run the reports of the options, or train if there are none. Returns the exit status. Raises ValueError."""
-    if unused := no_effect(options, SimpleNamespace(**vars(options))):
-        raise ValueError("; ".join(unused))
-    plots_layout = options.plot and "RANK" not in os.environ and any(getattr(cfg, axis) > 1 for axis in AXES)
-    if "RANK" in os.environ and (options.check_parity or options.dry_run or options.explain):
-        raise ValueError("--check_parity, --dry_run and --explain start from one process: use python, not torchrun")
-    if options.best and (options.explain or options.plot):
-        raise ValueError("--best compares layouts, and --explain and --plot show one: ask for one after the other")
-    if options.check_parity and (options.dry_run or options.explain):
-        raise ValueError("--check_parity trains, and --dry_run and --explain do not: ask for one after the other")
-    if options.check_parity:
-        return report_parity(main, cfg, options)
-    if options.dry_run or options.explain or plots_layout:
-        return report_layout(main, cfg, options)
-    return train(main, cfg, options)
-
-
-def report_parity(main, cfg, options: ReportConfig) -> int:
-    """--check_parity, --where and --against of a recipe; returns the exit status: 0 equal, 1 different."""
-    degrees = {axis: getattr(cfg, axis) for axis in AXES}
+    launched, shows = "RANK" in os.environ, options.dry_run or options.explain
+    refuse([
+        *((True, text) for text in no_effect(options, SimpleNamespace(**vars(options)))),
+        (launched and (options.check_parity or shows),
+         "--check_parity, --dry_run and --explain start from one process: use python, not torchrun"),
+        (options.best and (options.explain or options.plot),
+         "--best compares layouts, and --explain and --plot show one: ask for one after the other"),
+        (options.check_parity and shows,
+         "--check_parity trains, and --dry_run and --explain do not: ask for one after the other")])
     if options.against:
         from tools.transformers_parity import check_against
 
@@ -103,10 +94,14 @@ def report_parity(main, cfg, options: ReportConfig) -> int:
     if options.where:
         from tools.where import check_where
 
-        return check_where(main, cfg, degrees, options.advice)
-    from tools.parity import check_parity
+        return check_where(main, cfg, options.advice)
+    if options.check_parity:
+        from tools.parity import check_parity
 
-    return check_parity(main, cfg, degrees)
+        return check_parity(main, cfg)
+    if shows or options.plot and not launched and any(getattr(cfg, axis) > 1 for axis in AXES):
+        return report_layout(main, cfg, options)
+    return train(main, cfg, options)
 
 
 def report_layout(main, cfg, options: ReportConfig) -> int:

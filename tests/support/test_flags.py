@@ -306,8 +306,8 @@ def printed(program: str, cfg) -> str:
     plain = module.Config(**{field.name: getattr(cfg, field.name) for field in dataclasses.fields(module.Config)})
     main = module.main if options.dry_run or options.explain else lambda cfg: print("trains")
     with tidy(), contextlib.redirect_stdout(text), \
-            mock.patch.object(tools.parity, "check_parity", lambda main, cfg, degrees: print("parity of", degrees)), \
-            mock.patch.object(tools.where, "check_where", lambda main, cfg, n, advice: print("every operation of", advice)), \
+            mock.patch.object(tools.parity, "check_parity", lambda main, cfg: print("parity of", cfg.flavor)), \
+            mock.patch.object(tools.where, "check_where", lambda main, cfg, advice: print("every operation of", advice)), \
             mock.patch.object(tools.transformers_parity, "check_against", lambda main, cfg, folder: print("against", folder)):
         report_or_train(main, plain, options)
     return text.getvalue()
