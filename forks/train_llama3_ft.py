@@ -85,9 +85,7 @@ def lr_at(step: int, cfg: Config) -> float:
     decay = total - warmup if cfg.decay_ratio is None else min(round(total * cfg.decay_ratio), total - warmup)
     if step <= warmup:
         return step / max(warmup, 1)
-    x = min((step - (total - decay)) / (decay + 1), 1.0)  # progress of the decay
-    if x <= 0:
-        return 1.0
+    x = min(max(step - (total - decay), 0) / (decay + 1), 1.0)  # progress of the decay
     shape = {"cosine": 0.5 * (1 + math.cos(math.pi * x)), "linear": 1 - x, "sqrt": 1 - math.sqrt(x)}[cfg.decay_type]
     return cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * shape
 
@@ -101,9 +99,8 @@ def build_optimizers(stages, cfg: Config) -> list[torch.optim.Optimizer]:
     others = [p for p in rest if p.dim() <= 1 and cfg.wd_on != "all"]
     groups = [{"params": decays, "weight_decay": cfg.weight_decay}, {"params": others, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
-    optimizers = []
-    if groups:  # a pipeline stage in the middle may have matrices only
-        optimizers.append(adamw(groups, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, cfg.optimizer))
+    # without groups: a pipeline stage in the middle may have matrices only
+    optimizers = [adamw(groups, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, cfg.optimizer)] if groups else []
     if matrices:
         from support.muon import Muon
 
@@ -208,10 +205,9 @@ def main(cfg: Config):
             optimizer.zero_grad()
         if cfg.float8_all_gather:
             float8_scales(stages)
-        # ft: in place, for healing reads and writes it; batch.samples and its tokens are those of all live groups
-        tokens_per_step = batch.samples * cfg.seq_len
-        state.update(step=step, samples=state["samples"] + batch.samples, tokens=state["tokens"] + tokens_per_step)
-        metrics.end_step(tokens_per_step)
+        # ft: the state in place, for healing reads and writes it; batch.samples are those of all live groups
+        metrics.end_step(batch.samples * cfg.seq_len)
+        state.update(step=step, samples=state["samples"] + batch.samples, tokens=metrics.tokens)
 
         stopping = stop.agreed(layout) and step < cfg.steps
         last = step == cfg.steps or stopping

@@ -93,9 +93,7 @@ def lr_at(step: int, cfg: Config) -> float:
     decay = total - warmup if cfg.decay_ratio is None else min(round(total * cfg.decay_ratio), total - warmup)
     if step <= warmup:
         return step / max(warmup, 1)
-    x = min((step - (total - decay)) / (decay + 1), 1.0)  # progress of the decay
-    if x <= 0:
-        return 1.0
+    x = min(max(step - (total - decay), 0) / (decay + 1), 1.0)  # progress of the decay
     shape = {"cosine": 0.5 * (1 + math.cos(math.pi * x)), "linear": 1 - x, "sqrt": 1 - math.sqrt(x)}[cfg.decay_type]
     return cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * shape
 
@@ -109,9 +107,8 @@ def build_optimizers(stages, cfg: Config) -> list[torch.optim.Optimizer]:
     others = [p for p in rest if p.dim() <= 1 and cfg.wd_on != "all"]
     groups = [{"params": decays, "weight_decay": cfg.weight_decay}, {"params": others, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
-    optimizers = []
-    if groups:  # a pipeline stage in the middle may have matrices only
-        optimizers.append(adamw(groups, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, cfg.optimizer))
+    # without groups: a pipeline stage in the middle may have matrices only
+    optimizers = [adamw(groups, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, cfg.optimizer)] if groups else []
     if matrices:
         from support.muon import Muon
 
@@ -192,7 +189,6 @@ def main(cfg: Config):
     guard = Guard(optimizers, layout, cfg, start)
     mine = (cfg.local_batch_size, layout.data_rank, layout.data_ranks, layout.device)
     batches = data.batches(state["samples"], layout.global_batch_size, *mine)
-    tokens_per_step = layout.global_batch_size * cfg.seq_len
     for step in range(first, cfg.steps + 1):
         batch = metrics.start_step(batches)
         if step == 1:
@@ -211,8 +207,8 @@ def main(cfg: Config):
         if model_config.n_experts:
             rate = cfg.moe_bias_rate * grad_norm.isfinite()  # 0 in a step that is skipped
             balance = balance_experts(stages, layout, cfg.moe_balance, rate)
-        state = {"step": step, "samples": state["samples"] + batch.samples, "tokens": state["tokens"] + tokens_per_step}
-        metrics.end_step(tokens_per_step)
+        metrics.end_step(layout.global_batch_size * cfg.seq_len)
+        state = {"step": step, "samples": state["samples"] + batch.samples, "tokens": metrics.tokens}
 
         stopping = stop.agreed(layout) and step < cfg.steps
         last = step == cfg.steps or stopping

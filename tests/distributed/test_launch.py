@@ -165,8 +165,8 @@ def test_a_rank_that_dies(tmp_path, start, undisturbed, real, rank, number, flag
 def test_a_slow_rank_is_named(tmp_path, start):
     """Every step takes both ranks as long, and rank 1 waits for its data."""
     script = fork(tmp_path, "")
-    slow = "import time\n    batches = (time.sleep(layout.rank * 0.5) or batch for batch in batches)\n    tokens_per_step ="
-    script.write_text(script.read_text().replace("tokens_per_step =", slow, 1))
+    slow = "import time\n    batches = (time.sleep(layout.rank * 0.5) or batch for batch in batches)\n    for step in"
+    script.write_text(script.read_text().replace("for step in", slow, 1))
     assert start(tmp_path / "run", 2, "--steps", 4, script=script).end() == 0
     late = [line for line in read_lines(f"{tmp_path}/run/metrics.jsonl") if "slowest_rank" in line]  # not in a slow first step
     assert len(late) >= 2 and {(line["slowest_rank"], line["slowest_host"]) for line in late} == {(1, socket.gethostname())}
