@@ -65,7 +65,7 @@ def to_hf(folder: str, out: str, dtype="bfloat16", max_shard_gb=5.0, adapter=Fal
     file = os.path.join(path, "tokenizer.json")
     tokenizer_file = file if os.path.isfile(file) else None
     if adapter:
-        from sft.lora import write_peft
+        from forks.peft_folder import write_peft
 
         return write_peft(out, path, table, model, checkpoint.tokenizer_and_beside(tokenizer_file) if tokenizer_file else {})
     if checkpoint.has_adapters(path):
