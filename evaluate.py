@@ -107,31 +107,28 @@ class Config(ParallelConfig, ExpertConfig, LaunchConfig, PipelineConfig, ChatCon
 KINDS = {"text": ("text",), "choice": ("question", "choices", "answer"), "answer": ("question", "answer")}
 
 
-def read_task(path: str, flag="--task") -> tuple[str, list[Line]]:
-    """("text", "choice" or "answer", the lines) of a task's file. The ValueError names the line."""
+def read_task(path: str, flag="--task", answers="") -> tuple[str, list[Line]]:
+    """("text", "choice" or "answer", the lines) of a task's file. answers: as in --answers; "" for examples. The ValueError
+    names the line."""
     lines = read_task_lines(path, flag, ".txt", ".jsonl")
     found = [kind for kind, names in KINDS.items() if set(names) <= lines[0].fields.keys()]
     if not found or found[0] == "text" and len(found) > 1:
         raise ValueError(f"{lines[0].where} has {', '.join(lines[0].fields) or 'no fields'}; need text, or question, choices "
                          "and answer, or question and answer")
-    return found[0], [check_line(line, found[0]) for line in lines]
+    return found[0], [check_line(line, found[0], answers) for line in lines]
 
 
-def check_answers(lines: list[Line], answers: str):
-    """Raises ValueError for a line with an answer that no text can match."""
-    for where, record in lines:
-        if reason := never_right(answers, answer := record["answer"]):
-            raise ValueError(f"{where}: nothing can be right with --answers {answers} for {str(answer)[-60:]!r}: {reason}")
-
-
-def check_line(line: Line, kind: str) -> Line:
-    """The line, with its answer among choices as a number from 0. Raises ValueError for missing or wrong fields."""
+def check_line(line: Line, kind: str, answers: str) -> Line:
+    """The line, with its answer among choices as a number from 0. Raises ValueError for missing or wrong fields, and for a
+    written answer that no text can match."""
     where, record = line
     for name in KINDS[kind]:
         if name not in record:
             raise ValueError(f"{where} has no {name}, and the first line has")
         if name in ("text", "question") and not isinstance(record[name], str):
             raise ValueError(f"{where}: {name} is no text")
+    if kind == "answer" and answers and (reason := never_right(answers, answer := record["answer"])):
+        raise ValueError(f"{where}: nothing can be right with --answers {answers} for {str(answer)[-60:]!r}: {reason}")
     if kind != "choice":
         return line
     choices, answer = record["choices"], record["answer"]
@@ -407,11 +404,9 @@ def requests_of(cfg: Config, kind: str, text: Text, lines: list[Line], longest: 
 def main(cfg: Config):
     # 1. task, model and layout: all errors in files and flags are found before anything is built
     began = time.time()
-    kind, lines = read_task(cfg.task)
+    kind, lines = read_task(cfg.task, answers=cfg.answers)
     lines = lines[: cfg.limit or None]
     counted = f"{len(lines):,} line{'s' * (len(lines) > 1)}"
-    if kind == "answer":
-        check_answers(lines, cfg.answers)
     text, Model, model_config, folder = read_checkpoint(cfg.checkpoint, open_chat(cfg.checkpoint, cfg))
     cfg, layout, longest = plan(cfg, kind, model_config, folder)
 
