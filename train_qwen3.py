@@ -199,10 +199,8 @@ def main(cfg: Config):
         if cfg.float8_all_gather:
             float8_scales(stages)
         # qwen3: the biases move after the weights, by the load of the whole global batch
-        balance = {}
-        if model_config.n_experts:
-            rate = cfg.moe_bias_rate * grad_norm.isfinite()  # 0 in a step that is skipped
-            balance = balance_experts(stages, layout, cfg.moe_balance, rate)
+        rate = cfg.moe_bias_rate * grad_norm.isfinite()  # 0 in a step that is skipped
+        balance = balance_experts(stages, layout, cfg.moe_balance, rate) if layout.has_experts else {}
         metrics.end_step(layout.global_batch_size * cfg.seq_len)
         state = {"step": step, "samples": state["samples"] + batch.samples, "tokens": metrics.tokens}
 
