@@ -207,9 +207,9 @@ def open_model(folder: str, layout: Layout, cfg, Model, model_config) -> list[nn
     with torch.device("meta"):
         model = Model(model_config)
     check_tp_plan(model, parallel.TP_STYLES)  # not check_model, because check_model counts gradients
-    stages, logprobs = pipeline_stages(model, layout, cfg) if cfg.pp > 1 else [model], label_logprobs
-    if layout.tp > 1:
-        logprobs = partial(parallel.vocab_parallel_loss, mesh=layout.mesh["tp"], loss=label_logprobs)
+    stages = pipeline_stages(model, layout, cfg) if cfg.pp > 1 else [model]
+    logprobs = label_logprobs if layout.tp == 1 else partial(
+        parallel.vocab_parallel_loss, mesh=layout.mesh["tp"], loss=label_logprobs)
     for stage in stages:
         split_model(stage, layout, cfg)
         parallel.shard(stage, layout, cfg)

@@ -104,8 +104,13 @@ def begin_writing():
     """The start of the writer process: it completes a save when launchers signal all processes, and ends with its parent."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=lambda: (torch.multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     import_dcp()
+
+
+def end_with_parent():
+    torch.multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def write_apart(folder: str, plan, tensors: dict) -> list:

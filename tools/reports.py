@@ -85,6 +85,8 @@ def report_or_train(main, cfg, options: ReportConfig) -> int:
          "--check_parity, --dry_run and --explain start from one process: use python, not torchrun"),
         (options.best and (options.explain or options.plot),
          "--best compares layouts, and --explain and --plot show one: ask for one after the other"),
+        (options.html and (os.path.isdir(options.html) or not os.path.isdir(os.path.dirname(options.html) or ".")),
+         f"--html {options.html}: need the name of a file, such as layout.html, in a folder that exists"),
         (options.check_parity and shows,
          "--check_parity trains, and --dry_run and --explain do not: ask for one after the other")])
     if options.against:
@@ -110,14 +112,12 @@ def report_layout(main, cfg, options: ReportConfig) -> int:
     from tools.dryrun import make_report, print_report
     from tools.explain import count_block, explain
     from tools.layout_plots import plot
-    from tools.page import check_page, write_page
+    from tools.page import write_page
 
     if cfg.float8 != "off":
         raise ValueError(f"--float8 {cfg.float8} is not in the dry run, which would count bf16; leave it out")
     if options.best:
         return print_best(main, cfg, options.best, options.machine)
-    if options.html:
-        check_page(options.html)
     if options.dry_run or options.plot or options.html:
         found = make_report(main, cfg)
     if options.dry_run:
