@@ -52,7 +52,7 @@ from torch.distributed.tensor import DTensor
 from corpus.tokenizer import files_beside, tokenizer_path
 from distributed.agree import Failed, brief, fail_together, gather, holds_on_any_rank, new_gloo_group, on_rank_0, rank_in
 from distributed.layout import AXES, named_tensors
-from storage.dcp import SavePlan, WriterProcess, import_dcp, read_table, read_tensors, write_tensors
+from storage.dcp import SavePlan, import_dcp, read_table, read_tensors, write_tensors, writer_process
 from storage.manifest import TABLE, Damaged, Progress, check_files, checksums, read_manifest, verify, write_manifest
 from storage.newest import candidates, is_hf_folder, newest_good, newest_readable, resume_source, saved_state
 from storage.optimizer_numbers import OptimizerNumbers, find_copies, merge_numbers, sum_copies
@@ -155,7 +155,7 @@ class Checkpoints:
         self.copies = find_copies(self.params | buffers, self.gather)
         self.pool, self.stager, self.staged, self.flight = ThreadPoolExecutor(1), None, None, None
         self.commands, self.copying = ThreadPoolExecutor(1), {}  # --after_save: {folder: its command}
-        self.process = WriterProcess() if cfg.checkpoint_async == "process" and not cfg.load_only else None
+        self.process = writer_process() if cfg.checkpoint_async == "process" and not cfg.load_only else None
         if self.rank == 0 and not cfg.load_only and os.path.isdir(os.path.join(out, "checkpoints")):
             for name in filter(LEFTOVER.fullmatch, os.listdir(os.path.join(out, "checkpoints"))):
                 shutil.rmtree(os.path.join(out, "checkpoints", name), ignore_errors=True)
@@ -211,7 +211,7 @@ class Checkpoints:
         if self.stager is not None:
             self.stager.close()
         if self.process is not None:
-            self.process.close()
+            self.process.shutdown()
         if export and self.cfg.export_hf:
             from storage.hf import save_hf
 
@@ -226,7 +226,7 @@ class Checkpoints:
         self.wait_staged()
         flight, self.flight = self.flight, None
         if flight is not None and not flight.result() and self.process is not None:
-            self.process.close()
+            self.process.shutdown()
             self.process = self.stager = None  # the same on all ranks: all agreed on the result
             self.say("from now on a thread saves, for a writer process may have died")
 

@@ -18,6 +18,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -232,12 +233,10 @@ class TokenData:
         first_row = data_rank * share  # of the global batch
 
         def make():
-            cursor = first_sample
-            while True:
+            for cursor in count(first_sample, global_batch_size):
                 arrays = self.sequences(np.arange(cursor + first_row, cursor + first_row + share))
                 digest = f"{hash_sequences(*arrays[:2], first_row):012x}"
                 yield Batch(*to_tensors(arrays, local_batch_size, device), global_batch_size, digest, first=cursor + first_row)
-                cursor += global_batch_size
 
         return prefetch(make(), torch.device(device))
 

@@ -107,31 +107,28 @@ class Config(ParallelConfig, ExpertConfig, LaunchConfig, PipelineConfig, ChatCon
 KINDS = {"text": ("text",), "choice": ("question", "choices", "answer"), "answer": ("question", "answer")}
 
 
-def read_task(path: str, flag="--task") -> tuple[str, list[Line]]:
-    """("text", "choice" or "answer", the lines) of a task's file. The ValueError names the line."""
+def read_task(path: str, flag="--task", answers="") -> tuple[str, list[Line]]:
+    """("text", "choice" or "answer", the lines) of a task's file. answers: as in --answers; "" for examples. The ValueError
+    names the line."""
     lines = read_task_lines(path, flag, ".txt", ".jsonl")
     found = [kind for kind, names in KINDS.items() if set(names) <= lines[0].fields.keys()]
     if not found or found[0] == "text" and len(found) > 1:
         raise ValueError(f"{lines[0].where} has {', '.join(lines[0].fields) or 'no fields'}; need text, or question, choices "
                          "and answer, or question and answer")
-    return found[0], [check_line(line, found[0]) for line in lines]
+    return found[0], [check_line(line, found[0], answers) for line in lines]
 
 
-def check_answers(lines: list[Line], answers: str):
-    """Raises ValueError for a line with an answer that no text can match."""
-    for where, record in lines:
-        if reason := never_right(answers, answer := record["answer"]):
-            raise ValueError(f"{where}: nothing can be right with --answers {answers} for {str(answer)[-60:]!r}: {reason}")
-
-
-def check_line(line: Line, kind: str) -> Line:
-    """The line, with its answer among choices as a number from 0. Raises ValueError for missing or wrong fields."""
+def check_line(line: Line, kind: str, answers: str) -> Line:
+    """The line, with its answer among choices as a number from 0. Raises ValueError for missing or wrong fields, and for a
+    written answer that no text can match."""
     where, record = line
     for name in KINDS[kind]:
         if name not in record:
             raise ValueError(f"{where} has no {name}, and the first line has")
         if name in ("text", "question") and not isinstance(record[name], str):
             raise ValueError(f"{where}: {name} is no text")
+    if kind == "answer" and answers and (reason := never_right(answers, answer := record["answer"])):
+        raise ValueError(f"{where}: nothing can be right with --answers {answers} for {str(answer)[-60:]!r}: {reason}")
     if kind != "choice":
         return line
     choices, answer = record["choices"], record["answer"]
@@ -206,15 +203,18 @@ def plan(cfg: Config, kind: str, model_config, folder: str) -> tuple[Config, Lay
 
 def open_model(folder: str, layout: Layout, cfg, Model, model_config) -> list[nn.Module]:
     """This rank's stages (one stage without --pp) with the weights of a run, step or Hugging Face folder, ready for score() and
-    complete(). Raises the same ValueError on all ranks."""
+    complete(): with labels, a forward returns label_logprobs(). Raises the same ValueError on all ranks."""
     with torch.device("meta"):
         model = Model(model_config)
     check_tp_plan(model, parallel.TP_STYLES)  # not check_model, because check_model counts gradients
     stages = pipeline_stages(model, layout, cfg) if cfg.pp > 1 else [model]
+    logprobs = label_logprobs if layout.tp == 1 else partial(
+        parallel.vocab_parallel_loss, mesh=layout.mesh["tp"], loss=label_logprobs)
     for stage in stages:
         split_model(stage, layout, cfg)
         parallel.shard(stage, layout, cfg)
         parallel.init_weights(stage, layout, 0, skip=lambda fqn: True)
+        stage.token_loss = logprobs
     load_weights(stages, folder)
     return [stage.eval() for stage in stages]
 
@@ -275,21 +275,6 @@ def label_logprobs(h: Tensor, weight: Tensor, labels: Tensor, denom=None, all_re
     return logprobs
 
 
-def keep_logprobs(stages: list[nn.Module], layout: Layout) -> list[Tensor]:
-    """Make the last stage's forward append label_logprobs() of its labels to the returned list."""
-    kept, logprobs = [], label_logprobs
-    if layout.tp > 1:
-        logprobs = partial(parallel.vocab_parallel_loss, mesh=layout.mesh["tp"], loss=label_logprobs)
-
-    def token_loss(h, weight, labels, denom):
-        kept.append(logprobs(h, weight, labels, denom))
-        return h.new_zeros(())  # a loss, not used
-
-    for stage in stages:
-        stage.token_loss = token_loss
-    return kept
-
-
 def pack_requests(requests: list[tuple], layout: Layout) -> dict[str, Tensor]:
     """The model's arguments, (B, T/cp) each. Label t is the token after input t. Padding is on the right, invisible to all
     tokens."""
@@ -305,7 +290,7 @@ def pack_requests(requests: list[tuple], layout: Layout) -> dict[str, Tensor]:
 def score(stages: list[nn.Module], layout: Layout, requests: list[tuple]) -> list[float]:
     """The log-probability in nats of the continuation of each request, on every rank. Raises ValueError on every rank for a
     log-probability of nan or inf."""
-    kept, report = keep_logprobs(stages, layout), progress("scored", requests, layout)
+    report = progress("scored", requests, layout)
     sums = torch.zeros(len(requests), dtype=torch.float64, device=layout.device)
     multiple, size = layout.microbatch_size if layout.pp > 1 else 1, layout.local_batch_size
     plan = in_rows([len(a) + len(b) for a, b in requests], size, layout.data_ranks)
@@ -314,13 +299,9 @@ def score(stages: list[nn.Module], layout: Layout, requests: list[tuple]) -> lis
         # All data ranks run as many micro-batches as the first, which has the most, because the collectives need all ranks.
         rows = -(-len(first) // multiple) * multiple
         kwargs = pack_requests([requests[i] for i in mine] + [NOTHING] * (rows - len(mine)), layout)
-        if layout.pp > 1:
-            pipeline_forward(stages, kwargs, layout)
-        else:
-            stages[0](**kwargs)
-        if kept and mine and layout.coordinate("tp") == 0:  # all tp ranks have the same numbers, cp ranks a part each
-            sums[mine] = torch.cat(kept).sum(1, dtype=torch.float64)[: len(mine)]
-        kept.clear()
+        logprobs = pipeline_forward(stages, kwargs, layout) if layout.pp > 1 else [stages[0](**kwargs)]
+        if logprobs and mine and layout.coordinate("tp") == 0:  # all tp ranks have the same numbers, cp ranks a part each
+            sums[mine] = torch.cat(logprobs).sum(1, dtype=torch.float64)[: len(mine)]
         report(size * layout.data_ranks)
     dist.all_reduce(sums)
     check_finite(sums.tolist())
@@ -423,11 +404,9 @@ def requests_of(cfg: Config, kind: str, text: Text, lines: list[Line], longest: 
 def main(cfg: Config):
     # 1. task, model and layout: all errors in files and flags are found before anything is built
     began = time.time()
-    kind, lines = read_task(cfg.task)
+    kind, lines = read_task(cfg.task, answers=cfg.answers)
     lines = lines[: cfg.limit or None]
     counted = f"{len(lines):,} line{'s' * (len(lines) > 1)}"
-    if kind == "answer":
-        check_answers(lines, cfg.answers)
     text, Model, model_config, folder = read_checkpoint(cfg.checkpoint, open_chat(cfg.checkpoint, cfg))
     cfg, layout, longest = plan(cfg, kind, model_config, folder)
 

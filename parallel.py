@@ -317,7 +317,7 @@ def checkpoint_activations(stage, cfg) -> None:
 
             options["context_fn"] = partial(keep_contexts, is_compiled)
         # Wrapping forward, not the module, keeps every parameter's name. No random numbers need to be replayed, because
-        # models.layers.dropout draws from no generator.
+        # forks/dropout.py draws from no generator.
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **options)
 
 
@@ -511,11 +511,11 @@ def evaluate(stages, batches, layout: Layout) -> tuple[float, float | None, dict
     nn.ModuleList(stages).eval()
     for batch in batches:
         if layout.pp > 1:
-            loss = pipeline_forward(stages, inputs(stages[0], batch, None, layout), layout)
+            losses = pipeline_forward(stages, inputs(stages[0], batch, None, layout), layout)
         else:
-            loss = sum(stages[0](**inputs(stages[0], batch, a, layout)) for a in range(batch.tokens.shape[0]))
+            losses = [stages[0](**inputs(stages[0], batch, a, layout)) for a in range(batch.tokens.shape[0])]
         part = sums.setdefault(batch.part, torch.zeros(3, dtype=torch.float64, device=layout.device))
-        part[0] += loss / (layout.tp if layout.loss_parallel else 1)
+        part[0] += sum(losses) / (layout.tp if layout.loss_parallel else 1)
         part[1] += (batch.labels != IGNORE).sum() / copies
         part[2] += (batch.n_bytes or 0) / copies
         n_bytes_known = n_bytes_known and batch.n_bytes is not None

@@ -14,6 +14,7 @@ from typing import Literal
 
 import torch
 
+import parallel
 from checkpoint import CheckpointConfig, Checkpoints, loaded_later
 from data import DataConfig, open_data
 from distributed.checks import check_documents, check_first_batch, check_model, check_replicas
@@ -25,20 +26,7 @@ from distributed.pipeline import PipelineConfig, pipeline_stages
 from distributed.refusals import check_layout
 from generate import print_sample
 from models.deepseek import FLAVORS, DeepSeek
-from parallel import (
-    TP_STYLES,
-    checkpoint_activations,
-    clip_grad_norm,
-    compile_blocks,
-    context_parallel,
-    evaluate,
-    forward_backward,
-    init_weights,
-    make_mesh,
-    reduce_loss,
-    shard,
-    tensor_parallel,
-)
+from parallel import make_mesh
 from storage.resume import claim_run, keep_batch, list_warnings, source_tokenizer
 from support.config import Need, flag, override_fields, save_config
 from support.metrics import Metrics, MetricsConfig
@@ -107,9 +95,7 @@ def lr_at(step: int, cfg: Config) -> float:
     decay = total - warmup if cfg.decay_ratio is None else min(round(total * cfg.decay_ratio), total - warmup)
     if step <= warmup:
         return step / max(warmup, 1)
-    x = min((step - (total - decay)) / (decay + 1), 1.0)  # progress of the decay
-    if x <= 0:
-        return 1.0
+    x = min(max(step - (total - decay), 0) / (decay + 1), 1.0)  # progress of the decay
     shape = {"cosine": 0.5 * (1 + math.cos(math.pi * x)), "linear": 1 - x, "sqrt": 1 - math.sqrt(x)}[cfg.decay_type]
     return cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * shape
 
@@ -123,9 +109,8 @@ def build_optimizers(stages, cfg: Config) -> list[torch.optim.Optimizer]:
     others = [p for p in rest if p.dim() <= 1 and cfg.wd_on != "all"]
     groups = [{"params": decays, "weight_decay": cfg.weight_decay}, {"params": others, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
-    optimizers = []
-    if groups:  # a pipeline stage in the middle may have matrices only
-        optimizers.append(adamw(groups, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, cfg.optimizer))
+    # without groups: a pipeline stage in the middle may have matrices only
+    optimizers = [adamw(groups, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, cfg.optimizer)] if groups else []
     if matrices:
         from support.muon import Muon
 
@@ -154,7 +139,7 @@ def main(cfg: Config):
         model = DeepSeek(model_config)
     # deepseek: what the second prediction weighs
     model.mtp_weight = cfg.mtp_weight
-    check_model(model, layout, cfg, TP_STYLES)
+    check_model(model, layout, cfg, parallel.TP_STYLES)
     if cfg.doc_mask:
         check_documents(model, layout)
     n_params = sum(p.numel() for p in model.parameters())
@@ -168,20 +153,20 @@ def main(cfg: Config):
         if cfg.float8 != "off":
             float8_linears(stage, layout, cfg)
         if cfg.tp > 1:
-            tensor_parallel(stage, layout, cfg)
+            parallel.tensor_parallel(stage, layout, cfg)
         # qwen3: experts have an axis of their own
         # deepseek: with the biases as well
         aux_coef = cfg.moe_aux_coef if cfg.moe_balance != "none" else 0.0
         if layout.has_experts:
             expert_parallel(stage, layout, aux_coef=aux_coef, force_balance=cfg.moe_force_balance)
         if cfg.cp > 1:
-            context_parallel(stage, layout, cfg)
+            parallel.context_parallel(stage, layout, cfg)
         if cfg.ac not in ("none", "budget"):  # a budget is the compiler's task
-            checkpoint_activations(stage, cfg)
+            parallel.checkpoint_activations(stage, cfg)
         if cfg.compile:
-            compile_blocks(stage, layout, cfg)
-        shard(stage, layout, cfg)
-        init_weights(stage, layout, cfg.seed, loaded_later(cfg))  # the same weights in every layout
+            parallel.compile_blocks(stage, layout, cfg)
+        parallel.shard(stage, layout, cfg)
+        parallel.init_weights(stage, layout, cfg.seed, loaded_later(cfg))  # the same weights in every layout
 
     # 5. optimizer: after sharding, so that optimizer state is sharded like the parameters
     optimizers = build_optimizers(stages, cfg)
@@ -209,14 +194,13 @@ def main(cfg: Config):
     guard = Guard(optimizers, layout, cfg, start)
     mine = (cfg.local_batch_size, layout.data_rank, layout.data_ranks, layout.device)
     batches = data.batches(state["samples"], layout.global_batch_size, *mine)
-    tokens_per_step = layout.global_batch_size * cfg.seq_len
     for step in range(first, cfg.steps + 1):
         batch = metrics.start_step(batches)
         if step == 1:
             check_first_batch(batch)
         lr = set_lr(optimizers, cfg.lr * lr_at(step, cfg))
-        loss = forward_backward(stages, batch, layout)  # the rank's share, for reduce_loss; gradients are complete
-        grad_norm = clip_grad_norm(stages, cfg.max_norm, layout)
+        loss = parallel.forward_backward(stages, batch, layout)  # the rank's share, for reduce_loss; gradients are complete
+        grad_norm = parallel.clip_grad_norm(stages, cfg.max_norm, layout)
         guard.before_update(step, grad_norm)  # after a NaN gradient, step() changes nothing; decided on the GPU
         for optimizer in optimizers:
             optimizer.step()
@@ -224,12 +208,10 @@ def main(cfg: Config):
         if cfg.float8_all_gather:
             float8_scales(stages)
         # qwen3: the biases move after the weights, by the load of the whole global batch
-        balance = {}
-        if model_config.n_experts:
-            rate = cfg.moe_bias_rate * grad_norm.isfinite()  # 0 in a step that is skipped
-            balance = balance_experts(stages, layout, cfg.moe_balance, rate)
-        state = {"step": step, "samples": state["samples"] + batch.samples, "tokens": state["tokens"] + tokens_per_step}
-        metrics.end_step(tokens_per_step)
+        rate = cfg.moe_bias_rate * grad_norm.isfinite()  # 0 in a step that is skipped
+        balance = balance_experts(stages, layout, cfg.moe_balance, rate) if layout.has_experts else {}
+        metrics.end_step(layout.global_batch_size * cfg.seq_len)
+        state = {"step": step, "samples": state["samples"] + batch.samples, "tokens": metrics.tokens}
 
         stopping = stop.agreed(layout) and step < cfg.steps
         last = step == cfg.steps or stopping
@@ -238,7 +220,7 @@ def main(cfg: Config):
         if metrics.due(step) or saving or validating or stopping:
             guard.report(step)
         if metrics.due(step):
-            loss, loss_max = reduce_loss(loss, layout)
+            loss, loss_max = parallel.reduce_loss(loss, layout)
             # qwen3: extra has the epochs of a mixture, and how busy the experts are
             metrics.log(step, extra=data.epochs(state["samples"]) | balance, loss=loss, loss_max=loss_max,
                         grad_norm=grad_norm, lr=lr, tokens_hash=metrics.reduce_hash(batch.hash))
@@ -247,7 +229,7 @@ def main(cfg: Config):
         if saving:  # before the validation: a signal may leave little time
             checkpoints.save(step, state, last=last, model_only=cfg.last_save_model_only and step == cfg.steps)
         if validating:
-            metrics.log_val(step, *evaluate(stages, data.val_batches(8 * cfg.val_batches, *mine), layout))
+            metrics.log_val(step, *parallel.evaluate(stages, data.val_batches(8 * cfg.val_batches, *mine), layout))
         if stopping:
             break
     batches.close()

@@ -25,7 +25,7 @@ from models.loss import IGNORE
 # Styles to suggest for a parameter without one
 STYLES = ('"sequence" (a norm or gain of (B, T/tp, D)), "head_norm" (of (B, T, H/tp, K)), "sequence_linear" (a linear of T/tp '
           'tokens), "colwise" or "rowwise" (a linear that is split)')
-DROPOUT = "use models.layers.dropout, see 'Random numbers' in docs/fork_me.md"
+DROPOUT = "use forks.dropout.dropout, see 'Random numbers' in docs/fork_me.md"
 DRAWING = (_DropoutNd, nn.MultiheadAttention, nn.RNNBase)  # modules that draw from torch's generator
 
 

@@ -212,8 +212,8 @@ def pipeline_forward_backward(stages, kwargs: dict[str, Tensor], loss_denom: Ten
     return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=layout.device)
 
 
-def pipeline_forward(stages, kwargs: dict[str, Tensor], layout: Layout) -> Tensor:
-    """Forward only, for evaluation. Returns the sum of the token losses on the rank of the last stage, elsewhere 0.
+def pipeline_forward(stages, kwargs: dict[str, Tensor], layout: Layout) -> list[Tensor]:
+    """Forward only, for evaluation. Returns the result of each micro-batch on the rank of the last stage, elsewhere [].
 
     A relay: all micro-batches pass one stage, then travel to the rank of the next stage. So every send has a receiving partner,
     and nothing hangs if a send waits for its receive (NCCL). The ranks are idle in turn, but the first ranks can
@@ -240,4 +240,4 @@ def pipeline_forward(stages, kwargs: dict[str, Tensor], layout: Layout) -> Tenso
         if i + 1 < n_stages and owner[i + 1] != mine:
             for x in h:
                 dist.send(x.contiguous(), ranks[owner[i + 1]], group)
-    return torch.stack(h).sum() if owner[n_stages - 1] == mine else torch.zeros((), device=layout.device)
+    return h if owner[n_stages - 1] == mine else []

@@ -1,15 +1,19 @@
-"""Reads LoRA adapters in peft's format: adapter_config.json names the base, a Hugging Face folder of weights, and
-adapter_model.safetensors has the matrices A and B. evaluate.py, generate.py and --init_from read such a folder as a model."""
+"""Reads and writes LoRA adapters in peft's format: adapter_config.json names the base, a Hugging Face folder of weights, and
+adapter_model.safetensors has the matrices A and B. evaluate.py, generate.py and --init_from read such a folder as a model;
+python checkpoint.py to_hf --adapter writes one."""
 import math
+import os
 import re
 from functools import partial
 
+from safetensors.torch import save
 from torch import Tensor
 
-from corpus.tokenizer import read_hf_json
+from corpus.tokenizer import read_hf_json, weights_folder
 from distributed.agree import brief
-from sft.lora import merged_weight
-from storage.newest import ADAPTER
+from sft.lora import merged_weight, read_adapters
+from storage.newest import ADAPTER, is_hf_folder
+from support.files import json_bytes, publish, read_json, write_file
 
 # Fields of adapter_config.json that do not change what A and B compute: the shape of A tells the rank of a linear
 HARMLESS = set("""
@@ -18,6 +22,8 @@ HARMLESS = set("""
     qalora_group_size r rank_pattern revision runtime_config target_modules task_type use_rslora
 """.split())
 # Fields that do, and the values that mean plain LoRA
+# Names of linears that peft takes for weights of experts
+EXPERTS = {"gate_proj", "up_proj", "down_proj"}
 PLAIN = {"peft_type": ["LORA"], "bias": ["none"], "init_lora_weights": [True, "gaussian", "eva", "orthogonal"]}
 
 
@@ -57,3 +63,30 @@ def read_merged(read, adapters: dict[str, tuple], name: str, offset: tuple, shap
         return part
     (a, b, scale), (row, column), (rows, columns) = adapters[name], offset, shape
     return merged_weight(part, a[:, column : column + columns], b[row : row + rows], scale)
+
+
+def write_peft(out: str, path: str, table, model, beside: dict[str, bytes]) -> None:
+    """Write the adapters of a step folder to the folder `out`, in peft's format. path, table: the step folder and its tensors;
+    model: the full model, on meta; beside: {name: content} of the tokenizer's files."""
+    about, adapters = read_json(path, "state.json"), read_adapters(table, path)
+    lora, base = about["identity"]["lora"], about["base"]["folder"]
+    base = base if is_hf_folder(base) and base == weights_folder(base) else ""  # peft reads no run of ours, nor two adapters
+    hf, tensors, chosen = model.hf_keys(), {}, set()  # chosen: their names of the linears
+    for fqn, t in adapters.items():
+        linear, _, letter = fqn.removesuffix(".weight").rpartition(".lora_")
+        name = hf[f"{linear}.weight"].removesuffix(".weight")
+        chosen.add(name)
+        tensors[f"base_model.model.{name}.lora_{letter.upper()}.weight"] = t.contiguous()
+    if getattr(model.config, "n_experts", 0) and (theirs_too := {name.rpartition(".")[2] for name in chosen} & EXPERTS):
+        raise ValueError(f"peft takes {', '.join(sorted(theirs_too))} for weights of experts; leave out --adapter")
+    config = dict(
+        peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=base, r=lora["rank"], lora_alpha=lora["alpha"],
+        target_modules=sorted(chosen), bias="none", lora_dropout=0.0, fan_in_fan_out=False,
+        use_rslora=False, use_dora=False, init_lora_weights=True, modules_to_save=None, inference_mode=True)
+    temporary = f"{os.path.abspath(out)}.tmp-{os.getpid()}"
+    os.makedirs(temporary)
+    ours = {ADAPTER: json_bytes(config), "adapter_model.safetensors": save(tensors, {"format": "pt"})}
+    for name, content in (beside | ours).items():
+        write_file(os.path.join(temporary, name), content)
+    publish(temporary, out)
+    print(f"checkpoint: exported {out} ({len(tensors)} tensors of adapters; the weights below them: {base or 'not named'})")

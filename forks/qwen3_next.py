@@ -45,8 +45,6 @@ class Qwen3NextConfig(Qwen3Config):
         check_sizes(self, "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "vocab_size", "max_seq_len", "n_experts",
                     "moe_ffn_dim", "shared_ffn_dim", "linear_k_heads", "linear_v_heads", "linear_k_dim", "linear_v_dim",
                     "conv_size")
-        if self.n_heads % self.n_kv_heads:
-            raise ValueError(f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}, which they share")
         if self.linear_v_heads % self.linear_k_heads:
             raise ValueError(f"linear_v_heads {self.linear_v_heads} is not a multiple of linear_k_heads {self.linear_k_heads}")
         if self.rope_dim < 2 or self.rope_dim % 2:

@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # ft: this file is in a folder below the rest
+import parallel
 from checkpoint import CheckpointConfig, Checkpoints, loaded_later
 from data import DataConfig, open_data
 from distributed.checks import check_documents, check_first_batch, check_model, check_replicas
@@ -28,20 +29,7 @@ from distributed.refusals import check_layout
 from forks.ft import ReplicaGroups, check_groups
 from generate import print_sample
 from models.llama3 import FLAVORS, Llama3
-from parallel import (
-    TP_STYLES,
-    checkpoint_activations,
-    clip_grad_norm,
-    compile_blocks,
-    context_parallel,
-    evaluate,
-    forward_backward,
-    init_weights,
-    make_mesh,
-    reduce_loss,
-    shard,
-    tensor_parallel,
-)
+from parallel import make_mesh
 from storage.resume import claim_run, keep_batch, list_warnings, source_tokenizer
 from support.config import override_fields, save_config
 from support.metrics import Metrics, MetricsConfig
@@ -97,9 +85,7 @@ def lr_at(step: int, cfg: Config) -> float:
     decay = total - warmup if cfg.decay_ratio is None else min(round(total * cfg.decay_ratio), total - warmup)
     if step <= warmup:
         return step / max(warmup, 1)
-    x = min((step - (total - decay)) / (decay + 1), 1.0)  # progress of the decay
-    if x <= 0:
-        return 1.0
+    x = min(max(step - (total - decay), 0) / (decay + 1), 1.0)  # progress of the decay
     shape = {"cosine": 0.5 * (1 + math.cos(math.pi * x)), "linear": 1 - x, "sqrt": 1 - math.sqrt(x)}[cfg.decay_type]
     return cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * shape
 
@@ -113,9 +99,8 @@ def build_optimizers(stages, cfg: Config) -> list[torch.optim.Optimizer]:
     others = [p for p in rest if p.dim() <= 1 and cfg.wd_on != "all"]
     groups = [{"params": decays, "weight_decay": cfg.weight_decay}, {"params": others, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
-    optimizers = []
-    if groups:  # a pipeline stage in the middle may have matrices only
-        optimizers.append(adamw(groups, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, cfg.optimizer))
+    # without groups: a pipeline stage in the middle may have matrices only
+    optimizers = [adamw(groups, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, cfg.optimizer)] if groups else []
     if matrices:
         from support.muon import Muon
 
@@ -145,7 +130,7 @@ def main(cfg: Config):
     # 3. model: shapes only, no memory yet
     with torch.device("meta"):
         model = Llama3(model_config)
-    check_model(model, layout, cfg, TP_STYLES)
+    check_model(model, layout, cfg, parallel.TP_STYLES)
     if cfg.doc_mask:
         check_documents(model, layout)
     n_params = sum(p.numel() for p in model.parameters())
@@ -159,15 +144,15 @@ def main(cfg: Config):
         if cfg.float8 != "off":
             float8_linears(stage, layout, cfg)
         if cfg.tp > 1:
-            tensor_parallel(stage, layout, cfg)
+            parallel.tensor_parallel(stage, layout, cfg)
         if cfg.cp > 1:
-            context_parallel(stage, layout, cfg)
+            parallel.context_parallel(stage, layout, cfg)
         if cfg.ac not in ("none", "budget"):  # a budget is the compiler's task
-            checkpoint_activations(stage, cfg)
+            parallel.checkpoint_activations(stage, cfg)
         if cfg.compile:
-            compile_blocks(stage, layout, cfg)
-        shard(stage, layout, cfg)
-        init_weights(stage, layout, cfg.seed, loaded_later(cfg))  # the same weights in every layout
+            parallel.compile_blocks(stage, layout, cfg)
+        parallel.shard(stage, layout, cfg)
+        parallel.init_weights(stage, layout, cfg.seed, loaded_later(cfg))  # the same weights in every layout
 
     # 5. optimizer: after sharding, so that optimizer state is sharded like the parameters
     optimizers = build_optimizers(stages, cfg)
@@ -207,23 +192,22 @@ def main(cfg: Config):
         if step == 1:
             check_first_batch(batch)
         lr = set_lr(optimizers, cfg.lr * lr_at(step, cfg))
-        loss = forward_backward(stages, batch, layout)  # the rank's share, for reduce_loss; gradients are complete
+        loss = parallel.forward_backward(stages, batch, layout)  # the rank's share, for reduce_loss; gradients are complete
         # ft: before the norm, which is that of the sum. If a group has died meanwhile, this step is done again by who is left
         if not groups.sum_gradients(stages, loss, batch):
             for optimizer in optimizers:
                 optimizer.zero_grad()
             continue
-        grad_norm = clip_grad_norm(stages, cfg.max_norm, layout)
+        grad_norm = parallel.clip_grad_norm(stages, cfg.max_norm, layout)
         guard.before_update(step, grad_norm)  # after a NaN gradient, step() changes nothing; decided on the GPU
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
         if cfg.float8_all_gather:
             float8_scales(stages)
-        # ft: in place, for healing reads and writes it; batch.samples and its tokens are those of all live groups
-        tokens_per_step = batch.samples * cfg.seq_len
-        state.update(step=step, samples=state["samples"] + batch.samples, tokens=state["tokens"] + tokens_per_step)
-        metrics.end_step(tokens_per_step)
+        # ft: the state in place, for healing reads and writes it; batch.samples are those of all live groups
+        metrics.end_step(batch.samples * cfg.seq_len)
+        state.update(step=step, samples=state["samples"] + batch.samples, tokens=metrics.tokens)
 
         stopping = stop.agreed(layout) and step < cfg.steps
         last = step == cfg.steps or stopping
@@ -232,7 +216,7 @@ def main(cfg: Config):
         if metrics.due(step) or saving or validating or stopping:
             guard.report(step)
         if metrics.due(step):
-            loss, loss_max = reduce_loss(loss, layout)
+            loss, loss_max = parallel.reduce_loss(loss, layout)
             # ft: extra has how many groups have trained this step, too; loss_max is the largest of this group's data ranks
             metrics.log(step, extra=data.epochs(state["samples"]) | {"groups": groups.n}, loss=loss, loss_max=loss_max,
                         grad_norm=grad_norm, lr=lr, tokens_hash=metrics.reduce_hash(batch.hash))
@@ -241,7 +225,7 @@ def main(cfg: Config):
         if saving:  # before the validation: a signal may leave little time
             checkpoints.save(step, state, last=last, model_only=cfg.last_save_model_only and step == cfg.steps)
         if validating:
-            metrics.log_val(step, *evaluate(stages, data.val_batches(8 * cfg.val_batches, *mine), layout))
+            metrics.log_val(step, *parallel.evaluate(stages, data.val_batches(8 * cfg.val_batches, *mine), layout))
         if stopping:
             break
     # ft: the others go on without waiting for this group

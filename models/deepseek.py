@@ -59,9 +59,7 @@ class DeepSeekConfig:
     def __post_init__(self):
         check_sizes(self, "dim", "n_layers", "n_heads", "ffn_dim", "vocab_size", "max_seq_len", "kv_lora_rank",
                     "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_experts", "moe_ffn_dim", "n_groups",
-                    "top_k_groups")
-        if self.qk_rope_head_dim % 2:
-            raise ValueError(f"qk_rope_head_dim {self.qk_rope_head_dim} is odd, and RoPE turns pairs")
+                    "top_k_groups", rotated="qk_rope_head_dim")
         if not 0 <= self.n_dense_layers < self.n_layers:
             raise ValueError(f"n_dense_layers {self.n_dense_layers} must be between 0 and n_layers - 1 = {self.n_layers - 1}")
         if min(self.q_lora_rank, self.n_shared_experts) < 0 or self.mtp_depth not in (0, 1):

@@ -23,10 +23,15 @@ YARN = dict(yarn=(("factor", _original), ("beta_fast", "beta_slow", "attention_f
 STRETCHES = YARN | dict(llama3=(("factor", "low_freq_factor", "high_freq_factor", _original), ()))
 
 
-def check_sizes(config, *names: str) -> None:
-    """Raise ValueError naming the fields of a model's config that are below 1. None is no size."""
+def check_sizes(config, *names: str, rotated: str = "head_dim") -> None:
+    """Raise ValueError naming the fields of a model's config that are below 1 (None is no size), for heads that do not share
+    out the kv heads evenly, and for an odd size of what RoPE rotates."""
     if wrong := [f"{name} {size}" for name in names if (size := getattr(config, name)) is not None and size < 1]:
         raise ValueError(f"the model's {', '.join(wrong)} must be at least 1")
+    if config.n_heads % config.n_kv_heads:
+        raise ValueError(f"n_heads {config.n_heads} is not a multiple of n_kv_heads {config.n_kv_heads}, which they share")
+    if (size := getattr(config, rotated)) % 2:
+        raise ValueError(f"{rotated} {size} is odd, and RoPE turns pairs; use {size + 1}")
 
 
 def config_from_hf(Config, config_json: dict, fields: dict, fixed: dict, stretches: dict):

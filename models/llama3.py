@@ -43,10 +43,6 @@ class Llama3Config:
     def __post_init__(self):
         check_sizes(self, "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size", "max_seq_len",
                     "sliding_window")
-        if self.n_heads % self.n_kv_heads:
-            raise ValueError(f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}, which they share")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim {self.head_dim} is odd, and RoPE turns pairs; use {self.head_dim + 1}")
 
     @classmethod
     def from_hf(cls, config_json: dict) -> "Llama3Config":

@@ -42,10 +42,6 @@ class Qwen3Config:
 
     def __post_init__(self):
         check_sizes(self, "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size", "max_seq_len")
-        if self.n_heads % self.n_kv_heads:
-            raise ValueError(f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}, which they share")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim {self.head_dim} is odd, and RoPE turns pairs; use {self.head_dim + 1}")
         if self.n_experts and not 1 <= self.top_k <= self.n_experts:
             raise ValueError(f"top_k {self.top_k} must be between 1 and n_experts {self.n_experts}")
 

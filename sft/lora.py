@@ -20,18 +20,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
-from corpus.tokenizer import weights_folder
 from distributed.agree import gather
 from distributed.layout import beside_weight, local_slice, local_tensor, named_tensors, with_forward
 from storage.dcp import read_tensors
-from storage.newest import ADAPTER, is_hf_folder
 from support.config import Need, flag
-from support.files import json_bytes, publish, read_json, write_file
+from support.files import read_json
 
 # Patterns for --exclude_from_loading that leave adapters alone
 ADAPTERS = ("*.lora_a.weight", "*.lora_b.weight")
-# Names of linears that peft takes for weights of experts
-EXPERTS = {"gate_proj", "up_proj", "down_proj"}
 LORA = Need("without --lora_rank", lambda c: c.lora_rank)
 
 
@@ -243,36 +239,6 @@ def add_adapters_of(path: str, table, modules: list[nn.Module]):
             a = a[:, column : column + shape[1]].to(local.device)
             b = adapters[f"{name}.lora_b.weight"][row : row + shape[0]].to(local.device)
             local.copy_(merged_weight(local, a, b, scale))
-
-
-# ---------------------------------------------------------------- peft's format
-def write_peft(out: str, path: str, table, model, beside: dict[str, bytes]) -> None:
-    """Write the adapters of a step folder to the folder `out`, in peft's format. path, table: the step folder and its tensors;
-    model: the full model, on meta; beside: {name: content} of the tokenizer's files."""
-    from safetensors.torch import save
-
-    about, adapters = read_json(path, "state.json"), read_adapters(table, path)
-    lora, base = about["identity"]["lora"], about["base"]["folder"]
-    base = base if is_hf_folder(base) and base == weights_folder(base) else ""  # peft reads no run of ours, nor two adapters
-    hf, tensors, chosen = model.hf_keys(), {}, set()  # chosen: their names of the linears
-    for fqn, t in adapters.items():
-        linear, _, letter = fqn.removesuffix(".weight").rpartition(".lora_")
-        name = hf[f"{linear}.weight"].removesuffix(".weight")
-        chosen.add(name)
-        tensors[f"base_model.model.{name}.lora_{letter.upper()}.weight"] = t.contiguous()
-    if getattr(model.config, "n_experts", 0) and (theirs_too := {name.rpartition(".")[2] for name in chosen} & EXPERTS):
-        raise ValueError(f"peft takes {', '.join(sorted(theirs_too))} for weights of experts; leave out --adapter")
-    config = dict(
-        peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=base, r=lora["rank"], lora_alpha=lora["alpha"],
-        target_modules=sorted(chosen), bias="none", lora_dropout=0.0, fan_in_fan_out=False,
-        use_rslora=False, use_dora=False, init_lora_weights=True, modules_to_save=None, inference_mode=True)
-    temporary = f"{os.path.abspath(out)}.tmp-{os.getpid()}"
-    os.makedirs(temporary)
-    ours = {ADAPTER: json_bytes(config), "adapter_model.safetensors": save(tensors, {"format": "pt"})}
-    for name, content in (beside | ours).items():
-        write_file(os.path.join(temporary, name), content)
-    publish(temporary, out)
-    print(f"checkpoint: exported {out} ({len(tensors)} tensors of adapters; the weights below them: {base or 'not named'})")
 
 
 def claim_adapters(cfg, Model, model_config) -> dict:

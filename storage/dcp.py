@@ -9,9 +9,12 @@ model of 70 billion parameters on 1,024 ranks has two million shards. In format 
 """
 import json
 import math
+import os
 import signal
+import threading
 import warnings
-from contextlib import suppress
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -68,7 +71,10 @@ def write_tensors(tensors: dict[str, Tensor], folder: str, group, plan: SavePlan
         final = planner.finish_plan(plan.final)
         if process is None:
             return writer.write_data(final, planner).value()
-        return process.write(folder, final, {item.index: planner.resolve_data(item) for item in final.items})
+        try:
+            return process.submit(write_apart, folder, final, {x.index: planner.resolve_data(x) for x in final.items}).result()
+        except BrokenProcessPool:
+            raise ChildProcessError("the writer process has died") from None
 
     mine = fail_together(plan_alone, group)
     if is_new := holds_on_any_rank(plan.items != mine.items, group):
@@ -85,47 +91,30 @@ def write_tensors(tensors: dict[str, Tensor], folder: str, group, plan: SavePlan
     return sorted({result.storage_data.relative_path for result in written})
 
 
-class WriterProcess:
-    """Writes files in a separate process, so that serialising does not take Python's lock from the training loop.
-
-    The process has no process group, and ends when the pipe is closed: no writer outlives the parent. Tensors arrive through
-    shared memory.
-    """
-
-    def __init__(self):
-        spawn = torch.multiprocessing.get_context("spawn")  # a fork would copy CUDA and locks held by other threads
-        self.pipe, theirs = spawn.Pipe()
-        self.process = spawn.Process(target=serve_writes, args=(theirs,), daemon=True)
-        self.process.start()
-        theirs.close()  # so that recv() fails at once when the process dies
-
-    def write(self, folder, plan, tensors):
-        try:
-            self.pipe.send((folder, plan, tensors))
-            result, error = self.pipe.recv()
-        except (EOFError, OSError):
-            raise ChildProcessError(f"the writer process {self.process.pid} has died") from None
-        if error:
-            raise OSError(error)
-        return result
-
-    def close(self):
-        self.pipe.close()
-        self.process.join(10)
+def writer_process() -> ProcessPoolExecutor:
+    """A process for write_apart(), so that serialising does not take Python's lock from the training loop. The process has no
+    process group. Tensors arrive through shared memory."""
+    # spawn, because a fork would copy CUDA and locks held by other threads
+    pool = ProcessPoolExecutor(1, torch.multiprocessing.get_context("spawn"), begin_writing)
+    pool.submit(int)  # starts the process now
+    return pool
 
 
-def serve_writes(pipe):
-    """The main function of the writer process."""
+def begin_writing():
+    """The start of the writer process: it completes a save when launchers signal all processes, and ends with its parent."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # launchers signal all processes; the writer completes the save
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=end_with_parent, daemon=True).start()
     import_dcp()
-    with suppress(EOFError, OSError):  # the training process has closed the pipe, or has ended
-        while True:
-            pipe.send(attempt(write_apart, *pipe.recv()))
+
+
+def end_with_parent():
+    torch.multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def write_apart(folder: str, plan, tensors: dict) -> list:
-    """Writes this plan of DCP's. Returns DCP's results."""
+    """In the writer process: writes this plan of DCP's. Returns DCP's results."""
     writer = import_dcp().FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0)
     return writer.write_data(plan, SimpleNamespace(resolve_data=lambda item: tensors[item.index])).value()
 

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import models.llama3
-from models.layers import RMSNorm, dropout, rotate
+from forks.dropout import dropout
+from models.layers import RMSNorm, rotate
 from models.moe import AddLoss
 
 Plain = models.llama3.Llama3
@@ -222,7 +223,7 @@ OWN = [(BUILD, f"    optimizers = [Own({PARAMETERS}, cfg.lr)]"),
 GROUPS = f"[dict(params=[p], lr=cfg.lr / (1 + i % 2)) for i, p in enumerate({PARAMETERS})]"
 TWO = [(BUILD, f"    optimizers = [Own({GROUPS}, cfg.lr)]"),
        *OWN[1:]]
-CLIP = "        grad_norm = clip_grad_norm(stages, cfg.max_norm, layout)\n"
+CLIP = "        grad_norm = parallel.clip_grad_norm(stages, cfg.max_norm, layout)\n"
 DRAW = """        for fqn, p in [named for stage in stages for named in stage.named_parameters()]:
             noise = torch.zeros_like(local_tensor(p.grad))
             draw_block(noise, p.shape, local_slice(p)[1], len(p), 0, 1e-4, f"{cfg.seed}/{step}/{fqn}")

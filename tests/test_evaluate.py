@@ -376,8 +376,8 @@ def test_what_is_right_can_be_said(answers, correct):
     lines = [evaluate.Line(f"a.jsonl:{i}", {"question": "?", "answer": answer}) for i, answer in enumerate(["1/2", 5, "7"])]
     samples = [dict(text=text, ids=[1], truncated=False) for text in ("so \\boxed{\\frac{1}{2}}", "\\boxed{6} not 5", "7")]
     if correct is None:
-        refuses("a.jsonl:0: nothing can be right with --answers number for '1/2'", evaluate.check_answers, lines, answers)
-        return
+        wanted = "a.jsonl:0: nothing can be right with --answers number for '1/2'"
+        return refuses(wanted, evaluate.check_line, lines[0], "answer", answers)
     items, metrics = evaluate.exact_match(lines, samples, answers)
     assert [item["correct"] for item in items] == correct and metrics["exact_match"] == pytest.approx(sum(correct) / 3)
 

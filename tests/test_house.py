@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = ("models", "distributed", "support", "corpus", "storage", "sft", "rl", "tools", "forks")
 # Bottom up. A file may import files of its own layer, as long as no circle comes of it, and of all layers below.
 LAYERS = [
-    ["models", "support.config", "support.files", "tools.other_names"],
+    ["models", "support.config", "support.files", "tools.other_names", "forks.dropout"],
     ["distributed.layout"],
     ["distributed"],
     ["parallel"],

@@ -8,6 +8,7 @@ import torch
 import checkpoint
 from distributed.layout import named_tensors
 from forks.average import mean_of_steps
+from forks.peft_folder import write_peft
 from storage.changes import changes
 from storage.dcp import read_table, read_tensors
 from storage.hf import HF_DTYPES, check_export, check_same_model, file_kinds, load_hf_model, save_hf, say_lost, write_hf
@@ -65,8 +66,6 @@ def to_hf(folder: str, out: str, dtype="bfloat16", max_shard_gb=5.0, adapter=Fal
     file = os.path.join(path, "tokenizer.json")
     tokenizer_file = file if os.path.isfile(file) else None
     if adapter:
-        from sft.lora import write_peft
-
         return write_peft(out, path, table, model, checkpoint.tokenizer_and_beside(tokenizer_file) if tokenizer_file else {})
     if checkpoint.has_adapters(path):
         return save_hf(checkpoint.load_model(path)[0], out, getattr(torch, dtype), max_shard_gb, tokenizer_file)

@@ -2,7 +2,7 @@
 import os
 import re
 import sys
-from itertools import chain, islice
+from itertools import chain, groupby, islice
 from pathlib import Path
 
 import data
@@ -29,10 +29,11 @@ def documents_of(path: Path, tokenizer_file: Path, eot: int, text_column: str = 
 
 def colour_text(ids: list[int], mask: list[int], tokenizer) -> str:
     """The text of the tokens, those with a loss in green. Characters that would command the terminal are shown as U+FFFD."""
-    runs, text = [i for i in range(len(ids)) if i == 0 or mask[i] != mask[i - 1]], ""
-    for start, stop in zip(runs, [*runs[1:], len(ids)]):
-        part = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", tokenizer.decode(ids[start:stop], skip_special_tokens=False))
-        text += f"{GREEN}{part}{PLAIN}" if mask[start] else part
+    text = ""
+    for has_loss, run in groupby(zip(mask, ids), key=lambda token: token[0]):
+        part = tokenizer.decode([i for _, i in run], skip_special_tokens=False)
+        part = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", part)
+        text += f"{GREEN}{part}{PLAIN}" if has_loss else part
     return text
 
 

@@ -62,11 +62,11 @@ def build(main, cfg, connect, **stand_ins):
     """(stages, optimizers, layout) from the recipe's own main, stopped at the first call of Checkpoints.
 
     Functions that touch data, disk or other processes are replaced by stand-ins; everything else is the code of main and of
-    parallel.py. stand_ins: more replacements, by their names in the recipe.
+    parallel.py. stand_ins: more replacements, by their names in the recipe or in parallel.py.
     """
     layouts = []
 
-    def make_mesh(layout, usual=main.__globals__["make_mesh"]):
+    def make_mesh(layout, usual=parallel.make_mesh):
         layouts.append(usual(layout))
         return layouts[0]
 
@@ -74,7 +74,8 @@ def build(main, cfg, connect, **stand_ins):
     # check_groups, of forks/ft.py, would ask a server
     stand_ins |= dict.fromkeys(("check_groups", "source_tokenizer", "StopSignal", "set_timeouts"), do_nothing)
     stand_ins |= dict(open_data=lambda *args: data, connect=connect, make_mesh=make_mesh)
-    _, made = stop_main(main, cfg, "Checkpoints", **stand_ins, loaded_later=lambda cfg: lambda fqn: False)
+    with mock.patch.multiple(parallel, **{name: value for name, value in stand_ins.items() if hasattr(parallel, name)}):
+        _, made = stop_main(main, cfg, "Checkpoints", **stand_ins, loaded_later=lambda cfg: lambda fqn: False)
     stages, [layout] = made["modules"], layouts
     if layout.pp == 1:
         stages[0].index, stages[0].n_stages = 0, 1  # as a pipeline's stages have
@@ -105,8 +106,8 @@ def dry_world(main, cfg, pp_rank: int):
         return replace(layout, schedule=order, memory=int(DEVICES[0] * 1e9) * (cfg.device != "cpu"),
                        compute_dtype=torch.float32 if cfg.compute_dtype == "float32" else torch.bfloat16)
 
-    def not_async(stage, layout, cfg):
-        parallel.tensor_parallel(stage, layout, replace(cfg, async_tp=False))
+    def not_async(stage, layout, cfg, usual=parallel.tensor_parallel):
+        usual(stage, layout, replace(cfg, async_tp=False))
 
     def init_weights(stage, *args):
         with fake:

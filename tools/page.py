@@ -4,7 +4,6 @@ The page is a single file without a server or a download. Python draws a section
 the section of the chosen rank, and moves a mark over the schedule. An address with #rank=3&tick=5 opens that state.
 """
 import json
-import os
 from html import escape
 from pathlib import Path
 from string import Template
@@ -14,12 +13,6 @@ from tools.dryrun import human
 from tools.schedule import DOES, bubble, duration, simulate
 
 CELL, PITCH, WIDTH = 143, 190, 860  # width and height of a tensor's cell in the picture, and the picture's width
-
-
-def check_page(path: str) -> None:
-    """Raise ValueError if no file can be written at path; called before anything is computed."""
-    if os.path.isdir(path) or not os.path.isdir(os.path.dirname(path) or "."):
-        raise ValueError(f"--html {path}: need the name of a file, such as layout.html, in a folder that exists")
 
 
 def draw_grid(layout, ranks) -> str:

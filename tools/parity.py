@@ -40,8 +40,9 @@ def without_refused(cfg, flags: dict, model_config) -> dict:
         flags |= {name: getattr(defaults, name) for name in unmet}
 
 
-def flags_of_halves(main, cfg, degrees: dict[str, int], folder: str) -> dict[str, dict]:
+def flags_of_halves(main, cfg, folder: str) -> dict[str, dict]:
     """{name of a half: flags to append to the user's command}. ValueError if there is nothing to compare."""
+    degrees = {axis: getattr(cfg, axis) for axis in AXES}
     if degrees["dp_shard"] == -1:
         degrees = degrees | {"dp_shard": vars(cfg).get("ep", 1)}  # the experts use these ranks again
     (_, model_config), _ = stop_main(main, replace(cfg), "check_layout")  # a copy: main writes the batch size into cfg
@@ -97,24 +98,24 @@ def run_half(name: str, flags: dict, where: bool = False) -> int:
     return done.returncode if processes == 1 else 2 if is_refused else 1  # torchrun's own status is always 1
 
 
-def run_both_halves(main, cfg, degrees: dict[str, int], read, where=False, **flags) -> tuple[int, list]:
+def run_both_halves(main, cfg, read, where=False, **flags) -> tuple[int, list]:
     """Run the recipe on one process and on the layout. Returns (exit status of a failed run or 0, [read(out) of each half])."""
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        for name, half in flags_of_halves(main, cfg, degrees, folder).items():
+        for name, half in flags_of_halves(main, cfg, folder).items():
             if status := run_half(name, half | flags, where):
                 return status, []
             found.append(read(half["out"]))
         return 0, found
 
 
-def check_parity(main, cfg, degrees: dict[str, int]) -> int:
+def check_parity(main, cfg) -> int:
     """Train STEPS steps of the running recipe on one process and on the layout, in fp32; compare; return the exit status.
 
     Works for any copy of a recipe: tools/parity_half.py runs the recipe twice, with flags appended, and records the arguments
     of parallel.clip_grad_norm.
     """
-    status, halves = run_both_halves(main, cfg, degrees, read_records)
+    status, halves = run_both_halves(main, cfg, read_records)
     if status:
         return status
     has_experts = any(".experts." in fqn for fqn in halves[0][0]["gradient"])

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Literal
 
 from distributed.layout import AXES
+from distributed.refusals import refuse
 from support.config import Need, flag, no_effect, own_rank, parse_config, say_flags
 from support.metrics import MetricsConfig, points_of, read_lines
 from tools.study import draw_curves
@@ -48,7 +49,7 @@ def with_report_flags(Config, Reports=ReportConfig) -> type:
 
 def run_report(main, Config, argv=None) -> int:
     """Parse a command line with the flags of Config and of reports, report or train, and return the exit status."""
-    is_recipe = "forward_backward" in main.__globals__  # a program that trains in another way has no layouts to report on
+    is_recipe = "open_data" in main.__globals__  # a program that trains in another way has no layouts to report on
     if not is_recipe and not issubclass(Config, MetricsConfig):
         main(parse_config(Config, argv))
         return 0
@@ -77,25 +78,17 @@ def panels_of(lines) -> list[tuple[str, dict]]:
 
 def report_or_train(main, cfg, options: ReportConfig) -> int:
     """Run the reports of the options, or train if there are none. Returns the exit status. Raises ValueError."""
-    if unused := no_effect(options, SimpleNamespace(**vars(options))):
-        raise ValueError("; ".join(unused))
-    plots_layout = options.plot and "RANK" not in os.environ and any(getattr(cfg, axis) > 1 for axis in AXES)
-    if "RANK" in os.environ and (options.check_parity or options.dry_run or options.explain):
-        raise ValueError("--check_parity, --dry_run and --explain start from one process: use python, not torchrun")
-    if options.best and (options.explain or options.plot):
-        raise ValueError("--best compares layouts, and --explain and --plot show one: ask for one after the other")
-    if options.check_parity and (options.dry_run or options.explain):
-        raise ValueError("--check_parity trains, and --dry_run and --explain do not: ask for one after the other")
-    if options.check_parity:
-        return report_parity(main, cfg, options)
-    if options.dry_run or options.explain or plots_layout:
-        return report_layout(main, cfg, options)
-    return train(main, cfg, options)
-
-
-def report_parity(main, cfg, options: ReportConfig) -> int:
-    """--check_parity, --where and --against of a recipe; returns the exit status: 0 equal, 1 different."""
-    degrees = {axis: getattr(cfg, axis) for axis in AXES}
+    launched, shows = "RANK" in os.environ, options.dry_run or options.explain
+    refuse([
+        *((True, text) for text in no_effect(options, SimpleNamespace(**vars(options)))),
+        (launched and (options.check_parity or shows),
+         "--check_parity, --dry_run and --explain start from one process: use python, not torchrun"),
+        (options.best and (options.explain or options.plot),
+         "--best compares layouts, and --explain and --plot show one: ask for one after the other"),
+        (options.html and (os.path.isdir(options.html) or not os.path.isdir(os.path.dirname(options.html) or ".")),
+         f"--html {options.html}: need the name of a file, such as layout.html, in a folder that exists"),
+        (options.check_parity and shows,
+         "--check_parity trains, and --dry_run and --explain do not: ask for one after the other")])
     if options.against:
         from tools.transformers_parity import check_against
 
@@ -103,10 +96,14 @@ def report_parity(main, cfg, options: ReportConfig) -> int:
     if options.where:
         from tools.where import check_where
 
-        return check_where(main, cfg, degrees, options.advice)
-    from tools.parity import check_parity
+        return check_where(main, cfg, options.advice)
+    if options.check_parity:
+        from tools.parity import check_parity
 
-    return check_parity(main, cfg, degrees)
+        return check_parity(main, cfg)
+    if shows or options.plot and not launched and any(getattr(cfg, axis) > 1 for axis in AXES):
+        return report_layout(main, cfg, options)
+    return train(main, cfg, options)
 
 
 def report_layout(main, cfg, options: ReportConfig) -> int:
@@ -115,14 +112,12 @@ def report_layout(main, cfg, options: ReportConfig) -> int:
     from tools.dryrun import make_report, print_report
     from tools.explain import count_block, explain
     from tools.layout_plots import plot
-    from tools.page import check_page, write_page
+    from tools.page import write_page
 
     if cfg.float8 != "off":
         raise ValueError(f"--float8 {cfg.float8} is not in the dry run, which would count bf16; leave it out")
     if options.best:
         return print_best(main, cfg, options.best, options.machine)
-    if options.html:
-        check_page(options.html)
     if options.dry_run or options.plot or options.html:
         found = make_report(main, cfg)
     if options.dry_run:

@@ -306,14 +306,14 @@ def first_difference_of(one: list[dict], layout: list[dict]) -> tuple[str, int]:
 # ---------------------------------------------------------------- the command
 
 
-def check_where(main, cfg, degrees: dict[str, int], advice: bool) -> int:
+def check_where(main, cfg, advice: bool) -> int:
     """--check_parity --where of the running recipe: compare a step on one process with the layout; return the exit status.
     advice: print which functions to look at. Two steps run, because only the beginning of the second proves that all updates of
     weights and biases are done."""
     if cfg.compile:
         raise ValueError("--where sees no operations inside of compiled blocks; leave --compile out, or --where")
     read = partial(parity.read_parts, beginning="seams", function="forward_backward")
-    status, halves = parity.run_both_halves(main, cfg, degrees, read, where=True, steps=2)
+    status, halves = parity.run_both_halves(main, cfg, read, where=True, steps=2)
     if not status:
         text, status = first_difference_of(*halves)
         print("\n".join(line for line in text.splitlines() if advice or not line.startswith("look at: ")), flush=True)

@@ -135,7 +135,7 @@ def all_good(out) -> int:
 
 def fork(folder, lines) -> Path:
     """A copy of the recipe in another folder, with `lines` in every step between the backward and the clipping."""
-    source, place = RECIPE.read_text(), "        grad_norm = clip_grad_norm("
+    source, place = RECIPE.read_text(), "        grad_norm = parallel.clip_grad_norm("
     assert source.count(place) == 1
     script = folder / "train_fork.py"
     script.write_text(source.replace(place, textwrap.indent(textwrap.dedent(lines).strip("\n"), " " * 8) + "\n" + place))
@@ -165,8 +165,8 @@ def test_a_rank_that_dies(tmp_path, start, undisturbed, real, rank, number, flag
 def test_a_slow_rank_is_named(tmp_path, start):
     """Every step takes both ranks as long, and rank 1 waits for its data."""
     script = fork(tmp_path, "")
-    slow = "import time\n    batches = (time.sleep(layout.rank * 0.5) or batch for batch in batches)\n    tokens_per_step ="
-    script.write_text(script.read_text().replace("tokens_per_step =", slow, 1))
+    slow = "import time\n    batches = (time.sleep(layout.rank * 0.5) or batch for batch in batches)\n    for step in"
+    script.write_text(script.read_text().replace("for step in", slow, 1))
     assert start(tmp_path / "run", 2, "--steps", 4, script=script).end() == 0
     late = [line for line in read_lines(f"{tmp_path}/run/metrics.jsonl") if "slowest_rank" in line]  # not in a slow first step
     assert len(late) >= 2 and {(line["slowest_rank"], line["slowest_host"]) for line in late} == {(1, socket.gethostname())}

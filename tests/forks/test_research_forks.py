@@ -16,8 +16,9 @@ from torch import nn
 
 from distributed.checks import blocks_without_attend
 from distributed.pipeline import stages_of_parts
+from forks.dropout import dropout
 from models import llama3
-from models.layers import dropout, places_of
+from models.layers import places_of
 from sft.lora import read_adapters
 from storage.dcp import read_table
 from storage.manifest import read_manifest
@@ -33,8 +34,8 @@ QUICK = {"mean_loss --dp_shard 2", "unused_bias --dp_shard 2"}
 @pytest.mark.parametrize("forks, layout, said", [
     pytest.param(*row, marks=[] if " ".join(row[:2]) in QUICK else pytest.mark.slow, id=" ".join(row[:2])) for row in TABLE])
 def test_a_fork_is_equal_or_refused(tmp_path, forks, layout, said):
-    done = run_program([sys.executable, write_fork(tmp_path, *forks.split()), *M, *layout.split(), "--check_parity"],
-                       cwd=tmp_path, env=ENV)
+    script = REPO / forks if forks.endswith(".py") else write_fork(tmp_path, *forks.split())
+    done = run_program([sys.executable, script, *M, *layout.split(), "--check_parity"], cwd=tmp_path, env=ENV)
     assert re.search(said, done.stdout + done.stderr), done.stdout[-2000:] + done.stderr[-2000:]
     assert (done.returncode == 0) == (said in ("check_parity: equal", "no difference at"))
 

@@ -174,15 +174,14 @@ def fake_world(world_size: int, module) -> None:
     replace(distributed.launch, "watch_launcher", always(None))
 
 
-def empty_weights(module) -> None:
+def empty_weights() -> None:
     """Not a number is drawn: billions of them on the host would take minutes, and the device does not keep them."""
-    def make(known):
-        def init_weights(stage, layout, *rest):
-            stage.to_empty(device="cpu" if layout.offload else layout.device)
+    import parallel
 
-        return init_weights
+    def init_weights(stage, layout, *rest):
+        stage.to_empty(device="cpu" if layout.offload else layout.device)
 
-    replace(module, "init_weights", make)
+    parallel.init_weights = init_weights
 
 
 # ---------------------------------------------------------------- what a step is made of
@@ -193,6 +192,7 @@ def mark_parts(module, memory: bool) -> None:
     """Lines in the log: "mark step 3" .. "mark end 3" around a step (from its batch to its optimizer), around its parts "mark
     forward_backward" .. "mark /forward_backward", and "mark report 3" where the host is about to ask how it went. memory: print
     the allocator's state after each part."""
+    import parallel
     from support.metrics import Metrics
     from support.optim import Guard
 
@@ -213,8 +213,8 @@ def mark_parts(module, memory: bool) -> None:
         state(f"step {self.step}")
 
     for name in PARTS:
-        if hasattr(module, name):  # grpo.py has a step of its own
-            around(module, name, before=start(name), after=end(name))
+        owner = module if hasattr(module, name) else parallel  # grpo.py has a step of its own
+        around(owner, name, before=start(name), after=end(name))
     around(Metrics, "start_step", before=lambda self, batches: Log.mark(f"step {self.step + 1}"))
     around(Metrics, "end_step", after=end_step)
     around(Guard, "report", before=lambda self, step: Log.mark(f"report {step}"))
@@ -261,7 +261,7 @@ def program(argv: list[str], options: dict):
     if options.get("world"):
         fake_world(options["world"], module)
     if options.get("world") or options.get("empty_weights"):
-        empty_weights(module)
+        empty_weights()
     if name == "grpo":  # it asks in every step whether the norm is finite: of a tensor on the host it learns that 0 is
         replace(module, "clip_grad_norm", lambda known: lambda *args: known(*args).cpu())
         replace(module.Trainer, "proof", lambda known: lambda *args: known(*args) | dict(tokens=1))  # it divides by them

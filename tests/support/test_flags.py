@@ -223,14 +223,14 @@ def observed(program: str, cfg, poison=0, launched=False, continues=False, drift
             forward([trainer.model], copy.deepcopy(counted or samples))
 
     patches = [
-        wrap(module, "clip_grad_norm", before=spoil, after=keep_grads),
+        wrap(module if program == "grpo" else parallel, "clip_grad_norm", before=spoil, after=keep_grads),
         wrap(module, "connect", after=lambda result, layout, *a, **k: setattr(seen, "layout", layout)),
         wrap(models.attention, "sdpa", before=lambda q, *a, **k: seen.dtypes.add(q.dtype)),
         mock.patch.object(metrics.gc, "collect", lambda *a: seen.collected.append(a)),  # the true one takes longer than a run
         wrap(dist, "init_process_group", before=lambda *a, **k: seen.timeouts.append(k.get("timeout"))),
         wrap(dist.distributed_c10d, "_set_pg_timeout", before=lambda timeout, group: seen.timeouts.append(timeout)),
         wrap(checkpoint.Checkpoints, "write", before=lambda *a, **k: seen.writers.add(threading.current_thread().name)),
-        wrap(checkpoint, "WriterProcess", before=lambda: seen.writers.add("process")),
+        wrap(checkpoint, "writer_process", before=lambda: seen.writers.add("process")),
     ]
     if program == "grpo":
         patches += [
@@ -242,7 +242,7 @@ def observed(program: str, cfg, poison=0, launched=False, continues=False, drift
             wrap(module.Trainer, "optim_step", lambda trainer, lr=None, update=True: (
                 seen.warm_up if seen.warming else seen.lrs).append(lr))]
     else:
-        real = module.evaluate
+        real = parallel.evaluate
 
         def evaluate(stages, batches, layout):
             batches = list(batches)
@@ -250,8 +250,8 @@ def observed(program: str, cfg, poison=0, launched=False, continues=False, drift
             return real(stages, batches, layout)
 
         patches += [
-            wrap(module, "forward_backward", lambda stages, batch, layout: forward(stages, batch)),
-            mock.patch.object(module, "evaluate", evaluate),
+            wrap(parallel, "forward_backward", lambda stages, batch, layout: forward(stages, batch)),
+            mock.patch.object(parallel, "evaluate", evaluate),
             mock.patch.object(module, "print_sample", lambda *a: None)]
     if continues:
         shutil.copytree(PLACES["<run>"], cfg.out, dirs_exist_ok=True)
@@ -306,8 +306,8 @@ def printed(program: str, cfg) -> str:
     plain = module.Config(**{field.name: getattr(cfg, field.name) for field in dataclasses.fields(module.Config)})
     main = module.main if options.dry_run or options.explain else lambda cfg: print("trains")
     with tidy(), contextlib.redirect_stdout(text), \
-            mock.patch.object(tools.parity, "check_parity", lambda main, cfg, degrees: print("parity of", degrees)), \
-            mock.patch.object(tools.where, "check_where", lambda main, cfg, n, advice: print("every operation of", advice)), \
+            mock.patch.object(tools.parity, "check_parity", lambda main, cfg: print("parity of", cfg.flavor)), \
+            mock.patch.object(tools.where, "check_where", lambda main, cfg, advice: print("every operation of", advice)), \
             mock.patch.object(tools.transformers_parity, "check_against", lambda main, cfg, folder: print("against", folder)):
         report_or_train(main, plain, options)
     return text.getvalue()

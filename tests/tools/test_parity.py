@@ -16,7 +16,6 @@ from test_refusals import MODEL
 
 import tools.parity
 import train_llama3
-from distributed.layout import AXES
 from distributed.refusals import check_layout
 from support.config import Need, flag, parse_config
 from tools import parity
@@ -45,7 +44,7 @@ def test_both_halves_of_check_parity_are_given_no_flag_in_vain(tmp_path, monkeyp
     monkeypatch.setattr(parity, "subprocess", SimpleNamespace(run=started))
     monkeypatch.setattr(tools.parity, "read_records", lambda out: [{"gradient": {}}])
     monkeypatch.setattr(tools.parity, "print_comparison", lambda *records: 0)
-    assert check_parity(train_llama3.main, cfg, {axis: getattr(cfg, axis) for axis in AXES}) == 0
+    assert check_parity(train_llama3.main, cfg) == 0
     one, layout = halves
     for half, size in (one, 1), (layout, 4):
         check_layout(half, replace(MODEL, dim=32), seq_len=64, local_batch_size=4, global_batch_size=4, device="cpu",
@@ -56,7 +55,7 @@ def test_both_halves_of_check_parity_are_given_no_flag_in_vain(tmp_path, monkeyp
     assert [getattr(layout, name) for name in named] == [2, False, "GPipe", True, "selective", 3]
     with pytest.raises(ValueError, match="--cp_method alltoall has no effect without --cp 2"):  # before anything is started
         cfg.cp_method = "alltoall"
-        check_parity(train_llama3.main, cfg, {axis: getattr(cfg, axis) for axis in AXES})
+        check_parity(train_llama3.main, cfg)
     assert len(halves) == 2
 
 
@@ -71,7 +70,7 @@ def test_check_parity_needs_something_to_compare(argv, same, monkeypatch):
     monkeypatch.setattr(tools.parity, "read_records", lambda out: [{"gradient": {}}])
     monkeypatch.setattr(tools.parity, "print_comparison", lambda *records: 0)
     with pytest.raises(ValueError, match="add a layout like --tp 2") if same else nullcontext():
-        check_parity(train_llama3.main, cfg, {axis: getattr(cfg, axis) for axis in AXES})
+        check_parity(train_llama3.main, cfg)
     assert len(started) == (0 if same else 2)
 
 
@@ -94,7 +93,7 @@ def test_check_parity_of_an_optimizer_that_it_does_not_know(monkeypatch, tmp_pat
         records = iter([steps, layout])
         monkeypatch.setattr(tools.parity, "read_records", lambda out, records=records: next(records))
         cfg = Fork(optimizer=optimizer, tp=2)
-        assert check_parity(train_llama3.main, cfg, {axis: getattr(cfg, axis) for axis in AXES}) == status
+        assert check_parity(train_llama3.main, cfg) == status
 
 
 # ---------------------------------------------------------------- tools/parity_half.py: the recording half
