@@ -65,7 +65,8 @@ def gathered_moe(moe_forward, group, x: Tensor, shared=None) -> Tensor:
 
 def exchange_tokens(experts, group, x: Tensor, counts: Tensor, shared=lambda: None, weigh=lambda: None) -> Tensor:
     """Experts.forward over ep ranks: x (N*k, D) sorted by expert, so also by the rank that holds it; counts (E,), its rows for
-    each expert. Returns (N*k, D) in the same order. Rank r holds the experts r E/ep .. (r + 1) E/ep - 1."""
+    each expert. Returns (N*k, D) in the same order. Rank r holds the experts r E/ep .. (r + 1) E/ep - 1.
+    shared(), weigh(): work for the time while rows travel, see apply_experts."""
     ep = dist.get_world_size(group)
     weights = [local_tensor(w) for w in experts.parameters()]
     if ep == 1:  # --etp alone: every rank has a part of each expert, and no token travels
