@@ -25,6 +25,7 @@ from policy import (
 )
 from pool import pool
 from saves import refuses
+from torch.distributed.tensor import DTensor
 
 import grpo
 from grpo import Config
@@ -319,13 +320,14 @@ def test_generator_ranks_compute_what_the_trainer_computes(tmp_path, kind, dtype
 
 def hooks_around_forwards(flags) -> list[int]:
     """Before, inside of and after whole_weights()."""
-    (model,), _ = build(config(), flags, 4, 2)
+    (model,), layout = build(config(), flags, 4, 2)
 
     def count() -> int:
         return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
 
     found = [count()]
     with rollouts.whole_weights(model):
+        assert layout.tp > 1 or not any(isinstance(p, DTensor) for p in model.parameters())
         found.append(count())
     return [*found, count()]
 
