@@ -34,6 +34,7 @@ CASES = {  # processes, GiB of a device, recipe and flags
     "8B on 8, --ac op": (8, 80, f"{LLAMA} --ac op"),
     "8B on 8, rowwise": (8, 80, f"{LLAMA} --float8 rowwise"),
     "8B on 8, 4 micro-batches": (8, 80, f"{LLAMA} --ac op --global_batch_size 32"),
+    "8B, tp 2 x dp 4": (8, 80, f"{LLAMA} --tp 2"),
     "8B on 1": (1, 140, f"{LLAMA} --ac full"),
     "8B on 1, eager": (1, 140, "train_llama3.py --flavor 8B --ac full"),
     "8B on 1, rowwise": (1, 140, f"{LLAMA} --ac full --float8 rowwise"),
@@ -256,7 +257,28 @@ def count(system: str, name: str, repo: Path, layers: int) -> dict | None:
         words[:2] == ["mark", "kernel"] for words in step)  # attention of cuDNN, which has a stand-in
     found |= {k: copies[f"kind={k}"] for k in ("d2d", "h2d", "d2h")}
     found["syncs"] = sum(kinds[k] for k in ("sync_stream", "sync_device", "sync_event", "copy_sync"))
+    found |= dict(zip(("collectives", "beside"), collectives(step), strict=True))
     return found | {k: kinds[k] for k in ("free", "map", "malloc")}
+
+
+def collectives(step: list[list[str]]) -> tuple[int, int]:
+    """(collectives of more than a number or a table of counts, those with a matmul or attention between their start and the
+    wait for them). Sends and receives in a group are one."""
+    n = beside = i = 0
+    while i < len(step):
+        begin, depth = i, step[i][:2] == ["nccl", "group_start"]
+        while depth and step[i][:2] != ["nccl", "group_end"]:
+            i += 1
+        sizes = [dict(word.split("=") for word in words[2:]) for words in step[begin : i + 1] if words[0] == "nccl"]
+        sizes = [size for size in sizes if size]  # not of the group's begin and end
+        i += 1
+        if sum(int(size["count"]) for size in sizes) < 100_000:
+            continue
+        event = next(words[-1] for words in step[i:] if words[0] == "record" and words[1] == f"stream={sizes[0]['stream']}")
+        meanwhile = step[i : next((j for j in range(i, len(step)) if step[j] == ["wait", "stream=0", event]), len(step))]
+        n += 1
+        beside += any(words[0] == "gemm" or words[:2] == ["mark", "kernel"] for words in meanwhile)
+    return n, beside
 
 
 def roofline(found: dict, name: str) -> tuple[float, float]:
@@ -265,7 +287,8 @@ def roofline(found: dict, name: str) -> tuple[float, float]:
     return tuple(found["flops"] / rate + found["bytes"] / BYTES_PER_SECOND for rate in FLOPS[kind])
 
 
-HEADER = "| | x ours | least time | TFLOP | GB | launches | d2d | h2d | d2h | waits | frees | maps | peak GiB |"
+HEADER = ("| | x ours | least time | TFLOP | GB | launches | d2d | h2d | d2h | waits | frees | maps | peak GiB | collectives | "
+          "beside matmuls |")
 
 
 def row(system: str, name: str, found: dict, ours: dict | None) -> str:
@@ -273,7 +296,8 @@ def row(system: str, name: str, found: dict, ours: dict | None) -> str:
     ratio = sum(ms) / sum(1000 * s for s in roofline(ours, name)) if ours else 1
     cells = [f"{name}: {system}", f"{ratio:.2f}", f"{ms[1]:.0f}-{ms[0]:.0f} ms", f"{found['flops'] / 1e12:.0f}",
              f"{found['bytes'] / 1e9:,.0f}", f"{found['launches']:,}", found["d2d"], found["h2d"], found["d2h"], found["syncs"],
-             found["free"], found["map"] + found["malloc"], f"{found['peak'] / 2**30:.1f}"]
+             found["free"], found["map"] + found["malloc"], f"{found['peak'] / 2**30:.1f}", found["collectives"],
+             found["beside"]]
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
@@ -290,7 +314,7 @@ def main():
     if args.case:
         sys.path.insert(0, os.environ["COUNT_REPO"])
         return {"ours": run_ours, "torchtitan": run_torchtitan}[args.system](args.case, args.layers)
-    print(HEADER + "\n|" + " --- |" * 13)
+    print(HEADER + "\n|" + " --- |" * 15)
     saved = {}
     for name in [args.only] if args.only in CASES else [name for name in CASES if args.only in name]:
         for system in args.systems.split(","):

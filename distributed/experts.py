@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import register_sharding
 
-from distributed.layout import AllGather, AllToAll, Layout, ReduceScatter, all_blocks, functional, local_tensor
+from distributed.layout import AllGather, AllToAll, Arrive, Depart, Layout, ReduceScatter, all_blocks, local_tensor
 from models.moe import Balance, Experts, Spread, inverse, kernel_fits, load_statistics
 
 
@@ -57,14 +57,16 @@ def sum_over(x: Tensor, groups) -> Tensor:
     return x
 
 
-def gathered_moe(moe_forward, group, x: Tensor) -> Tensor:
+def gathered_moe(moe_forward, group, x: Tensor, shared=None) -> Tensor:
     """etp = tp: (B, T/tp, D) -> every tp rank's part of the result for all T -> summed, (B, T/tp, D)."""
-    return ReduceScatter.apply(moe_forward(AllGather.apply(x, 1, group)), 1, group)
+    out = ReduceScatter.apply(moe_forward(AllGather.apply(x, 1, group)), 1, group)
+    return out if shared is None else out + shared(x)  # shared has hooks of its own that gather and scatter
 
 
-def exchange_tokens(experts, group, x: Tensor, counts: Tensor) -> Tensor:
+def exchange_tokens(experts, group, x: Tensor, counts: Tensor, shared=lambda: None, weigh=lambda: None) -> Tensor:
     """Experts.forward over ep ranks: x (N*k, D) sorted by expert, so also by the rank that holds it; counts (E,), its rows for
-    each expert. Returns (N*k, D) in the same order. Rank r holds the experts r E/ep .. (r + 1) E/ep - 1."""
+    each expert. Returns (N*k, D) in the same order. Rank r holds the experts r E/ep .. (r + 1) E/ep - 1.
+    shared(), weigh(): work for the time while rows travel, see apply_experts."""
     ep = dist.get_world_size(group)
     weights = [local_tensor(w) for w in experts.parameters()]
     if ep == 1:  # --etp alone: every rank has a part of each expert, and no token travels
@@ -72,14 +74,17 @@ def exchange_tokens(experts, group, x: Tensor, counts: Tensor) -> Tensor:
     arriving = AllToAll.apply(counts, group)  # (ep * E/ep,): from every rank, its rows for each of this rank's experts
     # The all-to-all needs its sizes on the host. This is the only place where a layer waits for the device.
     sent, received = torch.stack([counts, arriving]).view(2, ep, -1).sum(-1).tolist()
-    x = AllToAll.apply(x, group, sent, received, False)  # sorted by (rank, expert)
-    # While the rows travel, the device finds their order by (expert, rank).
+    travelling = Depart.apply(x, group, sent, received)
+    # While the rows travel, the device computes the shared experts, and finds the rows' order by (expert, rank).
+    shared()
     expert = torch.arange(len(counts) // ep, device=x.device).repeat(ep)
-    order = expert.short().repeat_interleave(arriving, output_size=len(x)).argsort(stable=True)
+    order = expert.short().repeat_interleave(arriving, output_size=sum(received)).argsort(stable=True)
     back, rows = inverse(order), arriving.view(ep, -1).sum(0)  # to the order of arrival; of each expert
-    functional.wait_tensor(x.detach())
+    x = Arrive.apply(*travelling, group, sent, received)  # sorted by (rank, expert)
     y = experts.compute(Spread.apply(x, order, back[:, None]), rows, *weights)
-    return AllToAll.apply(Spread.apply(y, back, order[:, None]), group, received, sent)
+    travelling = Depart.apply(Spread.apply(y, back, order[:, None]), group, received, sent)
+    weigh()  # while the results travel back
+    return Arrive.apply(*travelling, group, received, sent)
 
 
 def prefetch_units(stage, blocks) -> None:

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -197,23 +198,55 @@ class ReduceScatter(torch.autograd.Function):
         return AllGather.apply(grad, ctx.dim, ctx.group), None, None
 
 
-class AllToAll(torch.autograd.Function):
-    """Send sent[i] rows of x to rank i, receive received[i] from it; None: all alike. Backward: the other way round.
+def start_exchange(x: Tensor, group, sent: list[int] | None, received: list[int] | None) -> Tensor:
+    """Send sent[i] rows of x to rank i, receive received[i] from it; None: all alike. The rows are on the way until
+    functional.wait_tensor(result)."""
+    n = dist.get_world_size(group)
+    equal = [x.shape[0] // n] * n
+    return functional.all_to_all_single(x.contiguous(), received or equal, sent or equal, group.group_name)
 
-    waits False: the rows are still on the way. After work that needs none of them, functional.wait_tensor(result.detach())
-    must follow: the wait is for the memory, and knows no gradient."""
+
+class AllToAll(torch.autograd.Function):
+    """Send sent[i] rows of x to rank i, receive received[i] from it; None: all alike. Backward: the other way round."""
 
     @staticmethod
-    def forward(ctx, x, group, sent=None, received=None, waits=True):
-        ctx.group, ctx.sent, ctx.received = group, sent, received
-        n = dist.get_world_size(group)
-        equal = [x.shape[0] // n] * n
-        out = functional.all_to_all_single(x.contiguous(), received or equal, sent or equal, group.group_name)
-        return functional.wait_tensor(out) if waits else out
+    def forward(ctx, x, group, sent=None, received=None):
+        ctx.given = group, received, sent
+        return functional.wait_tensor(start_exchange(x, group, sent, received))
 
     @staticmethod
     def backward(ctx, grad):
-        return AllToAll.apply(grad, ctx.group, ctx.received, ctx.sent), None, None, None, None
+        return AllToAll.apply(grad, *ctx.given), None, None, None
+
+
+class Depart(torch.autograd.Function):
+    """AllToAll in two halves, Arrive.apply(*Depart.apply(x, *sizes), *sizes) with sizes (group, sent, received). Work between
+    the halves runs while rows travel. In the backward Arrive sends the gradient, and Depart waits for it: autograd goes back
+    in the reverse order, so the backward of the same work runs in between."""
+
+    @staticmethod
+    def forward(ctx, x, group, sent, received):
+        """Returns x, and the rows on the way in a list, where autograd does not see them."""
+        return x.view_as(x), [start_exchange(x, group, sent, received)]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad, _):
+        return functional.wait_tensor(grad), None, None, None
+
+
+class Arrive(torch.autograd.Function):
+    """The second half of the exchange that Depart starts."""
+
+    @staticmethod
+    def forward(ctx, x, rows, group, sent, received):
+        ctx.given = group, received, sent
+        return functional.wait_tensor(*rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return start_exchange(grad, *ctx.given), None, None, None, None
 
 
 def local_tensor(p: Tensor) -> Tensor:

@@ -150,12 +150,14 @@ class MoE(qwen3.MoE):
         self.experts = BiasedExperts(config)
 
     def forward(self, x):
-        B, D = x.shape[0], x.shape[-1]
         scores = self.router(x).flatten(0, -2)  # (N, E)
         index = self.balance.choose(scores, self.top_k)  # (N, k)
-        weight = scores.gather(1, index).softmax(-1)
-        flat = self.balance.add_loss(x.reshape(-1, D), scores.softmax(-1), index, B)  # (N, D)
-        return apply_experts(self.experts, flat, index, weight, self.balance.count(index)).view_as(x)
+
+        def weigh():
+            weight = scores.gather(1, index).softmax(-1)  # (N, k)
+            return self.balance.add_loss(weight, scores.softmax(-1), index, len(x))
+
+        return apply_experts(self.experts, x, index, weigh, self.balance.count(index))
 
 
 # differs from qwen3: the attention and the experts of this file

@@ -153,7 +153,7 @@ class MoE(qwen3.MoE):
         weight = scores.gather(1, index).sigmoid()
         flat = self.balance.add_loss(x.reshape(-1, D), scores.softmax(-1), index, B)  # (N, D)
         flat = flat * weight.to(flat.dtype)
-        return apply_experts(self.experts, flat, index, torch.ones_like(weight), self.balance.count(index)).view_as(x)
+        return apply_experts(self.experts, flat, index, lambda: torch.ones_like(weight), self.balance.count(index)).view_as(x)
 
 
 # differs from qwen3: a shared expert; and both kinds of layers may be in one model

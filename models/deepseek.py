@@ -200,19 +200,22 @@ class MoE(nn.Module):
         self.experts = Experts(config.n_experts, config.dim, config.moe_ffn_dim)
         self.balance = Balance(config.n_experts)
 
-    def forward(self, x):
-        B, D, c = x.shape[0], x.shape[-1], self.config
+    def forward(self, x, shared=None):
+        c = self.config
         logits = self.router(x).flatten(0, 1)  # (N, E), N the tokens here
         scores = logits.sigmoid() if c.score_func == "sigmoid" else logits.softmax(-1)
         index = self.balance.choose(scores, self.top_k, self.best_groups)  # (N, k)
-        weight = scores.gather(1, index)
-        if c.norm_topk_prob:
-            weight = weight / (weight.sum(-1, keepdim=True) + 1e-20)
-        # for the balancing loss, V3, eq. 18-19: counts the best scores before biases and groups
-        probs = scores / scores.sum(-1, keepdim=True)
-        best = scores.topk(self.top_k, -1).indices if c.score_func == "sigmoid" else index
-        flat = self.balance.add_loss(x.reshape(-1, D), probs, best, B)  # (N, D)
-        return apply_experts(self.experts, flat, index, weight * c.route_scale, self.balance.count(index)).view_as(x)
+
+        def weigh():
+            weight = scores.gather(1, index)  # (N, k)
+            if c.norm_topk_prob:
+                weight = weight / (weight.sum(-1, keepdim=True) + 1e-20)
+            # for the balancing loss, V3, eq. 18-19: counts the best scores before biases and groups
+            probs = scores / scores.sum(-1, keepdim=True)
+            best = scores.topk(self.top_k, -1).indices if c.score_func == "sigmoid" else index
+            return self.balance.add_loss(weight * c.route_scale, probs, best, len(x))
+
+        return apply_experts(self.experts, x, index, weigh, self.balance.count(index), shared)
 
     def best_groups(self, scores: Tensor) -> Tensor:
         """scores (N, E) with -inf outside each token's top_k_groups groups."""
@@ -244,7 +247,7 @@ class Block(nn.Module):
         x = self.ffn_norm(h)
         if hasattr(self, "ffn"):
             return h + self.ffn(x)
-        return h + self.moe(x) + (self.shared(x) if self.shared is not None else 0)
+        return h + self.moe(x, self.shared)
 
 
 class MTP(nn.Module):

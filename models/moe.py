@@ -5,6 +5,8 @@ N tokens on this rank (B * T/cp/tp), D dim, E experts (E/ep on this rank), k exp
 Each model chooses in its own way. Its choice is `index` (N, k), the chosen experts, and `weight` (N, k), the experts'
 weights. Routing is dropless: every token reaches all k experts, however uneven the load.
 """
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -43,8 +45,8 @@ class Experts(nn.Module):
         self.w3 = nn.Parameter(torch.empty(n_experts, ffn_dim, dim))
         self.compute, self.spread, self.combine = swiglu_experts, spread, combine  # compiled by parallel.compile_blocks
 
-    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """x (N*k, D) sorted by expert, counts (E,) -> (N*k, D) in the same order."""
+    def forward(self, x: Tensor, counts: Tensor, shared=None, weigh=None) -> Tensor:
+        """x (N*k, D) sorted by expert, counts (E,) -> (N*k, D) in the same order. shared, weigh: see apply_experts."""
         return self.compute(x, counts, *self.parameters())
 
 
@@ -130,12 +132,19 @@ def inverse(order: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
-def apply_experts(experts: Experts, x: Tensor, index: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Send each token to k experts and add up the weighted results: x (N, D), index and weight (N, k) -> (N, D)."""
+def apply_experts(experts: Experts, x: Tensor, index: Tensor, weigh, counts: Tensor, shared=None) -> Tensor:
+    """Send each token to k experts and add up the weighted results: x (..., D), index (N, k) -> (..., D).
+
+    weigh(): the weights (N, k). shared: the experts for every token, a module; shared(x) is added to the result. With --ep
+    both are computed while tokens travel, and else below.
+    """
     # (N*k,) copies of the tokens, expert by expert. Sorting 16-bit numbers takes a fourth of the passes of 64-bit numbers.
     order = index.flatten().short().argsort(stable=True)
     places = inverse(order).view_as(index)  # the row of each copy
-    return experts.combine(experts(experts.spread(x, order, places), counts), weight, order, places)
+    weigh, for_every_token = cache(weigh), cache(lambda: shared and shared(x))
+    y = experts(experts.spread(x.flatten(0, -2), order, places), counts, for_every_token, weigh)
+    out = experts.combine(y, weigh(), order, places).view_as(x)
+    return out + for_every_token() if shared else out
 
 
 def spread(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
@@ -205,7 +214,7 @@ class Balance(nn.Module):
         return counts
 
     def add_loss(self, x: Tensor, probs: Tensor, index: Tensor, B: int) -> Tensor:
-        """x (N, D) unchanged, with the balancing loss of the B sequences attached. probs (N, E), index (N, k)."""
+        """x (N, ...) unchanged, with the balancing loss of the B sequences attached. probs (N, E), index (N, k)."""
         if self.aux_scale == 0.0 or not torch.is_grad_enabled():
             return x
         k, E = index.shape[1], self.n_experts

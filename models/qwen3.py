@@ -123,14 +123,16 @@ class MoE(nn.Module):
         self.balance = Balance(config.n_experts)
 
     def forward(self, x):
-        B, D = x.shape[0], x.shape[-1]
         probs = self.router(x).softmax(-1).flatten(0, -2)  # (N, E)
         index = self.balance.choose(probs, self.top_k)  # (N, k)
-        weight = probs.gather(1, index)
-        if self.norm_topk_prob:
-            weight = weight / weight.sum(-1, keepdim=True)
-        flat = self.balance.add_loss(x.reshape(-1, D), probs, index, B)  # (N, D)
-        return apply_experts(self.experts, flat, index, weight, self.balance.count(index)).view_as(x)
+
+        def weigh():
+            weight = probs.gather(1, index)  # (N, k)
+            if self.norm_topk_prob:
+                weight = weight / weight.sum(-1, keepdim=True)
+            return self.balance.add_loss(weight, probs, index, len(x))
+
+        return apply_experts(self.experts, x, index, weigh, self.balance.count(index))
 
 
 # differs from llama3: experts in place of the FFN, where the flavor has them

@@ -59,6 +59,18 @@ def reshard(model):
             module.reshard()
 
 
+def try_sampling(model, layout) -> None:
+    """Sample two tokens before anything is trained, whatever the weights: kernels that this GPU lacks end the run here. Raises
+    ValueError."""
+    mesh = layout.mesh["tp"] if layout.tp > 1 else None
+    try:
+        with whole_weights(model):
+            rollout(model, [[0]], torch.zeros(1, 1, 2), 0.0, [], max_len=3, tp_mesh=mesh)
+    except RuntimeError as error:
+        raise ValueError(f"this GPU cannot attend with a mask, as rollouts do: {str(error).splitlines()[0]}; let a server "
+                         "sample, --engine, or use another version of torch") from error
+
+
 @functools.cache
 def patient_group(world, timeout_s: int):
     """A group of all processes of `world` with a long timeout, for waiting on other ranks' samples, tools and rewards. A slow

@@ -206,9 +206,10 @@ def watch_dtypes(seen: dict[str, set], off: dict[str, float]):
 
     hook = torch.nn.modules.module.register_module_forward_hook(norm_forward)
     rotate, sdpa = watched(llama3.rotate, rotated=[0], angles=[1, 2]), watched(attention.sdpa, attention=[0, 1, 2])
-    apply_experts = watched(moe.apply_experts, inputs=[1], weights=[3])
+    apply_experts, add_loss = watched(moe.apply_experts, inputs=[1]), watched(moe.Balance.add_loss, weights=[1])
     places = [(m, "rotate", rotate) for m in (llama3, qwen3, deepseek)] + [(m, "sdpa", sdpa) for m in (attention, parallel)]
-    places += [(m, "apply_experts", apply_experts) for m in (qwen3, deepseek)] + [(moe.Balance, "choose", choose)]
+    places += [(m, "apply_experts", apply_experts) for m in (qwen3, deepseek)]
+    places += [(moe.Balance, "choose", choose), (moe.Balance, "add_loss", add_loss)]
     try:
         with ExitStack() as stack:
             for owner, name, value in places:

@@ -66,9 +66,12 @@ def pair_modules(keys: dict) -> dict[str, str]:
                 inside_theirs[parent].add(name)
     outermost = {frozenset(held): module for module, held in sorted(inside_theirs.items(), reverse=True)}
     pairs = {module: outermost[frozenset(held)] for module, held in inside_ours.items() if frozenset(held) in outermost}
+    # the module around our experts returns the weighted sum over experts; in DeepSeek with the shared experts
+    around = "" if any(".shared_experts." in str(theirs) for theirs in keys.values()) else ".experts"
     for ours, theirs in keys.items():
-        if isinstance(theirs, list):  # theirs returns the weighted sum over experts, as the module around our experts does
-            pairs[ours.rpartition(".experts.")[0]] = theirs[0].split(".experts.")[0] + ".experts"
+        if isinstance(theirs, list):
+            pairs[ours.rpartition(".experts.")[0]] = theirs[0].split(".experts.")[0] + around
+            pairs.pop(ours.rpartition(".")[0], None)  # our experts: their rows are in another order
     return pairs
 
 

@@ -40,7 +40,8 @@ def test_grouped_equals_loop(use_kernel, used, monkeypatch):
     index = torch.stack([torch.randperm(used)[: min(2, used)] for _ in range(20)])
     x, weight = torch.randn(20, 16), torch.rand(index.shape)
     results = []
-    for function in (lambda *a: apply_experts(*a, torch.bincount(index.flatten(), minlength=8)), loop):
+    ours = lambda e, x, index, w: apply_experts(e, x, index, lambda: w, torch.bincount(index.flatten(), minlength=8))  # noqa: E731
+    for function in (ours, loop):
         leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_(), *experts.parameters()]
         out = function(experts, leaves[0], index, leaves[1])
         results.append([out, *torch.autograd.grad(out.sin().sum(), leaves)])
@@ -48,11 +49,11 @@ def test_grouped_equals_loop(use_kernel, used, monkeypatch):
         torch.testing.assert_close(ours, want, atol=2e-5, rtol=1e-4)
 
 
-def as_before(experts, x, index, weight, counts):
+def as_before(experts, x, index, weigh, counts):
     """apply_experts with torch's own indexing and gradients."""
     order = index.flatten().argsort(stable=True)
     token = order // index.shape[1]
-    y = experts(x[token], counts) * weight.flatten()[order, None].to(x.dtype)
+    y = experts(x[token], counts) * weigh().flatten()[order, None].to(x.dtype)
     return torch.zeros(x.shape, dtype=torch.float32).index_add(0, token, y.float()).to(x.dtype)
 
 
@@ -67,7 +68,7 @@ def test_tokens_travel_as_with_plain_indexing(monkeypatch, dtype, k):
 
     def results(function):
         leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_(), *experts.parameters()]
-        out = function(experts, leaves[0], index, leaves[1], counts)
+        out = function(experts, leaves[0], index, lambda: leaves[1], counts)
         return [out, *torch.autograd.grad(out.float().sin().sum(), leaves)]
 
     before, ours = results(as_before), results(apply_experts)

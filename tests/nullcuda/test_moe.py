@@ -19,13 +19,21 @@ def test_tokens_are_sorted_once_and_added_up_without_atomics(device, tmp_path, n
         assert not [line for line in kernels if re.search("indexFunc|index_put|indexing_backward", line)]
 
 
-def test_rows_are_put_in_order_while_they_travel(device, tmp_path):
-    """Kernels between an exchange of bf16 rows (type 9) and the wait for it: in two layers two exchanges, and two backward."""
-    step, kernels = device.run(tmp_path, *QWEN3, "--ep", 2, nproc=2, empty_weights=True).step(2), []
+DEEPSEEK = ("train_deepseek.py", "--flavor", "debug", "--model_args", "n_layers=2,n_experts=16")
+
+
+@pytest.mark.parametrize("recipe, kernels, matmuls", [
+    (QWEN3, [9, 2, 5, 0], [0, 0, 0, 0]), (DEEPSEEK, [9, 9, 9, 2], [3, 0, 0, 6])], ids=["qwen3", "deepseek"])
+def test_what_is_computed_while_rows_travel(device, tmp_path, recipe, kernels, matmuls):
+    """Between an exchange of bf16 rows (type 9) and the wait for it: the order of the rows, the experts' weights, the shared
+    experts. The exchanges of the last layer: there, back, and their gradients."""
+    step, found = device.run(tmp_path, *recipe, "--ep", 2, nproc=2, empty_weights=True).step(2), []
     for i in [i for i, line in enumerate(step) if line == "nccl group_end" and "type=9" in step[i - 1]]:
         arrived = step.index(f"wait stream=0 {step[i + 1].split()[-1]}", i)
-        kernels.append(sum(line.startswith("kernel stream=0") for line in step[i:arrived]))
-    assert len(kernels) == 8 and min(kernels[:4:2]) > 8, kernels
+        found.append([sum(line.startswith(kind) for line in step[i:arrived]) for kind in ("kernel stream=0", "gemm")])
+    layers = len(found) // 4
+    launched, multiplied = zip(*found[2 * (layers - 1) : 2 * (layers + 1)])
+    assert list(multiplied) == matmuls and all(n >= least for n, least in zip(launched, kernels, strict=True)), found
 
 
 @pytest.mark.parametrize("nproc, flags", [(1, []), (2, ["--tp", "2"])], ids=str)

@@ -4,6 +4,7 @@ import math
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,6 +24,8 @@ from policy import (
     trainer_of,
 )
 from pool import pool
+from saves import refuses
+from torch.distributed.tensor import DTensor
 
 import grpo
 from grpo import Config
@@ -317,13 +320,14 @@ def test_generator_ranks_compute_what_the_trainer_computes(tmp_path, kind, dtype
 
 def hooks_around_forwards(flags) -> list[int]:
     """Before, inside of and after whole_weights()."""
-    (model,), _ = build(config(), flags, 4, 2)
+    (model,), layout = build(config(), flags, 4, 2)
 
     def count() -> int:
         return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
 
     found = [count()]
     with rollouts.whole_weights(model):
+        assert layout.tp > 1 or not any(isinstance(p, DTensor) for p in model.parameters())
         found.append(count())
     return [*found, count()]
 
@@ -334,3 +338,10 @@ def test_nothing_is_gathered_around_each_token():
     assert before == after > 0 == inside
     before, inside, after = pool(2).run(hooks_around_forwards, {"tp": 2})[0]
     assert before == after > inside > 0
+
+
+def test_kernels_that_a_gpu_lacks_end_the_run_before_anything_is_trained(monkeypatch):
+    model, layout = sharp_model(), SimpleNamespace(tp=1)
+    rollouts.try_sampling(model, layout)
+    monkeypatch.setattr(decoding, "sdpa", Mock(side_effect=RuntimeError("No available kernel.\nAborting execution.")))
+    refuses("attend with a mask, as rollouts do: No available kernel.; let a server", rollouts.try_sampling, model, layout)
