@@ -73,6 +73,8 @@ TABLE = [
     ("counting", "--pp 2", EQUAL),
     ("hooked", "--dp_shard 2", "blocks.0.attn.wq.weight has a hook from a constructor, which nothing would call"),
     ("two_rates", "--dp_shard 2", EQUAL),
+    ("forks/train_speedrun.py", "--dp_shard 2 --tp 2 --lr 1e-3", EQUAL),
+    ("forks/train_speedrun.py", "--pp 2 --cp 2 --lr 1e-3", EQUAL),
 ]
 QUICK = {"mean_loss --dp_shard 2", "unused_bias --dp_shard 2"}
 
@@ -80,8 +82,8 @@ QUICK = {"mean_loss --dp_shard 2", "unused_bias --dp_shard 2"}
 @pytest.mark.parametrize("forks, layout, said", [
     pytest.param(*row, marks=[] if " ".join(row[:2]) in QUICK else pytest.mark.slow, id=" ".join(row[:2])) for row in TABLE])
 def test_a_fork_is_equal_or_refused(tmp_path, forks, layout, said):
-    done = run_program([sys.executable, write_fork(tmp_path, *forks.split()), *M, *layout.split(), "--check_parity"],
-                       cwd=tmp_path, env=ENV)
+    script = REPO / forks if forks.endswith(".py") else write_fork(tmp_path, *forks.split())
+    done = run_program([sys.executable, script, *M, *layout.split(), "--check_parity"], cwd=tmp_path, env=ENV)
     assert re.search(said, done.stdout + done.stderr), done.stdout[-2000:] + done.stderr[-2000:]
     assert (done.returncode == 0) == (said == EQUAL)
 
