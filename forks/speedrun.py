@@ -20,6 +20,11 @@ class SpeedrunConfig(qwen3.Qwen3Config):
     rope_theta: float = 1000.0  # the slowest pair turns once in 4,000 tokens; sequences are short here
     n_experts: ClassVar[int] = 0  # dense; a ClassVar is no field, so no flag can set it
 
+    @classmethod
+    def from_hf(cls, config_json: dict):
+        raise ValueError("Hugging Face's Qwen3 has another FFN than forks/speedrun.py, which reads only its own checkpoints; "
+                         "leave --init_from out, or give a run of train_speedrun.py")
+
 
 FLAVORS = {"debug": SpeedrunConfig()}
 
