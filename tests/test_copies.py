@@ -19,8 +19,8 @@ RECIPES = [
     ("train_llama3.py", "finetune.py", 60),
     ("train_llama3.py", "forks/train_llama3_mup.py", 40),
     ("train_llama3.py", "forks/train_llama3_ft.py", 80),
-    ("train_llama3.py", "forks/train_ema.py", 30),
     ("train_llama3.py", "forks/train_olmo3.py", 20),
+    ("train_llama3.py", "forks/train_speedrun.py", 40),
     ("train_qwen3.py", "forks/train_gpt_oss.py", 40),
     ("train_qwen3.py", "forks/train_llama4.py", 40),
     ("train_qwen3.py", "forks/train_qwen3_next.py", 40),
@@ -33,6 +33,7 @@ MODELS = [
     ("models/qwen3.py", "forks/gpt_oss.py"),
     ("models/qwen3.py", "forks/llama4.py"),
     ("models/qwen3.py", "forks/qwen3_next.py"),
+    ("models/qwen3.py", "forks/speedrun.py"),
 ]
 
 
@@ -73,7 +74,7 @@ def body(path: str) -> list[str]:
     text = (ROOT / path).read_text()
     text = text[text.index("@dataclass") :]
     text = re.sub(r"(models|forks)/\w+\.py", "MODEL.py", text)
-    names = "llama4|gpt_?oss|olmo3|qwen3_?next|qwen3(?!_next)|deepseek"
+    names = "speedrun|llama4|gpt_?oss|olmo3|qwen3_?next|qwen3(?!_next)|deepseek"
     return re.sub(rf"(?i)(Mup)?llama3(_mup|_ft)?|({names})(?!:)", "MODEL", text).splitlines()
 
 

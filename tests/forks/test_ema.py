@@ -1,14 +1,16 @@
-"""forks/train_ema.py: the average is the one by hand, survives another layout, and touches no weight."""
+"""forks/ema.py, by the lines of docs/fork_me.md: the average is the one by hand, survives another layout, touches no weight."""
+from functools import partial
+
 import pytest
 import torch
-from runs import REPO, launch, metrics, run, train_lines
+from runs import ENV, REPO, launch, metrics, run, train_lines
 from saves import trained
+from test_guarded import SIZES, write_copy
 
 from forks.ema import Ema
 from storage.dcp import read_table, read_tensors
 from storage.manifest import read_manifest
 
-SIZES = "n_layers=2,dim=32,n_heads=4,n_kv_heads=2,head_dim=8,ffn_dim=64,vocab_size=4096"
 FLAGS = ["--steps", 6, "--model_args", SIZES, "--seq_len", 32, "--local_batch_size", 2, "--global_batch_size", 4,
          "--log_every", 1, "--val_every", 3, "--val_batches", 1, "--compute_dtype", "float32", "--device", "cpu"]
 EMA = ["--ema_decay", 0.7, "--eval_ema"]
@@ -39,23 +41,20 @@ def averages(out) -> dict:
 
 @pytest.mark.slow
 def test_continued_on_another_layout_the_average_is_that_of_an_uninterrupted_run(tmp_path):
-    script = REPO / "forks/train_ema.py"
-    run(launch(1, script, *FLAGS, *EMA, "--export_hf", tmp_path / "hf", "--out", tmp_path / "one"), tmp_path)
-    for steps, layout in ((3, ["--tp", 2]), (6, ["--pp", 2])):
-        steps = ["--steps", steps, "--schedule_steps", 6]
-        run(launch(2, script, *FLAGS, *EMA, *layout, *steps, "--out", tmp_path / "two"), tmp_path)
+    write_copy(tmp_path / "train_ema.py", "Averages of weights")
+    train = partial(run, cwd=tmp_path, env=ENV | {"PYTHONPATH": str(REPO)})
+    train(launch(1, "train_ema.py", *FLAGS, *EMA, "--export_hf", "hf", "--out", "one"))
+    for steps, *layout in ((3, "--tp", 2), (6, "--pp", 2)):
+        train(launch(2, "train_ema.py", *FLAGS, *EMA, *layout, "--steps", steps, "--schedule_steps", 6, "--out", "two"))
     one, two = averages(tmp_path / "one"), averages(tmp_path / "two")
     assert one.keys() == two.keys() and len(one) == 2 * 21
-    for key in one:
-        torch.testing.assert_close(two[key], one[key], atol=2e-5, rtol=1e-4)
-    run(launch(1, REPO / "train_llama3.py", *FLAGS, "--out", tmp_path / "plain"), tmp_path)
+    torch.testing.assert_close(two, one, atol=2e-5, rtol=1e-4)
+    train(launch(1, REPO / "train_llama3.py", *FLAGS, "--out", "plain"))
     losses = [[line["loss"] for line in train_lines(tmp_path / out)] for out in ("plain", "one")]
     assert losses[0] == losses[1]
     vals = [[line["val_loss"] for line in metrics(tmp_path / out) if "val_loss" in line] for out in ("plain", "one", "two")]
     assert vals[1] == pytest.approx(vals[2], abs=1e-5) and abs(vals[0][-1] - vals[1][-1]) > 1e-3
-    said = run(launch(1, script, *FLAGS, *EMA, "--tp", 2, "--check_parity", "--out", tmp_path / "parity"), tmp_path)
-    assert "check_parity: equal" in said
+    assert "check_parity: equal" in train(launch(1, "train_ema.py", *FLAGS, *EMA, "--tp", 2, "--check_parity"))
     from storage.hf import load_hf_model
 
-    model, _ = load_hf_model(str(tmp_path / "hf"))
-    assert torch.equal(model.norm.weight, one["optimizer.norm.weight.ema"])
+    assert torch.equal(load_hf_model(str(tmp_path / "hf"))[0].norm.weight, one["optimizer.norm.weight.ema"])
