@@ -238,7 +238,7 @@ def test_a_template_that_fails_or_never_ends_is_named_with_the_line(tmp_path, mo
     refuses("^the chat template of .*fails fails: ", ours, folder, {"messages": FOUR}, "{% if %}")
     for what, evil in [
         ("longer than 0.2 s", "{% for i in range(9**5) %}{% for j in range(9**5) %}{{ {}['z'] }}{% endfor %}{% endfor %}"),
-        ("or 1 GiB more", "{% set ns = namespace(x='abc') %}{% for i in range(40) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}"),
+        ("grown by 1 GiB", "{% set ns = namespace(x='abc') %}{% for i in range(40) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}"),
         ("makes more than", "{{ 'x' * 2 ** 62 }}"), ("text is longer than", "{{ 'x'|center(300000000) }}"),
     ]:
         monkeypatch.setattr(sandbox, "LONGEST_S", 0.2 if "longer than 0" in what else 60)
