@@ -197,6 +197,13 @@ class SavedTensor(NamedTuple):
         return file, start, length, offsets, sizes
 
 
+def read_tensor(key: str, folder: str, table: dict) -> Tensor:
+    """One whole tensor of a folder. table: of read_table."""
+    tensor = torch.empty(table[key].size, dtype=table[key].dtype)
+    read_tensors({key: tensor}, folder, table)
+    return tensor
+
+
 def read_table(folder: str, files: dict[str, list]) -> dict[str, SavedTensor]:
     """{key: entry} of tensors.json. files: the manifest's. Raises ValueError for shards that cannot be: a stranger's checkpoint
     can have right checksums, too."""

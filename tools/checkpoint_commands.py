@@ -1,5 +1,4 @@
 """The command line of checkpoint.py: ls, verify, diff, average, to_hf, from_hf."""
-import math
 import os
 from dataclasses import asdict
 
@@ -7,15 +6,14 @@ import torch
 
 import checkpoint
 from distributed.layout import named_tensors
-from forks.average import mean_of_steps
+from forks.checkpoints import diff, mean_of_steps
 from forks.peft_folder import write_peft
-from storage.changes import changes
-from storage.dcp import read_table, read_tensors
+from storage.dcp import read_tensor
 from storage.hf import HF_DTYPES, check_export, check_same_model, file_kinds, load_hf_model, save_hf, say_lost, write_hf
 from storage.manifest import Damaged, read_manifest, verify
 from storage.newest import candidates
 from support.config import Parser, usage_error
-from support.files import read_json, step_folders
+from support.files import step_folders
 
 
 def ls(run: str):
@@ -47,12 +45,6 @@ def verify_command(folder: str) -> int:
             print(f"{path} is DAMAGED: {error}", flush=True)
             status = 1
     return status
-
-
-def read_tensor(key: str, folder: str, table: dict) -> torch.Tensor:
-    tensor = torch.empty(table[key].size, dtype=table[key].dtype)
-    read_tensors({key: tensor}, folder, table)
-    return tensor
 
 
 def to_hf(folder: str, out: str, dtype="bfloat16", max_shard_gb=5.0, adapter=False):
@@ -95,34 +87,8 @@ def write_run(out: str, model, identity: dict, state: dict, tokenizer_file: str 
 
 
 def average(run: str, out: str, last=0, steps=()):
-    """Writes the mean of the weights of several steps of a run as a run folder with one checkpoint, see forks/average.py."""
+    """Writes the mean of the weights of several steps of a run as a run folder, see forks/checkpoints.py."""
     write_run(out, *mean_of_steps(run, out, last, steps))
-
-
-def diff(a: str, b: str) -> int:
-    """Compares two step folders, with one pair of tensors in memory at a time; by bits, so NaN equals NaN."""
-    tables = [read_table(folder, verify(folder)["files"]) for folder in (a, b)]
-    differ, relative, keys = {}, {}, sorted({key for table in tables for key in table})
-    for key in keys:
-        kinds = [table.get(key) for table in tables]
-        if None in kinds:
-            differ[key] = f"only in {a if kinds[0] else b}"
-        elif kinds[0].size != kinds[1].size or kinds[0].dtype != kinds[1].dtype:
-            differ[key] = " / ".join(f"{tuple(kind.size)} {kind.dtype}" for kind in kinds)
-        else:
-            x, y = (read_tensor(key, folder, table).reshape(-1) for folder, table in zip((a, b), tables))
-            if not torch.equal(x.view(torch.uint8), y.view(torch.uint8)):
-                far = (x.double() - y.double()).abs()
-                relative[key] = (far.norm() / x.double().norm().clamp(min=1e-300)).item()
-                differ[key] = (f"{int((far != 0).sum())} of {far.numel()} elements, by up to {far.max():.3g}, "
-                               f"{relative[key]:.1e} relative")
-    states = [read_json(folder, "state.json")["state"] for folder in (a, b)]
-    for name, old, new in changes(*states):
-        print(f"state.json: {name} is {old} / {new}")
-    far = sorted(differ, key=lambda key: -relative.get(key, math.inf))  # other shapes first
-    print(f"{len(differ)} of {len(keys)} tensors differ" + (", most of all:" if differ else ""))
-    print("".join(f"  {key}: {differ[key]}\n" for key in far[:5]), end="")
-    return int(bool(differ))
 
 
 def main(argv: list[str]) -> int:
