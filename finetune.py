@@ -28,7 +28,6 @@ from distributed.layout import ExpertConfig, ParallelConfig
 from distributed.pipeline import PipelineConfig, pipeline_stages
 from distributed.refusals import check_layout
 from generate import print_sample
-from parallel import make_mesh
 from sft.base import load_base, read_model
 from sft.chat_data import ChatData
 from sft.lora import LoraConfig, claim_adapters, is_frozen, lora_counts, lora_linears
@@ -135,7 +134,7 @@ def main(cfg: Config):
     # finetune: adapters are a part of what a run is
     adapters = claim_adapters(cfg, Model, model_config) if cfg.lora_rank else None
     identity = claim_run(cfg, Model, model_config, data, lr_at, adapters)
-    layout = make_mesh(connect(layout, cfg, cfg.device, cfg.seed, trace=f"{cfg.out}/trace"))
+    layout = parallel.make_mesh(connect(layout, cfg, cfg.device, cfg.seed, trace=f"{cfg.out}/trace"))
     set_timeouts(layout, cfg.init_timeout_s)
     stop = StopSignal()  # from here on a signal finishes the step and saves; before, a signal ends the process
 

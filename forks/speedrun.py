@@ -22,8 +22,7 @@ class SpeedrunConfig(qwen3.Qwen3Config):
 
     @classmethod
     def from_hf(cls, config_json: dict):
-        raise ValueError("Hugging Face's Qwen3 has another FFN than forks/speedrun.py, which reads only its own checkpoints; "
-                         "leave --init_from out, or give a run of train_speedrun.py")
+        raise ValueError("a Hugging Face folder has another FFN: leave --init_from out, or give a run of train_speedrun.py")
 
 
 FLAVORS = {"debug": SpeedrunConfig()}

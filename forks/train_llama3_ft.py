@@ -29,7 +29,6 @@ from distributed.refusals import check_layout
 from forks.ft import ReplicaGroups, check_groups
 from generate import print_sample
 from models.llama3 import FLAVORS, Llama3
-from parallel import make_mesh
 from storage.resume import claim_run, keep_batch, list_warnings, source_tokenizer
 from support.config import override_fields, save_config
 from support.metrics import Metrics, MetricsConfig
@@ -123,7 +122,7 @@ def main(cfg: Config):
     data = open_data(cfg, cfg.seq_len, source_tokenizer(cfg))
     # lock --out; refuse if the run cannot go on, --init_from is unreadable or --export_hf unwritable; print changed flags
     identity = claim_run(cfg, Llama3, model_config, data, lr_at)
-    layout = make_mesh(connect(layout, cfg, cfg.device, cfg.seed, trace=f"{cfg.out}/trace"))
+    layout = parallel.make_mesh(connect(layout, cfg, cfg.device, cfg.seed, trace=f"{cfg.out}/trace"))
     set_timeouts(layout, cfg.init_timeout_s)
     stop = StopSignal()  # from here on a signal finishes the step and saves; before, a signal ends the process
 

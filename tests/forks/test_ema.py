@@ -3,15 +3,15 @@ from functools import partial
 
 import pytest
 import torch
-from runs import ENV, REPO, launch, metrics, run, train_lines
+from runs import ENV, MODEL, REPO, launch, metrics, run, train_lines
 from saves import trained
-from test_guarded import SIZES, write_copy
+from test_guarded import write_copy
 
 from forks.ema import Ema
 from storage.dcp import read_table, read_tensors
 from storage.manifest import read_manifest
 
-FLAGS = ["--steps", 6, "--model_args", SIZES, "--seq_len", 32, "--local_batch_size", 2, "--global_batch_size", 4,
+FLAGS = ["--steps", 6, "--model_args", MODEL, "--seq_len", 32, "--local_batch_size", 2, "--global_batch_size", 4,
          "--log_every", 1, "--val_every", 3, "--val_batches", 1, "--compute_dtype", "float32", "--device", "cpu"]
 EMA = ["--ema_decay", 0.7, "--eval_ema"]
 
