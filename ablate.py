@@ -2,29 +2,31 @@
 
     python ablate.py train_llama3.py --vary optimizer=adamw,muon lr=1e-3,3e-3 --seeds 3 --steps 300
     python ablate.py train_llama3.py train_mine.py --seeds 4                  # a fork against the original
-    python ablate.py train_llama3.py --variant "base:" --variant "deep: --model_args n_layers=12,dim=136" --until 0.02
+    python ablate.py --variant "old: train_llama3.py@v1.0" --variant "new: train_mine.py --alpha 0.1" --until 0.02
+    python ablate.py train_llama3.py --vary optimizer=adamw,muon --tune lr=1e-3,3e-3,1e-2     # each at its own best rate
     python ablate.py --report runs/ablate                                     # the report again, without any run
 
 Seed i sets --seed and --data_seed of all variants: equal initial weights and equal batches, so that the difference of two runs
 says more than two losses would. All flags not listed below go to every run. Each run is a usual run folder,
---out/VARIANT/seed-I. The same command again runs only the missing runs. docs/ablations.md has a worked example.
+--out/VARIANT/seed-I. The same command again runs only the missing runs. docs/ablations.md has worked examples.
 """
 import argparse
 import contextlib
-import ctypes
+import gc
 import importlib.util
 import io
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import re
 import shlex
 import signal
+import statistics
 import subprocess
 import sys
-import time
-from datetime import timedelta
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -32,14 +34,15 @@ import torch
 
 from distributed.refusals import refuse
 from storage.resume import lock_run
-from support.config import Parser, check_range, parse_config, usage_error
+from support.config import Parser, check_range, usage_error
 from support.files import check_local, read_json, sha256_file, write_file
-from support.metrics import read_lines
-from tools.stop_main import do_nothing, stop_main
-from tools.study import check_units, folder_of, has_died, is_finished, next_runs, read_runs, report_study
+from tools.study import APART, DEFAULTS, check_units, folder_of, next_runs, noise_of, read_runs, read_study, winners_of
+from tools.study_report import costs_of, markdown, report_study
+from tools.study_runs import run_all
 
 HIGH = "reward|acc|pass_at_k|eval_greedy|score|exact_match|solved|per_second|mfu"  # parts of names of metrics, high is good
 LOW = "loss|bits_per_byte|memory_gib|time_s"
+TIMED_STEPS = 12  # of a run that measures the seconds of a step, for --budget seconds
 
 
 def parse(argv) -> tuple[argparse.Namespace, list[str]]:
@@ -47,20 +50,26 @@ def parse(argv) -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(usage=argparse.SUPPRESS, description=__doc__)
     add = parser.add_argument
     add("--vary", nargs="+", default=[], metavar="FLAG=A,B", help="all combinations; values with commas are parted by ';'")
-    add("--variant", action="append", default=[], metavar="'NAME: FLAGS'", help="one variant; may be given several times")
+    add("--variant", action="append", default=[], metavar="'NAME: FLAGS'", help="one of several; also 'NAME: RECIPE FLAGS'")
     add("--baseline", metavar="NAME", help="the variant that the others are compared with [default: the first]")
     add("--seeds", type=int, default=3, help="runs of each variant [default: 3]")
     add("--until", type=float, metavar="D", help="add seeds until each interval excludes 0, or all differences as large as D")
     add("--max_seeds", type=int, default=12, help="the most that --until may take [default: 12]")
+    add("--noise", metavar="STUDY", help="a finished study of the same recipe and size: the noise of its pairs counts, too")
+    add("--tune", nargs="+", default=[], metavar="FLAG=A,B", help="first the best of these for each variant, on other seeds")
+    add("--tune_seeds", type=int, default=2, help="runs of each value of --tune [default: 2]")
+    add("--budget", metavar="tokens=N", help="tokens=, flops= or seconds= of each run: sets --steps of each variant")
+    add("--ladder", metavar="'SIZE;SIZE'", help="a study for each size, as in --model_args; and how the differences go on")
+    add("--tokens_per_parameter", type=float, default=20, help="sets --steps of --ladder's sizes [default: 20]")
+    add("--ladder_to", type=float, metavar="N", help="parameters of the size to extrapolate to [default: 10 x the largest]")
     add("--metric", default="val_loss", help="a key of metrics.jsonl [default: val_loss]")
     add("--best", choices=["low", "high"], help="whether low or high is good [default: known for our own metrics]")
-    add("--at", choices=["end", "tokens", "seconds"], default="end", help="compare after the shortest run's tokens or seconds")
     add("--reach", type=float, metavar="X", help="compare how many tokens a run needs until its metric reaches X")
-    add("--fit", action="store_true", help="fit L = E + A / N^a to variants of four sizes or more")
     add("--out", default="runs/ablate", help="folder of the study; again the same folder continues it [default: runs/ablate]")
     add("--jobs", type=int, default=0, help="runs at once [default: as many as GPUs or CPU cores allow]")
     add("--nproc", type=int, default=1, help="processes of each run, started by torchrun [default: 1]")
-    add("--report", metavar="FOLDER", help="write the report of a study again, and run nothing")
+    add("--only", metavar="NAME/SEED", help="make this run alone, and no report: for many machines that share --out")
+    add("--report", "--collect", metavar="FOLDER", help="write the report of the finished runs of a study, and run nothing")
     recipes = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
     args, common = parser.parse_known_args(argv[len(recipes):], argparse.Namespace(recipes=recipes))
     if not args.best and not re.search(f"{HIGH}|{LOW}", args.metric):
@@ -70,73 +79,68 @@ def parse(argv) -> tuple[argparse.Namespace, list[str]]:
 
 
 # ---------------------------------------------------------------- variants
-def variants_of(args, common: list[str]) -> dict[str, dict]:
-    """{name: {"recipe", "flags"}}, the baseline first."""
+def grid_of(flag: str, items: list[str]) -> list[tuple[str, list[str]]]:
+    """[(name, flags)] of all combinations of FLAG=A,B; a single one without a name if there are no items."""
     grid = []
-    for item in args.vary:
+    for item in items:
         name, equals, values = item.partition("=")
         values = values.split(";" if ";" in values else ",")
         if not equals or "" in values:
-            raise ValueError(f"--vary {item!r}: need FLAG=A,B")
-        grid.append([(f"{name.lstrip('-')}={value}", f"--{name.lstrip('-')}={value}") for value in values])
-    named = []
+            raise ValueError(f"{flag} {item!r}: need FLAG=A,B")
+        grid.append([f"{name.lstrip('-')}={value}" for value in values])
+    return [(" ".join(cell), [f"--{text}" for text in cell]) for cell in itertools.product(*grid)]
+
+
+def variants_of(args, common: list[str]) -> dict[str, dict]:
+    """{name: {"recipe", "flags"}}, the baseline first."""
+    named, found = [], {}
     for item in args.variant:
-        name, colon, flags = item.partition(":")
+        name, colon, text = item.partition(":")
+        words = shlex.split(text)
+        own = words[:1] if words and not words[0].startswith("-") else []
         if not colon or not name.strip():
-            raise ValueError(f"--variant {item!r}: need 'NAME: FLAGS', where FLAGS may be empty")
-        named.append((name.strip(), shlex.split(flags)))
-    found = {}
-    for recipe, (name, flags), *cell in itertools.product(args.recipes, named or [("", [])], *grid):
-        words = [Path(recipe).stem] * (len(args.recipes) > 1) + [name] * bool(name) + [text for text, _ in cell]
+            raise ValueError(f"--variant {item!r}: need 'NAME: FLAGS' or 'NAME: RECIPE FLAGS', where FLAGS may be empty")
+        if not own and not args.recipes:
+            raise ValueError(f"--variant {item!r} names no recipe: write one behind the name, or before all flags")
+        named += [(name.strip(), recipe, words[len(own):]) for recipe in own or args.recipes]
+    for (name, recipe, flags), (cell, more) in itertools.product(
+            named or [("", recipe, []) for recipe in args.recipes], grid_of("--vary", args.vary)):
+        several = len(args.recipes) > 1 and recipe in args.recipes
+        words = [recipe.rpartition("/")[2].replace(".py", "")] * several + [text for text in (name, cell) if text]
         full = " ".join(words) or Path(recipe).stem
         if any(folder_of("", full, 0) == folder_of("", other, 0) for other in found):
             raise ValueError(f"two variants are called {full!r}; give each a name of its own")
-        found[full] = {"recipe": recipe, "flags": [*common, *flags, *(flag for _, flag in cell)]}
-    if len(found) < 2:
+        found[full] = {"recipe": recipe, "flags": [*common, *flags, *more]}
+    if len(found) < 2 and not args.ladder:
         raise ValueError("one variant is nothing to compare: give --vary, two --variant, or a second recipe")
     if (first := args.baseline or next(iter(found))) not in found:
         raise ValueError(f"--baseline {first!r} is none of the variants: {', '.join(map(repr, found))}")
     return {first: found.pop(first)} | found
 
 
-def check_variant(name: str, variant: dict, args) -> dict:
-    """Check a variant's command line: {"steps", "val_every", "parameters", "seeded"}. Any mistake is a usage error, now.
+def file_of(recipe: str, out: str) -> Path:
+    """The file of a recipe. RECIPE@COMMIT is checked out, once, as a git worktree below the folder of the study."""
+    path, at, commit = recipe.rpartition("@")
+    if not at:
+        return Path(recipe)
 
-    The recipe's main runs in this process until the model's shapes are known: it parses, checks the layout and opens the data.
-    """
-    path = Path(variant["recipe"])
-    if not path.is_file():
-        raise ValueError(f"{path} is no file; did you mean --{path}?" if "=" in path.name else f"recipe {path} is no file")
-    if given := [word for word in variant["flags"] if re.match(r"--(seed|data_seed|out)(=|$)", word)]:
-        raise ValueError(f"variant {name!r}: ablate.py sets {given[0].split('=')[0]} of every run; leave it out")
+    def git(*words) -> str:
+        done = subprocess.run(["git", "-C", str(Path(path).resolve().parent), *words], capture_output=True, text=True)
+        if done.returncode:
+            raise ValueError(f"recipe {recipe}: {done.stderr.strip().splitlines()[-1]}")
+        return done.stdout.strip()
 
-    output, world = io.StringIO(), {"RANK": "0", "WORLD_SIZE": str(args.nproc)} if args.nproc > 1 else {}
-    try:
-        with contextlib.redirect_stderr(output), contextlib.redirect_stdout(io.StringIO()):
-            spec = importlib.util.spec_from_file_location("recipe", path)
-            sys.modules["recipe"] = module = importlib.util.module_from_spec(spec)  # Config reads help texts from its source
-            with mock.patch.object(sys, "path", [str(path.resolve().parent), *sys.path]):
-                spec.loader.exec_module(module)
-            cfg = parse_config(module.Config, [*variant["flags"], f"--out={folder_of(args.out, name, 0)}"])
-            if args.metric.startswith("val_") and not vars(cfg).get("val_every"):
-                raise ValueError(f"no validation, so no {args.metric}: give --val_every, or another --metric, such as loss")
-            last = "check_model" if "check_model" in module.main.__globals__ else "connect"
-            with mock.patch.dict(os.environ, world):
-                skipped = dict.fromkeys(("connect", "make_mesh", "set_timeouts", "StopSignal"), do_nothing)
-                (model, *_), _ = stop_main(module.main, cfg, last, **skipped)
-    except (SystemExit, ValueError) as error:
-        said = error if isinstance(error, ValueError) else output.getvalue().removeprefix("error: ").strip()
-        raise ValueError(f"variant {name!r}: {said}") from None
-    seeded = [flag for flag in ("seed", "data_seed") if hasattr(cfg, flag)]  # grpo.py has one seed for everything
-    parameters = model.flops_per_token(0) // 6 if hasattr(model, "flops_per_token") else None
-    texts = {key: vars(cfg).get(key) for key in ("val_every", "data", "val_data", "val_batches", "seq_len")}
-    return texts | {"steps": cfg.steps, "val_every": texts["val_every"] or 0, "parameters": parameters, "seeded": seeded}
+    sha, below = git("rev-parse", "--verify", f"{commit}^{{commit}}"), git("rev-parse", "--show-prefix")
+    tree = Path(out, "checkouts", sha[:12]).resolve()
+    if not tree.exists():
+        git("worktree", "add", "--detach", str(tree), sha)
+    return tree / below / Path(path).name
 
 
-def sources_of(recipe: str) -> dict[str, str]:
+def sources_of(recipe: Path) -> dict[str, str]:
     """{file: sha256} of the recipe and of all files of its checkout that training may import, and the version of torch. tools/
     has reports, which training never runs."""
-    home, found, waiting = Path(recipe).parent, {"torch": torch.__version__}, [Path(recipe).stem]
+    home, found, waiting = recipe.parent, {"torch": torch.__version__}, [recipe.stem]
     while waiting:
         file = waiting.pop().replace(".", "/") + ".py"
         if file not in found and not file.startswith("tools/") and (home / file).is_file():
@@ -146,117 +150,239 @@ def sources_of(recipe: str) -> dict[str, str]:
     return found
 
 
-def open_study(args, variants: dict) -> dict:
-    """The study in --out, new or continued. Changes that would make the runs incomparable are refused."""
-    check_local(args.out, "--out")
-    lock_run(args.out)
-    path = Path(args.out, "study.json")
+def check_variants(variants: dict[str, dict], args) -> None:
+    """Check all command lines, and add to each variant: what check_variant returns, the recipe's "file", and "files", the
+    sources of its training. One process for each recipe, because two checkouts have different modules of one name."""
+    for name, variant in variants.items():
+        variant["file"] = str(file_of(variant["recipe"], args.out))
+        if given := [word.split("=")[0] for word in variant["flags"] if re.match(r"--(seed|data_seed|out)(=|$)", word)]:
+            raise ValueError(f"variant {name!r}: ablate.py sets {given[0]} of every run; leave it out")
+    for file in dict.fromkeys(variant["file"] for variant in variants.values()):
+        if not os.path.isfile(file):
+            raise ValueError(f"{file} is no file; did you mean --{file}?" if "=" in file else f"recipe {file} is no file")
+        with ProcessPoolExecutor(1, multiprocessing.get_context("fork"), forget_modules) as process:
+            for name, variant in variants.items():
+                flags = [*variant["flags"], f"--out={folder_of(args.out, name, 0)}"]
+                try:
+                    if variant["file"] == file:
+                        variant |= process.submit(check_variant, file, flags, args.nproc, args.metric).result()
+                        variant["files"] = sources_of(Path(file))
+                except ValueError as error:
+                    raise ValueError(f"variant {name!r}: {error}") from None
+
+
+def forget_modules() -> None:
+    """Make this process import nanotitan's modules anew, from the checkout of the recipe."""
+    gc.disable()  # torch has registered classes of the modules that are forgotten, and must not lose them
+    packages = {path.name for path in Path(__file__).parent.iterdir() if (path / "__init__.py").exists()}
+    for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
+        del sys.modules[name]
+
+
+def check_variant(file: str, flags: list[str], nproc: int, metric: str) -> dict:
+    """Check a command line: {"steps", "val_every", "parameters" ...}. Raises ValueError for any mistake in the command line.
+
+    The recipe's main runs in this process until the model's shapes are known: it parses, checks the layout and opens the data.
+    """
+    sys.path.insert(0, str(Path(file).resolve().parent))
+    import parallel
+    from distributed import launch
+    from support.config import parse_config
+    from tools.stop_main import do_nothing, stop_main
+
+    output, world = io.StringIO(), {"RANK": "0", "WORLD_SIZE": str(nproc)} if nproc > 1 else {}
+    launch.set_timeouts = launch.StopSignal = do_nothing
+    launch.connect = parallel.make_mesh = lambda layout, *flags, **more: layout
+    try:
+        with contextlib.redirect_stderr(output), contextlib.redirect_stdout(io.StringIO()), mock.patch.dict(os.environ, world):
+            spec = importlib.util.spec_from_file_location("recipe", file)
+            sys.modules["recipe"] = module = importlib.util.module_from_spec(spec)  # Config reads help texts from its source
+            spec.loader.exec_module(module)
+            cfg = parse_config(module.Config, flags)
+            if metric.startswith("val_") and not vars(cfg).get("val_every"):
+                raise ValueError(f"no validation, so no {metric}: give --val_every, or another --metric, such as loss")
+            last = "check_model" if "check_model" in module.main.__globals__ else "connect"
+            (model, layout, *_), _ = stop_main(module.main, cfg, last)
+    except SystemExit:
+        raise ValueError(output.getvalue().removeprefix("error: ").strip()) from None
+    found = {key: vars(cfg).get(key) for key in ("steps", "val_every", "data", "val_data", "val_batches", "seq_len")}
+    found["seeded"] = [flag for flag in ("seed", "data_seed") if hasattr(cfg, flag)]  # grpo.py has one seed for everything
+    found |= dict.fromkeys(("parameters", "all_parameters", "flops", "tokens"))
+    if hasattr(model, "flops_per_token"):  # parameters: active, without the lookup table; flops and tokens: of a step
+        tokens = layout.global_batch_size * cfg.seq_len
+        found |= {"parameters": model.flops_per_token(0) // 6, "all_parameters": sum(p.numel() for p in model.parameters()),
+                  "flops": model.flops_per_token(cfg.seq_len) * tokens, "tokens": tokens}
+    return found
+
+
+def at_size(variants: dict, size: str) -> dict[str, dict]:
+    """The variants with the --model_args `size` behind their own."""
+    parser, found = argparse.ArgumentParser(allow_abbrev=False), {}
+    parser.add_argument("--model_args", default="")
+    for name, variant in variants.items():
+        own, others = parser.parse_known_args(variant["flags"])
+        found[name] = variant | {"flags": [*others, f"--model_args={','.join(filter(None, (own.model_args, size)))}"]}
+    return found
+
+
+def set_steps(variants: dict[str, dict], unit: str, amount: float) -> None:
+    """Give each variant the --steps for an amount of "tokens", "flops" or "seconds", all keys of a variant: of one step."""
+    for name, variant in variants.items():
+        if any(re.match("--(schedule_)?steps(=|$)", word) for word in variant["flags"]):
+            raise ValueError(f"variant {name!r}: --budget and --ladder set the steps; leave --steps and --schedule_steps out")
+        if not variant.get(unit):
+            raise ValueError(f"variant {name!r}: the {unit} of a step of {variant['recipe']} are unknown; give --steps instead")
+        if (steps := round(amount / variant[unit])) < 1:
+            raise ValueError(f"variant {name!r}: one step takes {variant[unit]:,.4g} {unit}, more than {amount:,.4g}")
+        variant |= {"steps": steps, "flags": [*variant["flags"], f"--steps={steps}"]}
+
+
+def candidates_of(variants: dict, grid: list[tuple]) -> dict[str, dict]:
+    """All variants with all (name, flags) of a grid, as "VARIANT NAME"."""
+    return {f"{name} {cell}".strip(): variant | {"flags": [*variant["flags"], *flags]}
+            for name, variant in variants.items() for cell, flags in grid}
+
+
+def check_all(args, common: list[str]) -> dict[str, dict]:
+    """{size: checked variants}; without --ladder a single size, "". Prints what the runs cost."""
+    sizes, (unit, _, amount) = {"": variants_of(args, common)}, (args.budget or "").partition("=")
+    grid = grid_of("--tune", args.tune)
+    if args.ladder:
+        sizes = {size: at_size(sizes[""], size) for size in args.ladder.replace(" ", "").split(";")}
+    for size, found in sizes.items():
+        check_variants(found, args)
+        if args.tune:
+            check_variants(candidates_of(found, grid), args)
+        check_units(args.metric, list(found.values()))
+        if args.ladder:  # all variants of a size get the baseline's tokens
+            set_steps(found, "tokens", args.tokens_per_parameter * (next(iter(found.values()))["parameters"] or 0))
+        elif unit and unit != "seconds":
+            set_steps(found, unit, float(amount))
+        if unit != "seconds":
+            print(f"\n{size}\n{markdown(costs_of(found))}".lstrip(), flush=True)
+    return sizes
+
+
+# ---------------------------------------------------------------- studies
+def open_study(args, folder: Path, variants: dict, **settings) -> dict:
+    """The study in a folder, new or continued. Changes that would make the runs incomparable are refused."""
+    path = folder / "study.json"
     old = read_json(path) if path.exists() else {"variants": {}}
     for name in old["variants"].keys() & variants.keys():
         if any(old["variants"][name][key] != variants[name][key] for key in ("recipe", "flags")):
-            raise ValueError(f"{args.out} has a variant {name!r} of another recipe or with other flags; use --out NEW")
-    study = vars(args) | {"baseline": next(iter(variants)), "variants": variants, "looks": old.get("looks", [])}
-    read_runs(study, args.out)  # refuses runs of other code
+            raise ValueError(f"{folder} has a variant {name!r} of another recipe or with other flags; use --out NEW")
+    study = DEFAULTS | vars(args) | {"baseline": next(iter(variants)), "variants": variants, "looks": old.get("looks", []),
+                                     "noise": None, "command": shlex.join(["python", *sys.argv])} | settings
+    read_runs(study, folder)  # refuses runs of other code
+    folder.mkdir(parents=True, exist_ok=True)
     write_file(path, json.dumps(study, indent=1).encode())
     return study
 
 
-# ---------------------------------------------------------------- runs
-def start_run(study: dict, name: str, seed: int, folder: Path, gpus: list[int] | None) -> subprocess.Popen:
-    variant, env = study["variants"][name], dict(os.environ, OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1"))
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(study["nproc"])]
-    command = [sys.executable, *(torchrun if study["nproc"] > 1 else []), variant["recipe"], *variant["flags"]]
-    command += [*(f"--{flag}={seed}" for flag in variant["seeded"]), f"--out={folder}"]
-    if gpus is not None:
-        mine = env.get("CUDA_VISIBLE_DEVICES", "").split(",")  # the user may have chosen some GPUs
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(mine[i] if len(mine) > i and mine[i] else str(i) for i in gpus)
-
-    def end_with_parent():  # if the study is killed, its runs stop, save, and can be continued
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "log.txt", "a") as log:  # a new session: Ctrl-C reaches the run only through us
-        return subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True, preexec_fn=end_with_parent)
+def run_apart(args, folder: Path, variants: dict, stopping: list, **settings) -> dict:
+    """Run all variants with seeds that no comparison uses, and return the study."""
+    study = open_study(args, folder, variants, first_seed=APART, until=None, max_seeds=0, **settings)
+    run_all(study, folder, [(name, APART + i) for i in range(study["seeds"]) for name in variants], stopping)
+    return study
 
 
-def last_line(folder: Path) -> str:
-    lines = [line for line in (folder / "log.txt").read_text(errors="replace").splitlines() if line.strip()]
-    return ([line for line in lines if line.startswith("error")] or lines or ["nothing printed"])[-1].strip()
+def measure_seconds(args, folder: Path, variants: dict, stopping: list) -> None:
+    """Add to each variant the median "seconds" of a step, from a short run."""
+    short = ("timing", [f"--steps={TIMED_STEPS}", "--val_every=0", "--checkpoint_every=0", "--log_every=1"])
+    timed = candidates_of(variants, [short])
+    timed = {name: variant | {"steps": TIMED_STEPS, "val_every": 0} for name, variant in timed.items()}
+    study = run_apart(args, folder, timed, stopping, seeds=1, metric="step_time_s")
+    for (name, _), lines in read_runs(study, folder).items():
+        seconds = [line["step_time_s"] for line in lines if "step_time_s" in line]
+        variants[name.removesuffix(" timing")]["seconds"] = statistics.median(seconds or [0])
 
 
-def run_all(study: dict, args, todo: list[tuple], failed: dict, stopping: list) -> None:
-    """Run each (variant, seed), --jobs at once, in this order, until all are done or a signal came. Updates `failed`, {run: the
-    last line of its log}, also by the runs with all numbers that ended with an error, such as a full disk."""
-    waiting, running, slots, began = list(todo), {}, list(range(args.jobs)), time.monotonic()  # a run's slot tells its GPUs
-    try:
-        while (waiting or running) and not stopping:
-            while waiting and slots:
-                name, seed = key = waiting.pop(0)
-                slot, folder = slots.pop(0), folder_of(args.out, name, seed)
-                gpus = range(slot * args.nproc, (slot + 1) * args.nproc) if args.gpus else None
-                running[key] = start_run(study, name, seed, folder, gpus), folder, slot
-            time.sleep(0.2)
-            for key in [key for key, (process, *_) in running.items() if process.poll() is not None]:
-                process, folder, slot = running.pop(key)
-                slots.insert(0, slot)
-                lines = list(read_lines(str(folder / "metrics.jsonl")))
-                if process.returncode or not is_finished(lines, study["variants"][key[0]]):
-                    failed[key] = last_line(folder)
-                rest = len(waiting) + len(running)
-                left = timedelta(seconds=round((time.monotonic() - began) / (len(todo) - rest) * rest))
-                end = f"failed: {failed[key]}" if key in failed else "done"
-                print(f"{key[0]}, seed {key[1]}: {end} ({rest} of {len(todo)} runs to go, about {left})", flush=True)
-                known = sorted({key for line in lines for key, value in line.items() if isinstance(value, int | float)})
-                if key not in failed and not has_died(lines, args.metric) and args.metric not in known:
-                    raise ValueError(f"--metric {args.metric}: no run logs it; there are {', '.join(known)}")
-    finally:
-        for process, *_ in running.values():
-            process.terminate()  # a recipe then finishes its step, saves and exits
-        for process, *_ in running.values():
-            process.wait()
+def tune(args, folder: Path, variants: dict, stopping: list) -> list[str]:
+    """Add the best flag of --tune to each variant, by runs with other seeds than the comparison's. Returns lines to report."""
+    grid = dict(grid_of("--tune", args.tune))
+    study = run_apart(args, folder, candidates_of(variants, list(grid.items())), stopping, seeds=args.tune_seeds)
+    if stopping:
+        return []
+    best, said = winners_of(study, folder, list(variants), list(grid))
+    for name, cell in best.items():
+        variants[name]["flags"] = [*variants[name]["flags"], *grid[cell]]
+    print("\n".join(said), flush=True)
+    return said
+
+
+def run_study(args, size: str, sizes: int, variants: dict, stopping: list) -> bool:
+    """Make the missing runs of a study, and its report. Returns whether all runs ended well. sizes: studies of the ladder."""
+    folder, tuned, tried = Path(args.out, size), [], set()
+    if (args.budget or "").startswith("seconds"):
+        measure_seconds(args, folder / "timing", variants, stopping)
+        if not stopping:
+            set_steps(variants, "seconds", float(args.budget.split("=")[1]))
+            print(markdown(costs_of(variants)), flush=True)
+    noise = noise_of(args.noise, args.metric, next(iter(variants.values()))) if args.noise else None
+    if args.tune and not stopping:
+        tuned = tune(args, folder / "tuning", variants, stopping)
+    if stopping:
+        return False
+    study = open_study(args, folder, variants, size=size, sizes=sizes, tuned=tuned, noise=noise)
+    while (todo := next_runs(study, folder, tried)) and not stopping:
+        run_all(study, folder, todo, stopping)
+        tried |= {*todo}
+        if args.only:  # another machine makes the rest
+            return True
+    return not stopping and report_study(folder)
 
 
 def main(argv) -> int | None:
     args, common = parse(argv)
     if args.report:
-        if not Path(args.report, "study.json").exists():
-            raise ValueError(f"--report {args.report}: no study.json there; give the --out of a study")
-        return report_study(args.report)
+        report_study(args.report)
+        return None
     args.gpus = torch.cuda.device_count()
     check_numbers(args)
-    variants = variants_of(args, common)
-    for name, variant in variants.items():
-        variant |= check_variant(name, variant, args) | {"files": sources_of(variant["recipe"])}
-    if args.fit and (sizes := len({variant["parameters"] for variant in variants.values()})) < 4:
-        raise ValueError(f"--fit needs variants of four sizes or more, and there are {sizes}; see --vary model_args")
-    check_units(args.metric, list(variants.values()))
-    study, failed, stopping = open_study(args, variants), {}, []
+    if args.noise:
+        read_study(args.noise)  # refuses a folder without a study
+    check_local(args.out, "--out")
+    sizes, stopping = check_all(args, common), []
+    grid = grid_of("--tune", args.tune)
+    names = [f"{size}/{n}".lstrip("/") for size, found in sizes.items() for n in found | candidates_of(found, grid)]
+    if args.only and args.only.rpartition("/")[0] not in names:
+        raise ValueError(f"--only {args.only}: need NAME/SEED, with a NAME of {', '.join(names)}")
+    if not args.only:
+        lock_run(args.out)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: stopping.append(number))
-    while (todo := next_runs(study, args.out)) and not stopping:
-        print(f"{args.out}: {len(todo)} runs, {args.jobs} at once", flush=True)
-        run_all(study, args, todo, failed, stopping)
-        study["failed"] = [[*run, line] for run, line in failed.items()]
-        write_file(Path(args.out, "study.json"), json.dumps(study, indent=1).encode())
+    well = [run_study(args, size, len(sizes), variants, stopping) for size, variants in sizes.items() if not stopping]
     if stopping:
         print(f"stopped by {signal.Signals(stopping[0]).name}; the same command continues")
         return 128 + stopping[0]
-    report_study(args.out)
-    return 1 if failed else 0
+    if args.only:
+        print(f"--only {args.only}: nothing to run; finished before, or a seed that the study does not have")
+    elif args.ladder:
+        from forks.ladder import report_ladder
+
+        report_ladder(args.out, list(sizes), args.ladder_to)
+    return 0 if all(well) else 1
 
 
 def check_numbers(args) -> None:
     """Refuse wrong values of our own flags, and fill in --jobs."""
-    check_range(args, 1, math.inf, "seeds", "nproc")
+    check_range(args, 1, math.inf, "nproc", "tune_seeds")
+    check_range(args, 1, APART, "seeds", "max_seeds")
+    for name, needed, usual in (("max_seeds", "until", 12), ("tune_seeds", "tune", 2), ("tokens_per_parameter", "ladder", 20),
+                                ("ladder_to", "ladder", None)):
+        if getattr(args, name) != usual and not getattr(args, needed):
+            raise ValueError(f"--{name} {getattr(args, name):g} has no effect without --{needed}; leave it out")
     check_range(args, 0, math.inf, "jobs")
     needed = max(args.jobs, 1) * args.nproc
     refuse([
-        (not args.recipes, "the recipes come first: python ablate.py train_llama3.py --vary lr=1e-3,3e-3"),
+        (not args.recipes and not args.variant, "the recipes come first: python ablate.py train_llama3.py --vary lr=1e-3,3e-3"),
         (args.until is not None and not args.until > 0, f"--until {args.until} must be above 0"),
         (args.until and args.max_seeds < max(args.seeds, 2),
          f"--max_seeds {args.max_seeds} must be --seeds {args.seeds} or more, and at least 2"),
-        (not args.until and args.max_seeds != 12, f"--max_seeds {args.max_seeds} has no effect without --until; leave it out"),
+        (args.noise and args.ladder, "--noise is of one size: leave it out with --ladder"),
+        (args.budget and not re.fullmatch(r"(tokens|flops|seconds)=\d[\d.]*(e\d+)?", args.budget),
+         f"--budget {args.budget!r}: need tokens=N, flops=N or seconds=N"),
+        (args.budget and args.ladder, "--ladder sets the tokens of each size by --tokens_per_parameter; leave --budget out"),
         (args.gpus and needed > args.gpus,
          f"--jobs {args.jobs} x --nproc {args.nproc} needs {needed} GPUs, and there are {args.gpus}")])
     args.jobs = args.jobs or max(1, (args.gpus or os.cpu_count() or 1) // args.nproc)

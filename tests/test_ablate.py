@@ -1,6 +1,7 @@
 """ablate.py: statistics on simulated studies, the report on written studies, and a few real studies."""
 import itertools
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -12,16 +13,19 @@ import pytest
 from runs import ENV, REPO, ended, metrics, run
 
 import ablate
-from tools.significance import add_looks, boundaries, fit_sizes, interval, t_quantile
-from tools.study import compare_variant, looks_of, report_study
+from forks.ladder import fit_sizes, line_at
+from tools.significance import add_looks, interval, t_quantile
+from tools.study import APART, DEFAULTS, compare_variant, looks_of, noise_of, winners_of
+from tools.study_report import report_study
 
 BASE, OTHER = "base", "other"
 
 
 def study(seeds=3, until=None, max_seeds=12, names=(BASE, OTHER), steps=20, **settings):
-    variants = {n: {"recipe": "r.py", "flags": [], "steps": steps, "val_every": 10, "parameters": None} for n in names}
-    return dict(metric="val_loss", best="low", at="end", reach=None, seeds=seeds, until=until, max_seeds=max_seeds, fit=False,
-                nproc=1, baseline=names[0], variants=variants) | settings
+    one = {"recipe": "r.py", "file": "r.py", "files": {}, "flags": [], "steps": steps, "val_every": 10}
+    one |= dict.fromkeys(("parameters", "all_parameters", "tokens", "flops"))
+    return DEFAULTS | dict(metric="val_loss", best="low", reach=None, seeds=seeds, until=until, max_seeds=max_seeds,
+                           nproc=1, baseline=names[0], variants={name: dict(one) for name in names}, command="") | settings
 
 
 def lines(final: float, steps=20, speed=100.0, tokens_hash="a", tokens=1000, **extra):
@@ -61,10 +65,9 @@ def test_one_interval_is_students():
 
 def test_looks_cost():
     """Each of several looks needs a larger t than a single look after equally many pairs. Equal looks cost nothing."""
-    looks = add_looks([], 3, 12)
-    found = boundaries(0.05, tuple(map(tuple, looks)))
-    assert list(found) == list(range(3, 13)) and add_looks(looks, 4, 10) == looks
-    assert all(c > t_quantile(0.05, n - 1) for n, c in found.items())
+    looks, d = add_looks([], 3, 12), list(np.random.default_rng(0).normal(0, 1, 12))
+    assert [n for n, _ in looks] == list(range(3, 13)) and looks[-1][1] == 1 and add_looks(looks, 4, 10) == looks
+    assert all(np.ptp(interval(d[:n], 0.05, looks)[:2]) > np.ptp(interval(d[:n], 0.05, [[n, 1.0]])[:2]) for n, _ in looks)
 
 
 def simulate(rng, settings, difference=0.0, noise=0.02, seed_noise=0.07, again=(3,)):
@@ -89,6 +92,44 @@ def test_equal_variants_are_told_apart_in_at_most_5_percent(settings, again):
     rng = np.random.default_rng(0)
     wrong = sum(low > 0 or high < 0 for (low, high), _ in (simulate(rng, settings, again=again) for _ in range(4000)))
     assert wrong <= 220 + 14
+
+
+NOISE = {"sd": 0.02, "df": 10}
+
+
+@pytest.mark.parametrize("difference, least, most", [(0.0, 0, 220 + 14), (0.04, 3200, 4000)])
+def test_noise_that_was_measured_before(difference, least, most):
+    """Equal noise in both studies: two pairs are enough for twice the noise, and 5 % of studies of equal variants are wrong."""
+    rng = np.random.default_rng(3)
+    sds = 0.02 * np.sqrt(rng.chisquare(10, 4000) / 10)  # as measured, with 10 degrees of freedom
+    found = (interval(rng.normal(difference, 0.02, 3), 0.05, add_looks([], 3, 3), NOISE | {"sd": sd}) for sd in sds)
+    assert least <= sum(low > 0 or high < 0 for low, high, _ in found) <= most
+
+
+def test_another_noise_does_not_count():
+    d, looks = [0.1, -0.1, 0.3], add_looks([], 1, 3, least=1)
+    assert interval(d, 0.05, looks, NOISE) == interval(d, 0.05, looks)
+    assert interval(d[:1], 0.05, looks, NOISE)[:2] == pytest.approx((0.1 - 0.0655, 0.1 + 0.0655), abs=1e-4)  # 3.277 x 0.02
+
+
+@pytest.mark.parametrize("seeds, least, most", [("fresh", 0, 220 + 14), ("the same", 400, 4000)])
+def test_a_tuned_comparison_needs_fresh_seeds(seeds, least, most):
+    """Equal variants; one is tuned over nine rates that are all equal. On the seeds of the search it looks better by chance."""
+    rng, wrong = np.random.default_rng(4), 0
+    for _ in range(4000):
+        cells = rng.normal(0, 0.02, (9, 5))  # (rate, seed): differences from the baseline
+        d = cells[cells.mean(1).argmin()] if seeds == "the same" else rng.normal(0, 0.02, 5)
+        low, high, _ = interval(list(d), 0.05, add_looks([], 5, 5))
+        wrong += low > 0 or high < 0
+    assert least <= wrong <= most
+
+
+def test_the_difference_at_a_larger_size():
+    """The line's interval at 10 times the largest size contains the true difference in 95 % of ladders."""
+    rng, x = np.random.default_rng(5), np.repeat(np.log([1e5, 3e5, 1e6, 3e6]), 3)
+    lines_at = (line_at(x, 0.1 - 0.02 * x + rng.normal(0, 0.01, 12), np.log(3e7), 0.05) for _ in range(2000))
+    inside = sum(low <= 0.1 - 0.02 * np.log(3e7) <= high for _, low, high in lines_at)
+    assert 1900 - 40 <= inside <= 1900 + 40
 
 
 def test_a_planted_difference_is_found_with_a_third_of_the_runs():
@@ -120,7 +161,6 @@ def test_fit_sizes():
 
 # ---------------------------------------------------------------- the report
 NAN = lines(1.5) + [{"step": 20, "val_loss": None}]
-SLOWLY = [lines(2.1 + 0.02 * i, speed=200.0) for i in range(3)]
 
 
 def row_of(folder):
@@ -151,9 +191,6 @@ def test_verdicts(tmp_path, capsys, difference, verdict, text):
      dict(verdict="identical", difference=0), "identical in every logged step (2 pairs)"),
     (dict(seeds=1), [lines(2.0)], [lines(1.9)], dict(verdict="undecided", low=None, high=None), "nothing is known about noise"),
     (dict(seeds=1), [lines(2.0)], [lines(1.9, tokens_hash="b")], {}, "others from step 1 on"),
-    # worse at the end, but twice as fast, and so ahead after equal time
-    (dict(), [lines(2.0 + 0.01 * i) for i in range(3)], SLOWLY, dict(verdict="worse"), "other is worse than base"),
-    (dict(at="seconds"), [lines(2.0 + 0.01 * i) for i in range(3)], SLOWLY, dict(verdict="better"), "other beats base"),
     # the loss falls by 0.05 per 1,000 tokens; the variant is 0.1 ahead, so needs 2,000 tokens less, plus a little noise
     (dict(metric="loss", reach=2.2), 3 * [lines(2.0)], [lines(1.9 + 0.001 * i) for i in range(3)],
      dict(verdict="better", difference=pytest.approx(-1980)), "tokens"),
@@ -167,12 +204,8 @@ def test_verdicts(tmp_path, capsys, difference, verdict, text):
     (dict(), 3 * [lines(2.0)], 3 * [NAN], dict(verdict="worse", died=3), "is worse than base: 3 of 3 seeds died"),
     (dict(reach=1.6), 3 * [lines(1.5)], [lines(1.4), lines(1.4), lines(2.0)],
      dict(verdict="undecided", died=1), "1 of 3 seeds died or never reached 1.6"),
-    (dict(at="tokens"), [lines(2.0, tokens=250)] * 3, 3 * [lines(1.0)],
-     dict(verdict="undecided", pairs=0, budget=5000), "use a smaller --val_every"),
-    (dict(at="tokens"), [lines(2.0 + 0.01 * i, tokens=500) for i in range(3)], 3 * [lines(2.0)],
-     dict(verdict="worse", budget=10000), "compared after 10,000 tokens, in the middle of the learning rate schedule of other"),
-], ids=["identical", "one seed", "other batches", "at the end", "after equal time", "tokens to reach", "coarse", "only faster",
-        "2 of 5 died", "all died", "1 never there", "before the first validation", "in the schedule"])
+], ids=["identical", "one seed", "other batches", "tokens to reach", "coarse", "only faster", "2 of 5 died", "all died",
+        "1 never there"])
 def test_report(tmp_path, capsys, settings, base, other, expected, text):
     runs = {(name, i): found for name, both in ((BASE, base), (OTHER, other)) for i, found in enumerate(both)}
     report_study(write(tmp_path, study(**settings), runs))
@@ -194,12 +227,45 @@ def test_runs_that_cannot_be_compared_are_refused(tmp_path, flags, made, text):
         report_study(folder)
 
 
-def test_two_optimizers_are_no_single_law(tmp_path, capsys):
-    names = [f"{optimizer}{n}" for optimizer in "ab" for n in (1, 2, 4, 8)]
-    settings = study(names=names, seeds=1, fit=True)
-    settings["variants"] = {name: v | {"parameters": 10**6 * int(name[1:])} for name, v in settings["variants"].items()}
-    report_study(write(tmp_path, settings, {(name, 0): lines(2.0) for name in names}))
-    assert "no fit of 4 sizes" in capsys.readouterr().out
+def tuning(tmp_path, *finals):
+    """winners_of a variant with so many values of lr: a final loss on each of two seeds, or NaN."""
+    cells = [f"lr={i}" for i in range(len(finals))]
+    settings = study(seeds=2, names=[f"a {cell}" for cell in cells], first_seed=APART)
+    runs = {(f"a_lr={i}", APART + seed): NAN if final is None else lines(final)
+            for i, final in enumerate(finals) for seed in (0, 1)}
+    return winners_of(settings, write(tmp_path, settings, runs), ["a"], cells)
+
+
+@pytest.mark.parametrize("finals, best, text", [
+    ((2.0, 1.8, 1.9), "lr=1", r"lr=1 \(lr=0: 2.0000, lr=1: 1.8000, lr=2: 1.9000\)$"),
+    ((2.0, 1.8, 1.7), "lr=2", "the edge of its grid"),
+    ((1.9, 2.0, None), "lr=0", "the edge of its grid"),
+])
+def test_the_winner_of_a_search(tmp_path, finals, best, text):
+    found, [said] = tuning(tmp_path, *finals)
+    assert found == {"a": best} and re.search(text, said)
+
+
+def test_a_search_without_a_winner(tmp_path):
+    with pytest.raises(ValueError, match="all values of --tune died for a"):
+        tuning(tmp_path, None, None)
+
+
+@pytest.mark.parametrize("flags, text", [
+    ({}, ""), ({"steps": 30}, "its steps is 20, here 30"), ({"data": "b"}, "its data is None, here b")])
+def test_the_noise_of_another_study(tmp_path, flags, text):
+    values = {(BASE, i): lines(2.0) for i in range(6)} | {(OTHER, i): lines(2.0 + 0.1 * (i % 2)) for i in range(6)}
+    settings = study(seeds=6)
+    for variant in settings["variants"].values():
+        variant |= dict.fromkeys(("data", "val_data", "val_batches", "seq_len"))
+    write(tmp_path, settings, values)
+    baseline = settings["variants"][BASE] | flags
+    if text:
+        with pytest.raises(ValueError, match=text):
+            noise_of(str(tmp_path), "val_loss", baseline)
+    else:
+        found = noise_of(str(tmp_path), "val_loss", baseline)
+        assert found == {"sd": pytest.approx(0.003**0.5), "df": 5}
 
 
 # ---------------------------------------------------------------- wrong usage
@@ -217,9 +283,9 @@ def test_more_runs_at_once_than_gpus_are_refused(monkeypatch):
 
 def test_a_recipe_is_seeded_with_the_seeds_that_it_has(monkeypatch):
     monkeypatch.chdir(REPO)
-    args, _ = ablate.parse("grpo.py --metric eval_reward".split())
-    for recipe, seeded in (("grpo.py", ["seed"]), ("train_llama3.py", ["seed", "data_seed"])):
-        assert ablate.check_variant("a", {"recipe": recipe, "flags": []}, args)["seeded"] == seeded
+    variants = {recipe: {"recipe": recipe, "flags": []} for recipe in ("grpo.py", "train_llama3.py")}
+    ablate.check_variants(variants, ablate.parse("--metric eval_reward".split())[0])
+    assert [variant["seeded"] for variant in variants.values()] == [["seed"], ["seed", "data_seed"]]
 
 
 def test_what_is_good_follows_from_the_metric():
@@ -260,6 +326,45 @@ def test_a_study_continues_after_a_kill(tmp_path):
     inodes = {path: path.stat().st_mtime for path in out.glob("*/*/metrics.jsonl")}
     run(command(out, *flags))
     assert inodes == {path: path.stat().st_mtime for path in out.glob("*/*/metrics.jsonl")}
+
+
+@pytest.mark.slow
+def test_a_fork_meets_a_commit(tmp_path):
+    """Two checkouts in one study: a fork with a flag and a model file of its own, and a commit. Equal tokens, each at its best
+    learning rate; one run made alone first."""
+    commit = tmp_path / "commit"
+    shutil.copytree(REPO, commit, ignore=shutil.ignore_patterns(".*", "tests", "docs", "runs", "__pycache__"))
+    for words in (["init", "-q"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "first"]):
+        subprocess.run(["git", *words], cwd=commit, check=True)
+    recipe, model = commit / "train_llama3.py", commit / "models/llama3.py"
+    alpha = "    alpha: float = 1.0  # new\n    seed: int"
+    (commit / "train_alpha.py").write_text(recipe.read_text().replace("    seed: int", alpha))
+    model.write_text(model.read_text().replace("h + self.ffn(", "h + 0 * self.ffn("))  # not committed: the fork alone is worse
+    flags = ["--variant", f"old: {recipe}@HEAD", "--variant", f"new: {commit}/train_alpha.py --alpha 0.1", "--seeds", 2,
+             "--tune", "lr=1e-3,2e-2", "--tune_seeds", 1, "--budget", "tokens=2560"]
+    study, steps = command(tmp_path / "study", *flags), TINY.index("--steps")
+    del study[2 + steps:4 + steps]
+    run([*study, "--only", f"old lr=1e-3/{APART}"])
+    said = run(study)
+    assert "3 runs, " in said and "old is best with lr=2e-2" in said and "compare" not in said
+    settings = json.loads((tmp_path / "study/study.json").read_text())
+    assert [(v["flags"][-2:], v["steps"]) for v in settings["variants"].values()] == 2 * [(["--steps=40", "--lr=2e-2"], 40)]
+    row, report = row_of(tmp_path / "study"), (tmp_path / "study/report.md").read_text()
+    assert row["pairs"] == 2 and row["verdict"] != "identical" and row["difference"] != 0
+    assert "+    alpha: float" in report and "+        return h + 0 * self.ffn(" in report
+    assert "data:image/png" in (tmp_path / "study/report.html").read_text()
+
+
+@pytest.mark.slow
+def test_equal_variants_over_sizes(tmp_path):
+    """A/A over a ladder: identical at each size, and a law for each variant. Steps follow from tokens per parameter."""
+    study = command(tmp_path, "train_llama3.py", "--variant", "a:", "--variant", "b:", "--seeds", 1, "--ladder",
+                    "dim=16;dim=32;dim=48;dim=64", "--tokens_per_parameter", 0.01)
+    del study[3 + TINY.index("--steps"):5 + TINY.index("--steps")]
+    said = run(study)
+    rows = json.loads((tmp_path / "ladder.json").read_text())
+    assert [row["verdict"] for row in rows] == 4 * ["identical"] + ["extrapolated"] and rows[-1]["difference"] == 0
+    assert "b: L = " in said and rows[3]["parameters"] > rows[0]["parameters"]
 
 
 @pytest.mark.slow

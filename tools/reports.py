@@ -14,7 +14,7 @@ from distributed.layout import AXES
 from distributed.refusals import refuse
 from support.config import Need, flag, no_effect, own_rank, parse_config, say_flags
 from support.metrics import MetricsConfig, points_of, read_lines
-from tools.study import draw_curves
+from tools.study_report import draw_curves
 
 DRY_RUN = Need("without --dry_run", lambda c: c.dry_run)
 PARITY = Need("without --check_parity", lambda c: c.check_parity)

@@ -1,27 +1,42 @@
-"""Evaluate the runs of a study: the metric in pairs, verdicts with intervals, and the report. ablate.py makes the runs.
+"""Evaluate the runs of a study: the metric in pairs, and verdicts with intervals. ablate.py makes the runs.
 
 A study is a folder with study.json (variants and settings) and a run folder VARIANT/seed-I for each variant and seed.
 Everything here is computed from the folder, so a report can be made again at any time.
 """
-import json
 import math
 import re
-import shlex
-import statistics
 from pathlib import Path
 
 import numpy as np
 
-from support.files import read_json, step_folders, write_file
+from support.files import read_json, step_folders
 from support.metrics import read_lines, to_json
-from tools.significance import ALPHA, LATER, add_looks, fit_sizes, interval, seeds_to_show
+from tools.significance import ALPHA, add_looks, interval
 
+FAILED = "failed.txt"  # in the folder of a run that ended with an error: the last line of its log
+APART = 1000  # the first seed of runs that are not compared, such as those of --tune; a comparison has the seeds below
+# What an older study.json lacks: the first seed, the number of studies of a ladder, the size of this one, noise that was
+# measured before, lines of --tune; and of each variant
+DEFAULTS = {"first_seed": 0, "sizes": 1, "size": "", "noise": None, "tuned": [], "looks": [], "budget": None, "command": ""}
+OF_VARIANT = {"files": {}, **dict.fromkeys(("parameters", "all_parameters", "tokens", "flops"))}
 NOT_TRAINING = re.compile(r"_s$|per_second|mfu|memory|time|slowest")  # keys that differ between runs even if training is equal
 
 
 # ---------------------------------------------------------------- one run
+def read_study(folder) -> dict:
+    """study.json of a folder. Raises ValueError if there is none."""
+    if not Path(folder, "study.json").exists():
+        raise ValueError(f"{folder} has no study.json; give the --out of a study")
+    study = DEFAULTS | read_json(folder, "study.json")
+    return study | {"variants": {name: OF_VARIANT | {"file": v["recipe"]} | v for name, v in study["variants"].items()}}
+
+
 def folder_of(study_folder, name: str, seed: int) -> Path:
     return Path(study_folder, re.sub(r"[^\w.=,+-]+", "_", name), f"seed-{seed}")
+
+
+def lines_of(folder, name: str, seed: int) -> list[dict]:
+    return list(read_lines(str(folder_of(folder, name, seed) / "metrics.jsonl")))
 
 
 def is_finished(lines: list[dict], variant: dict) -> bool:
@@ -36,13 +51,12 @@ def read_runs(study: dict, folder) -> dict[tuple[str, int], list[dict]]:
     ValueError for runs that cannot be compared, by their config.json: see check_units, and for runs by other code than a
     variant's "files", {file: sha256}, the code that trains now. An unfinished run without a checkpoint starts from zero.
     """
-    found, configs, failed = {}, [], [run[:2] for run in study.get("failed", [])]
+    found, configs = {}, []
     for name, variant in study["variants"].items():
-        for seed in range(max(study["seeds"], study["max_seeds"])):
-            run = folder_of(folder, name, seed)
-            lines = list(read_lines(str(run / "metrics.jsonl")))
+        for seed in range(study["first_seed"], study["first_seed"] + max(study["seeds"], study["max_seeds"])):
+            run, lines = folder_of(folder, name, seed), lines_of(folder, name, seed)
             finished = is_finished(lines, variant)
-            if finished or [name, seed] in failed:
+            if finished or (run / FAILED).exists():
                 found[name, seed] = lines if finished else []
             if (run / "config.json").exists() and (finished or step_folders(str(run))):
                 configs.append(read_json(run, "config.json"))
@@ -65,15 +79,17 @@ def check_units(metric: str, configs: list[dict]) -> None:
 
 
 def curve(lines: list[dict], metric: str, axis: str = "step") -> tuple[np.ndarray, np.ndarray]:
-    """(x, metric) of the lines with the metric; x in steps, tokens, or seconds of training."""
+    """(x, metric) of the lines with the metric; x in steps, or in tokens."""
     points = [(line["step"], line[metric]) for line in lines if line.get(metric) is not None]
     steps, values = np.array(points, float).reshape(-1, 2).T
-    if axis == "step" or not points:
-        return steps, values
-    trained = [(line["step"], line["tokens"], line["step_time_s"]) for line in lines if "step_time_s" in line]
-    done, tokens, seconds = np.array([(0, 0, 0), *trained], float).T
-    seconds[1:] *= np.diff(done)  # before: a step's mean time since the last logged step
-    return np.interp(steps, done, tokens if axis == "tokens" else np.cumsum(seconds)), values
+    done, tokens = np.array([(0, 0), *((line["step"], line["tokens"]) for line in lines if "tokens" in line)], float).T
+    return np.interp(steps, done, tokens) if axis == "tokens" else steps, values
+
+
+def seconds_of(lines: list[dict]) -> float:
+    """Seconds of all training steps: step_time_s is the mean since the last logged step."""
+    done, seconds = np.array([(0, 0), *((x["step"], x["step_time_s"]) for x in lines if "step_time_s" in x)], float).T
+    return float(np.diff(done) @ seconds[1:])
 
 
 def has_died(lines: list[dict], metric: str) -> bool:
@@ -84,34 +100,26 @@ def has_died(lines: list[dict], metric: str) -> bool:
     return not lines or ended or None in (last.get("loss", 0), last.get("val_loss", 0))
 
 
-def metric_of(lines: list[dict], study: dict, budget: float) -> float | None:
-    """The number that a run is judged by; the worst, inf or -inf, if the run died or never got to --reach; None if unknown.
-
-    budget: tokens or seconds of --at, the same for all runs.
-    """
-    sign = 1 if study["best"] == "low" else -1
-    worst = math.inf if study["reach"] is not None else sign * math.inf
+def metric_of(lines: list[dict], study: dict) -> float | None:
+    """The number that a run is judged by: the last one, or the tokens until --reach; the worst, inf or -inf, if the run died or
+    never got to --reach; None if unknown."""
+    reach, sign = study["reach"], 1 if study["best"] == "low" else -1
+    worst = math.inf if reach is not None else sign * math.inf
     if has_died(lines, study["metric"]):
         return worst
-    x, y = curve(lines, study["metric"], "tokens" if study["reach"] is not None else study["at"].replace("end", "step"))
-    if not len(y) or x[0] > budget:
-        return None
-    if study["reach"] is None:
-        return float(y[-1] if study["at"] == "end" else np.interp(budget, x, y))
-    if not len(there := np.flatnonzero(sign * (y - study["reach"]) <= 0)):
+    x, y = curve(lines, study["metric"], "step" if reach is None else "tokens")
+    if not len(y) or reach is None:
+        return float(y[-1]) if len(y) else None
+    if not len(there := np.flatnonzero(sign * (y - reach) <= 0)):
         return worst
     between = slice(max(there[0] - 1, 0), there[0] + 1)  # the last point above and the first below, and a straight line
-    return float(np.interp(-sign * study["reach"], -sign * y[between], x[between]))
+    return float(np.interp(-sign * reach, -sign * y[between], x[between]))
 
 
-def values_of(study: dict, runs: dict) -> tuple[dict, dict, float | None]:
-    """({(variant, seed): metric_of the run}, without unknown ones; {(variant, seed): where its curve ends, in tokens or seconds
-    of --at}; the budget: the smallest of them)"""
-    ends = {key: curve(lines, study["metric"], study["at"])[0] for key, lines in runs.items() if study["at"] != "end"}
-    ends = {key: float(x[-1]) for key, x in ends.items() if len(x) and not has_died(runs[key], study["metric"])}
-    budget = min(ends.values(), default=None)
-    found = {key: metric_of(lines, study, budget or math.inf) for key, lines in runs.items()}
-    return {key: value for key, value in found.items() if value is not None}, ends, budget
+def values_of(study: dict, runs: dict) -> dict[tuple[str, int], float]:
+    """{(variant, seed): metric_of the run}, without unknown ones."""
+    found = {key: metric_of(lines, study) for key, lines in runs.items()}
+    return {key: value for key, value in found.items() if value is not None}
 
 
 # ---------------------------------------------------------------- pairs
@@ -128,7 +136,8 @@ def training_of(lines: list[dict]) -> dict:
 
 def looks_of(study: dict) -> list:
     """All looks at the study, earlier ones and those of its settings, see add_looks."""
-    return add_looks(study.get("looks", []), study["seeds"], study["max_seeds"] if study["until"] else study["seeds"])
+    most = study["max_seeds"] if study["until"] else study["seeds"]
+    return add_looks(study["looks"], study["seeds"], most, 1 if study["noise"] else 2)
 
 
 def compare_variant(study: dict, values: dict, name: str, identical: set, tried: set) -> tuple[list[float], tuple, list]:
@@ -137,11 +146,11 @@ def compare_variant(study: dict, values: dict, name: str, identical: set, tried:
     Without --until there is a single look, at all seeds. With --until, there is a look after every seed from --seeds to
     --max_seeds; a decided variant runs no more, and its verdict stays. tried: finished and failed runs.
     """
-    D, alpha = study["until"] or 0, ALPHA / max(len(study["variants"]) - 1 - len(identical), 1)
+    D, alpha = study["until"] or 0, ALPHA / max(len(study["variants"]) - 1 - len(identical), 1) / study["sizes"]
     for seeds in range(study["seeds"], max(study["seeds"], study["max_seeds"] if D else 0) + 1):
         missing = [(n, i) for i in range(seeds) for n in (study["baseline"], name) if (n, i) not in tried]
         d = [0.0 if value == base else value - base for value, base in pairs_of(study, values, name, seeds)]
-        low, high, level = interval(d, alpha, looks_of(study))
+        low, high, level = interval(d, alpha, looks_of(study), study["noise"])
         if missing or name in identical or low > 0 or high < 0 or -D < low <= high < D:
             break
     return d, (0.0, 0.0, level) if name in identical else (low, high, level), missing
@@ -151,27 +160,28 @@ def identical_variants(study: dict, runs: dict) -> set[str]:
     """Variants with the baseline's numbers in every logged step of every seed, bit for bit; none if speed or memory decides."""
     numbers = {key: training_of(lines) for key, lines in runs.items()}
     pairs = {name: pairs_of(study, numbers, name) for name in study["variants"] if name != study["baseline"]}
-    of_training = study["at"] != "seconds" and not NOT_TRAINING.search(study["metric"])
+    of_training = not NOT_TRAINING.search(study["metric"])
     return {name for name, both in pairs.items() if of_training and both and all(mine == base != {} for mine, base in both)}
 
 
 def look_at_all(study: dict, runs: dict) -> dict[str, tuple]:
     """{variant: compare_variant(...)}"""
-    values, identical = values_of(study, runs)[0], identical_variants(study, runs)
+    values, identical = values_of(study, runs), identical_variants(study, runs)
     return {name: compare_variant(study, values, name, identical, runs.keys())
             for name in study["variants"] if name != study["baseline"]}
 
 
-def next_runs(study: dict, folder) -> list[tuple[str, int]]:
-    """The (variant, seed) to run now, in the order of seeds."""
-    found = look_at_all(study, read_runs(study, folder))
+def next_runs(study: dict, folder, tried: set) -> list[tuple[str, int]]:
+    """The (variant, seed) to run now, in the order of seeds. tried: runs that, if they have failed, are not tried again."""
+    runs = {run: lines for run, lines in read_runs(study, folder).items() if lines or run in tried}
+    found = look_at_all(study, runs)
     return sorted(dict.fromkeys(run for *_, missing in found.values() for run in missing), key=lambda run: run[1])
 
 
 def verdicts(study: dict, runs: dict) -> list[dict]:
     """The contents of verdicts.json. difference, low and high are variant minus baseline; null: unknown. level: of the
-    interval. died, baseline_died: seeds with the worst value. budget: tokens or seconds of --at."""
-    (values, _, budget), rows = values_of(study, runs), []
+    interval. died, baseline_died: seeds with the worst value. budget: of each run, as typed; null: the recipe's steps."""
+    values, rows = values_of(study, runs), []
     sign = -1 if study["best"] == "high" and study["reach"] is None else 1
     for name, (d, (low, high, level), _) in look_at_all(study, runs).items():
         verdict = "undecided" if low < 0 < high else "identical" if low == 0 else "better" if sign * low < 0 else "worse"
@@ -180,146 +190,49 @@ def verdicts(study: dict, runs: dict) -> list[dict]:
         rows.append({
             "variant": name, "baseline": study["baseline"], "metric": study["metric"], "difference": mean, "low": low,
             "high": high, "pairs": len(d), "verdict": verdict, "level": level, "died": died, "baseline_died": base_died,
-            "budget": budget,
+            "budget": study["budget"],
         })
     return rows
 
 
-# ---------------------------------------------------------------- words
-def sentence(row: dict, study: dict, d: list[float]) -> str:
-    """One verdict in words."""
-    unit = "tokens" if study["reach"] is not None else "nats" if row["metric"] in ("loss", "val_loss") else row["metric"]
-    name, base, pairs = row["variant"], row["baseline"], f"{row['pairs']} pair{'s' * (row['pairs'] != 1)}"
-    verb = {"better": "beats", "worse": "is worse than"}.get(row["verdict"])
-    if row["verdict"] == "identical":
-        return f"{name} and {base} are identical in every logged step ({pairs})"
-    if not d:
-        return f"{name}: no pair of runs to compare"
-    if row["died"] or row["baseline_died"]:
-        end = "died" if study["reach"] is None else f"died or never reached {study['reach']:g}"
-        text = f"{row['died']} of {len(d)} seeds {end}, and {row['baseline_died']} of {len(d)} of {base}"
-        return f"{name} {verb} {base}: {text}" if verb else f"{name}: no verdict against {base}: {text}"
-    if row["low"] is None:
-        why = "equal numbers may be a coarse metric's" if len(d) in dict(looks_of(study)) else "give all --seeds, 3 or more"
-        return f"{name} minus {base} is {row['difference']:+.3g} {unit} ({pairs}); nothing is known about noise: {why}"
-    low, high = sorted(map(abs, (row["low"], row["high"]))) if verb else (row["low"], row["high"])
-    interval = f"{100 * row['level']:.3g} % interval {low:.3g} to {high:.3g}, {pairs}"
-    if verb:
-        return f"{name} {verb} {base} by {abs(row['difference']):.3g} {unit} ({interval})"
-    hidden = max(-low, high)
-    if study["until"] and hidden < study["until"]:
-        return f"{name}: no difference from {base} as large as {study['until']:.4g} {unit} ({interval})"
-    left, wish = (1 + LATER - looks_of(study)[-1][1]) / 2, study["until"] or hidden / 2  # left: the share of the next look
-    enough = seeds_to_show(wish, d, ALPHA * left / (len(study["variants"]) - 1))
-    more = f"about {max(enough - len(d), 1)} more seeds would show" if enough else "even 1,000 seeds would not show"
-    text = f"{name}: no difference from {base} found; one of {hidden:.2g} {unit} could hide"
-    return f"{text} ({interval}); {more} {wish:.2g} with a chance of 80 %"
+# ---------------------------------------------------------------- before a comparison
+def winners_of(study: dict, folder, names: list[str], cells: list[str]) -> tuple[dict[str, str], list[str]]:
+    """({name: the best of cells for this variant}, lines that say so), of the finished runs of --tune, "NAME CELL".
+
+    The best is the best mean of all seeds; a seed that died is the worst. Raises ValueError if runs are missing, or if all
+    values of a variant died.
+    """
+    runs = read_runs(study, folder)
+    values, best, said = values_of(study, runs), {}, []
+    sign = 1 if study["best"] == "low" or study["reach"] is not None else -1
+    for name in names:
+        means = {}
+        for cell in cells:
+            mine = [value for (variant, _), value in values.items() if variant == f"{name} {cell}"]
+            if len(mine) < study["seeds"]:
+                raise ValueError(f"{folder}: {name} {cell} has {study['metric']} of {len(mine)} of {study['seeds']} runs: "
+                                 "make these first, with the same command without --only")
+            means[cell] = sum(mine) / len(mine)
+        best[name] = min(cells, key=lambda cell: sign * means[cell])
+        if math.isinf(means[best[name]]):
+            raise ValueError(f"{folder}: all values of --tune died for {name}; see log.txt of its runs")
+        line = ", ".join(f"{cell}: {mean:.4f}" for cell, mean in means.items())
+        edge = "; this is the edge of its grid, and a value beyond may be better" * (best[name] in (cells[0], cells[-1]))
+        said.append(f"tuned on {study['seeds']} other seeds: {name} is best with {best[name]} ({line}){edge}")
+    return best, said
 
 
-def comparison(study: dict, runs: dict, rows: list[dict]) -> list[list[str]]:
-    """Header and a row per variant: mean, difference, and costs."""
-    values, by_name = values_of(study, runs)[0], {row["variant"]: row for row in rows}
-    lines = [["variant", study["metric"], "difference", "interval", "level", "pairs", "noise of a difference, paired",
-              "unpaired", "tokens/s", "GiB", "batches"]]
-    for name in study["variants"]:
-        row = {key: value for key, value in by_name.get(name, {"pairs": "baseline"}).items() if value is not None}
-        mine, both = [value for (n, _), value in values.items() if n == name], pairs_of(study, values, name)
-        trained = [line for (n, _), found in runs.items() if n == name for line in found if "tokens_per_second" in line]
-
-        def show(text, *keys, row=row):
-            return text.format(*map(row.get, keys)) if row.keys() >= {*keys} else ""
-
-        dead, noise = sum(map(math.isinf, mine)), len(both) > 1 and np.isfinite(both).all()
-        lines.append([
-            name, (f"{statistics.mean(mine):.4f}" + f", {dead} of {len(mine)} died" * (dead > 0)) if mine else "",
-            show("{:+.3g}", "difference"), show("{:.3g} to {:.3g}", "low", "high"), show("{:.4g}", "level"), str(row["pairs"]),
-            f"{statistics.stdev(value - base for value, base in both):.2g}" if noise and name in by_name else "",
-            f"{math.hypot(*map(statistics.stdev, zip(*both))):.2g}" if noise and name in by_name else "",
-            f"{statistics.median(line['tokens_per_second'] for line in trained):,.0f}" if trained else "",
-            f"{max(line['memory_gib'] for line in trained):.2f}" if trained else "",
-            batches(study, runs, name) if name in by_name else "",
-        ])
-    return lines
-
-
-def batches(study: dict, runs: dict, name: str) -> str:
-    """Whether the pairs of a variant saw the same tokens, by their tokens_hash."""
-    seen = {key: {line["step"]: line["tokens_hash"] for line in lines if "tokens_hash" in line} for key, lines in runs.items()}
-    pairs = pairs_of(study, seen, name)
-    others = [step for mine, base in pairs for step in mine.keys() & base.keys() if mine[step] != base[step]]
-    return "" if not pairs else f"others from step {min(others)} on" if others else "the same"
-
-
-def markdown(lines: list[list[str]]) -> str:
-    """A table, without empty columns, that is also readable as it stands."""
-    used = [column for column in zip(*lines) if any(column[1:])]
-    head, *rows = zip(*([cell.ljust(max(map(len, column))) for cell in column] for column in used))
-    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["-" * len(cell) for cell in head], *rows))
-
-
-def curves_of(study: dict, runs: dict) -> dict[str, list]:
-    """{variant and number of seeds: [(steps, metric) of each run]}, of the variants with curves."""
-    found = {name: [curve(lines, study["metric"]) for (n, _), lines in runs.items() if n == name] for name in study["variants"]}
-    return {f"{name} ({len(both)} seeds)": both for name, both in found.items() if both and all(len(x) for x, _ in both)}
-
-
-def fit_text(study: dict, runs: dict) -> str:
-    """--fit: L = E + A / N^a over the variants' sizes, N without the embedding table; or why there is none."""
-    sizes, values = {name: v["parameters"] for name, v in study["variants"].items()}, sorted(values_of(study, runs)[0].items())
-    points = [(sizes[name], value) for (name, _), value in values if sizes[name] and math.isfinite(value)]
-    if not 4 <= len(dict(points)) == len({name for (name, _), value in values if math.isfinite(value)}):
-        return f"no fit of {len(dict(points))} sizes: one law needs four or more, one variant of each; see docs/ablations.md"
-    found = fit_sizes(*zip(*points))
-    text = (f"L = {found['E']:.4g} + {found['A']:.4g} / N^{found['a']:.3g}, 95 % interval of the exponent {found['low']:.3g} "
-            f"to {found['high']:.3g}, {len(points)} runs of {len(dict(points))} sizes")
-    rows = [[f"{n:,}", f"{v:.4f}", f"{r:+.4f}"] for (n, v), r in zip(points, found["residuals"])]
-    return f"{text}\n\n{markdown([['N', study['metric'], 'residual'], *rows])}"
-
-
-# ---------------------------------------------------------------- the report
-def draw_curves(panels: list[tuple[str, dict]], path) -> str:
-    """Draw [(unit, {name: [(steps, values) of each run]})] side by side, each band from the lowest run to the highest. Returns
-    a line to print: the path, or the package to install."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return "no picture without matplotlib: pip install matplotlib"
-    figure = Figure(figsize=(8 * len(panels), 5), layout="constrained")
-    for axis, (unit, curves) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
-        for name, found in curves.items():
-            x = np.unique(np.concatenate([x for x, _ in found]))
-            y = np.array([np.interp(x, *points) for points in found])
-            (line,) = axis.plot(x, y.mean(0), label=name, marker="." if len(x) < 40 else None)
-            axis.fill_between(x, y.min(0), y.max(0), color=line.get_color(), alpha=0.2, linewidth=0)
-        axis.set(xlabel="step", ylabel=unit)
-        axis.grid(alpha=0.3), axis.legend()
-    figure.savefig(path, dpi=120)
-    return f"picture: {path}"
-
-
-def report_study(folder) -> None:
-    """Print the report of a study, and write verdicts.json, results.jsonl, report.md and curves.png."""
-    folder, study = Path(folder), read_json(folder, "study.json")
-    runs, study["looks"] = read_runs(study, folder), looks_of(study)
-    write_file(folder / "study.json", json.dumps(study, indent=1).encode())
-    rows, looks, (values, ends, budget) = verdicts(study, runs), look_at_all(study, runs), values_of(study, runs)
-    said = [sentence(row, study, looks[row["variant"]][0]) for row in rows]
-    if budget:
-        late = ", ".join(sorted({name for (name, _), end in ends.items() if end > 1.02 * budget})) or "no run"
-        said.append(f"compared after {budget:,.6g} {study['at']}, in the middle of the learning rate schedule of {late}")
-    said += [f"{name}, seed {seed} has failed: {line}" for name, seed, line in study.get("failed", [])]
-    if silent := [f"{name}, seed {seed}" for name, seed in runs if (name, seed) not in values]:
-        said.append(f"no {study['metric']} yet{', use a smaller --val_every' * bool(budget)}, so left out: {'; '.join(silent)}")
-    if study["fit"]:
-        said.append(fit_text(study, runs))
-    table = markdown(comparison(study, runs, rows))
-    print(f"\n{table}\n\n" + "\n".join(said))
-    results = [{"variant": name, "seed": seed, "value": to_json(values.get((name, seed))),
-                "folder": str(folder_of(folder, name, seed))} for name, seed in sorted(runs)]
-    flags = "\n".join(f"- {name}: `{shlex.join([v['recipe'], *v['flags']])}`" for name, v in study["variants"].items())
-    text = f"# {study['metric']} of {len(study['variants'])} variants\n\n" + "\n\n".join(said) + f"\n\n{table}\n\n"
-    write_file(folder / "verdicts.json", json.dumps(rows, indent=1).encode())
-    write_file(folder / "results.jsonl", "".join(json.dumps(line) + "\n" for line in results).encode())
-    write_file(folder / "report.md", f"{text}{flags}\n".encode())
-    print(f"\n{folder}: report.md, verdicts.json, results.jsonl")
-    print(draw_curves([(study["metric"], curves_of(study, runs))], folder / "curves.png"))
+def noise_of(folder: str, metric: str, baseline: dict) -> dict:
+    """{"sd", "df"}: the standard deviation of paired differences in a finished study, over all its variants, and the
+    degrees of freedom. Raises ValueError for another metric, or another recipe or size than the baseline's, a variant."""
+    study = read_study(folder)
+    theirs = study["variants"][study["baseline"]] | {"metric": study["metric"]}
+    for key in ("metric", "steps", "parameters", "tokens", "data", "val_data", "val_batches", "seq_len"):
+        if (here := (baseline | {"metric": metric})[key]) != theirs.get(key):
+            raise ValueError(f"--noise {folder}: its {key} is {theirs.get(key)}, here {here}: measure the noise of this again")
+    values = values_of(study, read_runs(study, folder))
+    found = [np.diff(pairs_of(study, values, name), axis=-1).ravel() for name in study["variants"] if name != study["baseline"]]
+    found = [d for d in found if len(d) > 1 and np.isfinite(d).all() and np.ptp(d) > 0]
+    if (df := sum(len(d) - 1 for d in found)) < 5:
+        raise ValueError(f"--noise {folder}: {df} degrees of freedom, too few; a variant that differs a little, 6 seeds, has 5")
+    return {"sd": math.sqrt(sum(np.var(d) * len(d) for d in found) / df), "df": df}
