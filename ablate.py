@@ -36,13 +36,11 @@ from distributed.refusals import refuse
 from storage.resume import lock_run
 from support.config import Parser, check_range, usage_error
 from support.files import check_local, read_json, sha256_file, write_file
-from tools.study import APART, DEFAULTS, check_units, folder_of, next_runs, noise_of, read_runs, read_study, winners_of
+from tools.study import APART, DEFAULTS, check_units, folder_of, locate, next_runs, noise_of, read_runs, read_study, winners_of
 from tools.study_report import costs_of, markdown, report_study
 from tools.study_runs import run_all
 
 HIGH = "reward|acc|pass_at_k|eval_greedy|score|exact_match|solved|per_second|mfu"  # parts of names of metrics, high is good
-LOW = "loss|bits_per_byte|memory_gib|time_s"
-TIMED_STEPS = 12  # of a run that measures the seconds of a step, for --budget seconds
 
 
 def parse(argv) -> tuple[argparse.Namespace, list[str]]:
@@ -56,7 +54,7 @@ def parse(argv) -> tuple[argparse.Namespace, list[str]]:
     add("--until", type=float, metavar="D", help="add seeds until each interval excludes 0, or all differences as large as D")
     add("--max_seeds", type=int, default=12, help="the most that --until may take [default: 12]")
     add("--noise", metavar="STUDY", help="a finished study of the same recipe and size: the noise of its pairs counts, too")
-    add("--tune", nargs="+", default=[], metavar="FLAG=A,B", help="first the best of these for each variant, on other seeds")
+    add("--tune", metavar="FLAG=A,B", help="first the best of these numbers for each variant, on other seeds")
     add("--tune_seeds", type=int, default=2, help="runs of each value of --tune [default: 2]")
     add("--budget", metavar="tokens=N", help="tokens=, flops= or seconds= of each run: sets --steps of each variant")
     add("--ladder", metavar="'SIZE;SIZE'", help="a study for each size, as in --model_args; and how the differences go on")
@@ -72,7 +70,7 @@ def parse(argv) -> tuple[argparse.Namespace, list[str]]:
     add("--report", "--collect", metavar="FOLDER", help="write the report of the finished runs of a study, and run nothing")
     recipes = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
     args, common = parser.parse_known_args(argv[len(recipes):], argparse.Namespace(recipes=recipes))
-    if not args.best and not re.search(f"{HIGH}|{LOW}", args.metric):
+    if not args.best and not re.search(f"{HIGH}|loss|bits_per_byte|memory_gib|time_s", args.metric):
         raise ValueError(f"--metric {args.metric} is not known: say which values are good, --best low or --best high")
     args.best = args.best or ("high" if re.search(HIGH, args.metric) else "low")
     return args, common
@@ -121,7 +119,7 @@ def variants_of(args, common: list[str]) -> dict[str, dict]:
 def file_of(recipe: str, out: str) -> Path:
     """The file of a recipe. RECIPE@COMMIT is checked out, once, as a git worktree below the folder of the study."""
     path, at, commit = recipe.rpartition("@")
-    if not at:
+    if not at or Path(recipe).is_file():
         return Path(recipe)
 
     def git(*words) -> str:
@@ -140,12 +138,12 @@ def file_of(recipe: str, out: str) -> Path:
 def sources_of(recipe: Path) -> dict[str, str]:
     """{file: sha256} of the recipe and of all files of its checkout that training may import, and the version of torch. tools/
     has reports, which training never runs."""
-    home, found, waiting = recipe.parent, {"torch": torch.__version__}, [recipe.stem]
+    found, waiting = {"torch": torch.__version__}, [recipe.stem]
     while waiting:
         file = waiting.pop().replace(".", "/") + ".py"
-        if file not in found and not file.startswith("tools/") and (home / file).is_file():
-            found[file] = sha256_file(home / file)
-            for module, names in re.findall(r"^ *(?:from|import) ([\w.]+)(?: import (.*))?", (home / file).read_text(), re.M):
+        if file not in found and not file.startswith("tools/") and (path := locate(recipe, file)).is_file():
+            found[file] = sha256_file(path)
+            for module, names in re.findall(r"^ *(?:from|import) ([\w.]+)(?: import (.*))?", path.read_text(), re.M):
                 waiting += [module, *(f"{module}.{name}" for name in re.findall(r"\w+", names))]
     return found
 
@@ -167,8 +165,8 @@ def check_variants(variants: dict[str, dict], args) -> None:
                     if variant["file"] == file:
                         variant |= process.submit(check_variant, file, flags, args.nproc, args.metric).result()
                         variant["files"] = sources_of(Path(file))
-                except ValueError as error:
-                    raise ValueError(f"variant {name!r}: {error}") from None
+                except Exception as error:  # a recipe may have any
+                    raise ValueError(f"variant {name!r}: {error if isinstance(error, ValueError) else repr(error)}") from None
 
 
 def forget_modules() -> None:
@@ -221,6 +219,8 @@ def at_size(variants: dict, size: str) -> dict[str, dict]:
     parser.add_argument("--model_args", default="")
     for name, variant in variants.items():
         own, others = parser.parse_known_args(variant["flags"])
+        if twice := set(re.findall(r"(\w+)=", own.model_args)) & set(re.findall(r"(\w+)=", size)):
+            raise ValueError(f"variant {name!r}: --ladder sets {', '.join(sorted(twice))} of every size; leave it out")
         found[name] = variant | {"flags": [*others, f"--model_args={','.join(filter(None, (own.model_args, size)))}"]}
     return found
 
@@ -232,8 +232,9 @@ def set_steps(variants: dict[str, dict], unit: str, amount: float) -> None:
             raise ValueError(f"variant {name!r}: --budget and --ladder set the steps; leave --steps and --schedule_steps out")
         if not variant.get(unit):
             raise ValueError(f"variant {name!r}: the {unit} of a step of {variant['recipe']} are unknown; give --steps instead")
-        if (steps := round(amount / variant[unit])) < 1:
-            raise ValueError(f"variant {name!r}: one step takes {variant[unit]:,.4g} {unit}, more than {amount:,.4g}")
+        if not 0.5 < amount / variant[unit] < 1e12:
+            raise ValueError(f"variant {name!r}: {amount:,.4g} {unit} are no number of steps of {variant[unit]:,.4g} {unit}")
+        steps = round(amount / variant[unit])
         variant |= {"steps": steps, "flags": [*variant["flags"], f"--steps={steps}"]}
 
 
@@ -245,13 +246,16 @@ def candidates_of(variants: dict, grid: list[tuple]) -> dict[str, dict]:
 
 def check_all(args, common: list[str]) -> dict[str, dict]:
     """{size: checked variants}; without --ladder a single size, "". Prints what the runs cost."""
-    sizes, (unit, _, amount) = {"": variants_of(args, common)}, (args.budget or "").partition("=")
-    grid = grid_of("--tune", args.tune)
+    sizes, grid = {"": variants_of(args, common)}, grid_of("--tune", [args.tune] if args.tune else [])
+    unit, _, amount = (args.budget or "").partition("=")
     if args.ladder:
-        sizes = {size: at_size(sizes[""], size) for size in args.ladder.replace(" ", "").split(";")}
+        sizes = {size: at_size(sizes[""], size) for size in args.ladder.replace(" ", "").split(";") if size}
     for size, found in sizes.items():
         check_variants(found, args)
         if args.tune:
+            tuned = "--" + args.tune.partition("=")[0].lstrip("-")
+            if any(word.partition("=")[0] == tuned for variant in found.values() for word in variant["flags"]):
+                raise ValueError(f"--tune sets {tuned} of every variant; leave it out of the other flags")
             check_variants(candidates_of(found, grid), args)
         check_units(args.metric, list(found.values()))
         if args.ladder:  # all variants of a size get the baseline's tokens
@@ -260,6 +264,7 @@ def check_all(args, common: list[str]) -> dict[str, dict]:
             set_steps(found, unit, float(amount))
         if unit != "seconds":
             print(f"\n{size}\n{markdown(costs_of(found))}".lstrip(), flush=True)
+        print(f"{len(found) * (args.seeds + len(grid) * args.tune_seeds * bool(args.tune))} runs, with --tune", flush=True)
     return sizes
 
 
@@ -269,10 +274,12 @@ def open_study(args, folder: Path, variants: dict, **settings) -> dict:
     path = folder / "study.json"
     old = read_json(path) if path.exists() else {"variants": {}}
     for name in old["variants"].keys() & variants.keys():
-        if any(old["variants"][name][key] != variants[name][key] for key in ("recipe", "flags")):
-            raise ValueError(f"{folder} has a variant {name!r} of another recipe or with other flags; use --out NEW")
-    study = DEFAULTS | vars(args) | {"baseline": next(iter(variants)), "variants": variants, "looks": old.get("looks", []),
-                                     "noise": None, "command": shlex.join(["python", *sys.argv])} | settings
+        if any(old["variants"][name][key] != variants[name][key] for key in ("recipe", "flags")) or old["nproc"] != args.nproc:
+            raise ValueError(f"{folder} has a variant {name!r} of another recipe, other flags or --nproc; use --out NEW")
+    study = DEFAULTS | vars(args) | {
+        "baseline": next(iter(variants)), "variants": variants, "looks": old.get("looks", []), "noise": None,
+        "comparisons": max(old.get("comparisons", 1), len(variants) - 1), "command": shlex.join(["python", *sys.argv]),
+    } | settings
     read_runs(study, folder)  # refuses runs of other code
     folder.mkdir(parents=True, exist_ok=True)
     write_file(path, json.dumps(study, indent=1).encode())
@@ -287,10 +294,10 @@ def run_apart(args, folder: Path, variants: dict, stopping: list, **settings) ->
 
 
 def measure_seconds(args, folder: Path, variants: dict, stopping: list) -> None:
-    """Add to each variant the median "seconds" of a step, from a short run."""
-    short = ("timing", [f"--steps={TIMED_STEPS}", "--val_every=0", "--checkpoint_every=0", "--log_every=1"])
+    """Add to each variant the median "seconds" of a step, from a run of 12 steps."""
+    short = ("timing", ["--steps=12", "--val_every=0", "--checkpoint_every=0", "--log_every=1"])
     timed = candidates_of(variants, [short])
-    timed = {name: variant | {"steps": TIMED_STEPS, "val_every": 0} for name, variant in timed.items()}
+    timed = {name: variant | {"steps": 12, "val_every": 0} for name, variant in timed.items()}
     study = run_apart(args, folder, timed, stopping, seeds=1, metric="step_time_s")
     for (name, _), lines in read_runs(study, folder).items():
         seconds = [line["step_time_s"] for line in lines if "step_time_s" in line]
@@ -299,7 +306,7 @@ def measure_seconds(args, folder: Path, variants: dict, stopping: list) -> None:
 
 def tune(args, folder: Path, variants: dict, stopping: list) -> list[str]:
     """Add the best flag of --tune to each variant, by runs with other seeds than the comparison's. Returns lines to report."""
-    grid = dict(grid_of("--tune", args.tune))
+    grid = dict(grid_of("--tune", [args.tune]))
     study = run_apart(args, folder, candidates_of(variants, list(grid.items())), stopping, seeds=args.tune_seeds)
     if stopping:
         return []
@@ -311,14 +318,15 @@ def tune(args, folder: Path, variants: dict, stopping: list) -> list[str]:
 
 
 def run_study(args, size: str, sizes: int, variants: dict, stopping: list) -> bool:
-    """Make the missing runs of a study, and its report. Returns whether all runs ended well. sizes: studies of the ladder."""
+    """Make the missing runs of a study, and its report. Returns whether all runs ended well. sizes: intervals of a
+    ladder that share the 5 %: one for each size, and one beyond."""
     folder, tuned, tried = Path(args.out, size), [], set()
     if (args.budget or "").startswith("seconds"):
         measure_seconds(args, folder / "timing", variants, stopping)
         if not stopping:
             set_steps(variants, "seconds", float(args.budget.split("=")[1]))
             print(markdown(costs_of(variants)), flush=True)
-    noise = noise_of(args.noise, args.metric, next(iter(variants.values()))) if args.noise else None
+    noise = noise_of(args.noise, args, next(iter(variants.values()))) if args.noise else None
     if args.tune and not stopping:
         tuned = tune(args, folder / "tuning", variants, stopping)
     if stopping:
@@ -335,29 +343,25 @@ def run_study(args, size: str, sizes: int, variants: dict, stopping: list) -> bo
 def main(argv) -> int | None:
     args, common = parse(argv)
     if args.report:
-        report_study(args.report)
-        return None
+        return 0 if report_study(args.report) else 1
     args.gpus = torch.cuda.device_count()
     check_numbers(args)
     if args.noise:
         read_study(args.noise)  # refuses a folder without a study
     check_local(args.out, "--out")
     sizes, stopping = check_all(args, common), []
-    grid = grid_of("--tune", args.tune)
-    names = [f"{size}/{n}".lstrip("/") for size, found in sizes.items() for n in found | candidates_of(found, grid)]
-    if args.only and args.only.rpartition("/")[0] not in names:
-        raise ValueError(f"--only {args.only}: need NAME/SEED, with a NAME of {', '.join(names)}")
     if not args.only:
         lock_run(args.out)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: stopping.append(number))
-    well = [run_study(args, size, len(sizes), variants, stopping) for size, variants in sizes.items() if not stopping]
+    shares = len(sizes) + bool(args.ladder)
+    well = [run_study(args, size, shares, variants, stopping) for size, variants in sizes.items() if not stopping]
     if stopping:
         print(f"stopped by {signal.Signals(stopping[0]).name}; the same command continues")
         return 128 + stopping[0]
     if args.only:
-        print(f"--only {args.only}: nothing to run; finished before, or a seed that the study does not have")
-    elif args.ladder:
+        raise ValueError(f"--only {args.only} is no run of this study: need NAME/SEED, with a name of the table above")
+    if args.ladder:
         from forks.ladder import report_ladder
 
         report_ladder(args.out, list(sizes), args.ladder_to)
@@ -368,6 +372,8 @@ def check_numbers(args) -> None:
     """Refuse wrong values of our own flags, and fill in --jobs."""
     check_range(args, 1, math.inf, "nproc", "tune_seeds")
     check_range(args, 1, APART, "seeds", "max_seeds")
+    check_range(args, -1e300, 1e300, "reach")
+    check_range(args, 1, 1e300, "ladder_to")
     for name, needed, usual in (("max_seeds", "until", 12), ("tune_seeds", "tune", 2), ("tokens_per_parameter", "ladder", 20),
                                 ("ladder_to", "ladder", None)):
         if getattr(args, name) != usual and not getattr(args, needed):
@@ -379,7 +385,9 @@ def check_numbers(args) -> None:
         (args.until is not None and not args.until > 0, f"--until {args.until} must be above 0"),
         (args.until and args.max_seeds < max(args.seeds, 2),
          f"--max_seeds {args.max_seeds} must be --seeds {args.seeds} or more, and at least 2"),
-        (args.noise and args.ladder, "--noise is of one size: leave it out with --ladder"),
+        (args.noise and (args.ladder or os.path.realpath(args.noise) == os.path.realpath(args.out)),
+         "--noise is of one size and of another study: leave it out with --ladder, and give another folder than --out"),
+        (args.tune and not re.fullmatch(r"-*\w+=[-+.\deE,]*\d", args.tune), f"--tune {args.tune!r}: need FLAG=A,B of numbers"),
         (args.budget and not re.fullmatch(r"(tokens|flops|seconds)=\d[\d.]*(e\d+)?", args.budget),
          f"--budget {args.budget!r}: need tokens=N, flops=N or seconds=N"),
         (args.budget and args.ladder, "--ladder sets the tokens of each size by --tokens_per_parameter; leave --budget out"),

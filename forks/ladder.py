@@ -30,14 +30,14 @@ def report_ladder(folder, sizes: list[str], to: float | None) -> None:
             verdicts = read_json(folder, size, "verdicts.json")
             rows += [{"size": size, "parameters": n} | row for row in verdicts if row["variant"] == name]
         both = [(math.log(n), *pair) for n, study, found in zip(N, studies, values) for pair in pairs_of(study, found, name)]
-        both = [(x, mine - other) for x, mine, other in both if math.isfinite(mine - other)]
-        if name != base and len(dict(both)) > 2:
+        both = [(x, mine - other) for x, mine, other in both]
+        if name != base and len(dict(both)) > 2 and np.isfinite(both).all():
             line = dict(zip(("difference", "low", "high"), line_at(*zip(*both), math.log(to), alpha)))
             rows.append(line | {"size": f"{to / max(N):.3g} x the largest", "parameters": to, "variant": name, "baseline": base,
                                 "pairs": len(both), "level": 1 - alpha, "verdict": "extrapolated"})
         points = [(study["variants"][name]["parameters"], value) for study, found in zip(studies, values)
-                  for (n, _), value in found.items() if n == name and math.isfinite(value)]
-        if len(dict(points)) > 3:
+                  for (n, _), value in found.items() if n == name]
+        if len(dict(points)) > 3 and np.isfinite(points).all():
             said.append("{}: L = {E:.4g} + {A:.4g} / N^{a:.3g}, 95 % interval of the exponent {low:.3g} to {high:.3g}".format(
                 name, **fit_sizes(*zip(*points))))
     table = [["size", "parameters", "variant", f"minus {base}", "interval", "level", "pairs", "verdict"]]
@@ -45,9 +45,9 @@ def report_ladder(folder, sizes: list[str], to: float | None) -> None:
         difference, low, high = (f"{row[key]:+.3g}" if row[key] is not None else "" for key in ("difference", "low", "high"))
         table.append([row["size"], f"{row['parameters']:,.0f}", row["variant"], difference, f"{low} to {high}",
                       f"{row['level']:.4g}", str(row["pairs"]), row["verdict"]])
-    said.append("An extrapolated difference is right if the differences lie on a straight line in log N, with equal noise. How "
-                "far that carries: of two data recipes, the better at one small size was the better at 1B in about 80 % of "
-                "pairs (DataDecide, arXiv:2504.11393)")
+    said.append("A variant with dead seeds has no law and no extrapolation. An extrapolated difference is right if all "
+                "lie on a straight line in log N, with equal noise. How far that carries: of two data recipes, the better at "
+                "one size was the better at 1B in about 80 % of pairs (DataDecide, arXiv:2504.11393)")
     text = "\n\n".join([f"# {studies[0]['metric']} over {len(sizes)} sizes", markdown(table), *said])
     print(f"\n{text}\n\n{folder}: ladder.md, ladder.json", flush=True)
     write_file(Path(folder, "ladder.md"), f"{text}\n".encode())

@@ -67,8 +67,7 @@ def try_sampling(model, layout) -> None:
         with whole_weights(model):
             rollout(model, [[0]], torch.zeros(1, 1, 2), 0.0, [], max_len=3, tp_mesh=mesh)
     except RuntimeError as error:
-        raise ValueError(f"this GPU cannot attend with a mask, as rollouts do: {str(error).splitlines()[0]}; let a server "
-                         "sample, --engine, or use another version of torch") from error
+        raise ValueError(f"this GPU cannot attend with a mask ({str(error).splitlines()[0]}): use --engine") from error
 
 
 @functools.cache

@@ -1,4 +1,5 @@
 """ablate.py: statistics on simulated studies, the report on written studies, and a few real studies."""
+import argparse
 import itertools
 import json
 import re
@@ -182,8 +183,7 @@ def test_verdicts(tmp_path, capsys, difference, verdict, text):
     assert row["verdict"] == verdict and row["pairs"] == 3 and row["difference"] == pytest.approx(difference)
     assert row["low"] < difference < row["high"]
     assert text in out and "the same" in out and text in (tmp_path / "report.md").read_text()
-    results = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    assert len(results) == 6 and results[0]["value"] == pytest.approx(2.0)
+    assert row["differences"] == pytest.approx([difference - 0.01, difference, difference + 0.01])
 
 
 @pytest.mark.parametrize("settings, base, other, expected, text", [
@@ -210,6 +210,44 @@ def test_report(tmp_path, capsys, settings, base, other, expected, text):
     runs = {(name, i): found for name, both in ((BASE, base), (OTHER, other)) for i, found in enumerate(both)}
     report_study(write(tmp_path, study(**settings), runs))
     assert row_of(tmp_path) | expected == row_of(tmp_path) and text in capsys.readouterr().out
+
+
+def test_sources_of_a_recipe_in_forks_are_those_of_the_whole_checkout():
+    found = ablate.sources_of(REPO / "forks/train_llama3_mup.py")
+    assert found.keys() >= {"train_llama3_mup.py", "forks/mup.py", "models/llama3.py", "parallel.py", "support/optim.py"}
+
+
+def test_a_text_that_was_replaced_is_refused(tmp_path):
+    settings = study(seeds=2)
+    folder = write(tmp_path, settings, {(BASE, i): lines(2.0) for i in range(2)})
+    for i in range(2):
+        made = {"data_sha256": str(i), "data_seed": i}
+        (folder / BASE / f"seed-{i}" / "config.json").write_text(json.dumps({"_run": {"data": made}}))
+    with pytest.raises(ValueError, match="was trained on another text than base before"):
+        report_study(folder)
+
+
+def test_a_variant_that_is_left_out_has_been_looked_at(tmp_path):
+    names = [BASE, "a", "b", "c"]
+    values = {(name, i): lines(2.0 + 0.1 * i + (0.01 * i - 0.05) * names.index(name)) for name in names for i in range(3)}
+    report_study(write(tmp_path, study(names=names), values))
+    first = json.loads((tmp_path / "verdicts.json").read_text())[0]
+    fewer = json.loads((tmp_path / "study.json").read_text())
+    assert fewer["comparisons"] == 3
+    fewer["variants"] = {name: fewer["variants"][name] for name in (BASE, "a")}
+    (tmp_path / "study.json").write_text(json.dumps(fewer))
+    report_study(tmp_path)
+    assert row_of(tmp_path)["level"] == first["level"] == pytest.approx(1 - 0.05 / 3)
+
+
+def test_what_was_there_before_the_first_line_is_unknown(tmp_path, capsys):
+    runs = {(BASE, 0): lines(2.0), (OTHER, 0): lines(0.5)}
+    report_study(write(tmp_path, study(seeds=1, metric="loss", reach=2.2), runs))
+    assert "no loss to compare, so left out: other, seed 0" in capsys.readouterr().out
+
+
+def test_names_stay_inside_of_the_study():
+    assert ablate.folder_of("study", "..", 0).parts == ("study", "_", "seed-0")
 
 
 @pytest.mark.parametrize("flags, made, text", [
@@ -262,9 +300,9 @@ def test_the_noise_of_another_study(tmp_path, flags, text):
     baseline = settings["variants"][BASE] | flags
     if text:
         with pytest.raises(ValueError, match=text):
-            noise_of(str(tmp_path), "val_loss", baseline)
+            noise_of(str(tmp_path), argparse.Namespace(metric="val_loss", reach=None), baseline)
     else:
-        found = noise_of(str(tmp_path), "val_loss", baseline)
+        found = noise_of(str(tmp_path), argparse.Namespace(metric="val_loss", reach=None), baseline)
         assert found == {"sd": pytest.approx(0.003**0.5), "df": 5}
 
 

@@ -15,7 +15,7 @@ from functools import cache
 
 import numpy as np
 
-ALPHA = 0.05  # how often a study of equal variants may find a difference, whatever the number of variants and of looks
+ALPHA = 0.05  # how often a study of equal variants may find a difference, whatever the number of variants
 LATER = 0.1  # the first plan of a study spends ALPHA, and each later plan half of what is left of 0.1 ALPHA: 5.5 % in all
 
 

@@ -17,7 +17,8 @@ FAILED = "failed.txt"  # in the folder of a run that ended with an error: the la
 APART = 1000  # the first seed of runs that are not compared, such as those of --tune; a comparison has the seeds below
 # What an older study.json lacks: the first seed, the number of studies of a ladder, the size of this one, noise that was
 # measured before, lines of --tune; and of each variant
-DEFAULTS = {"first_seed": 0, "sizes": 1, "size": "", "noise": None, "tuned": [], "looks": [], "budget": None, "command": ""}
+DEFAULTS = {"first_seed": 0, "sizes": 1, "size": "", "noise": None, "tuned": [], "looks": [], "budget": None, "command": "",
+            "comparisons": 1}
 OF_VARIANT = {"files": {}, **dict.fromkeys(("parameters", "all_parameters", "tokens", "flops"))}
 NOT_TRAINING = re.compile(r"_s$|per_second|mfu|memory|time|slowest")  # keys that differ between runs even if training is equal
 
@@ -28,11 +29,17 @@ def read_study(folder) -> dict:
     if not Path(folder, "study.json").exists():
         raise ValueError(f"{folder} has no study.json; give the --out of a study")
     study = DEFAULTS | read_json(folder, "study.json")
+    study["comparisons"] = max(study["comparisons"], len(study["variants"]) - 1)  # who drops a variant has looked at it
     return study | {"variants": {name: OF_VARIANT | {"file": v["recipe"]} | v for name, v in study["variants"].items()}}
 
 
 def folder_of(study_folder, name: str, seed: int) -> Path:
-    return Path(study_folder, re.sub(r"[^\w.=,+-]+", "_", name), f"seed-{seed}")
+    return Path(study_folder, re.sub(r"[^\w.=,+-]+|^\.+", "_", name), f"seed-{seed}")
+
+
+def locate(recipe: Path, file: str) -> Path:
+    """The file that a recipe imports: beside the recipe, or, for a recipe in forks/, in the folder above."""
+    return next((home / file for home in recipe.resolve().parents[:2] if (home / file).is_file()), recipe.parent / file)
 
 
 def lines_of(folder, name: str, seed: int) -> list[dict]:
@@ -51,7 +58,7 @@ def read_runs(study: dict, folder) -> dict[tuple[str, int], list[dict]]:
     ValueError for runs that cannot be compared, by their config.json: see check_units, and for runs by other code than a
     variant's "files", {file: sha256}, the code that trains now. An unfinished run without a checkpoint starts from zero.
     """
-    found, configs = {}, []
+    found, configs, texts = {}, [], {}
     for name, variant in study["variants"].items():
         for seed in range(study["first_seed"], study["first_seed"] + max(study["seeds"], study["max_seeds"])):
             run, lines = folder_of(folder, name, seed), lines_of(folder, name, seed)
@@ -61,6 +68,9 @@ def read_runs(study: dict, folder) -> dict[tuple[str, int], list[dict]]:
             if (run / "config.json").exists() and (finished or step_folders(str(run))):
                 configs.append(read_json(run, "config.json"))
                 code = configs[-1]["_run"] | configs[-1]["_run"].get("code", {})
+                data = {key: value for key, value in configs[-1]["_run"].get("data", {}).items() if key != "data_seed"}
+                if texts.setdefault(name, data) != data:
+                    raise ValueError(f"{run} was trained on another text than {name} before; use --out NEW")
                 if changed := [file for file, now in variant.get("files", {}).items() if code.get(file, now) != now]:
                     raise ValueError(f"{', '.join(changed)}: changed since {run} was made; undo the change, or use --out NEW")
     check_units(study["metric"], configs)
@@ -112,7 +122,9 @@ def metric_of(lines: list[dict], study: dict) -> float | None:
         return float(y[-1]) if len(y) else None
     if not len(there := np.flatnonzero(sign * (y - reach) <= 0)):
         return worst
-    between = slice(max(there[0] - 1, 0), there[0] + 1)  # the last point above and the first below, and a straight line
+    if there[0] == 0:
+        return None  # there before the first line
+    between = slice(there[0] - 1, there[0] + 1)  # the last point above and the first below, and a straight line
     return float(np.interp(-sign * reach, -sign * y[between], x[between]))
 
 
@@ -146,7 +158,7 @@ def compare_variant(study: dict, values: dict, name: str, identical: set, tried:
     Without --until there is a single look, at all seeds. With --until, there is a look after every seed from --seeds to
     --max_seeds; a decided variant runs no more, and its verdict stays. tried: finished and failed runs.
     """
-    D, alpha = study["until"] or 0, ALPHA / max(len(study["variants"]) - 1 - len(identical), 1) / study["sizes"]
+    D, alpha = study["until"] or 0, ALPHA / max(study["comparisons"] - len(identical), 1) / study["sizes"]
     for seeds in range(study["seeds"], max(study["seeds"], study["max_seeds"] if D else 0) + 1):
         missing = [(n, i) for i in range(seeds) for n in (study["baseline"], name) if (n, i) not in tried]
         d = [0.0 if value == base else value - base for value, base in pairs_of(study, values, name, seeds)]
@@ -180,7 +192,8 @@ def next_runs(study: dict, folder, tried: set) -> list[tuple[str, int]]:
 
 def verdicts(study: dict, runs: dict) -> list[dict]:
     """The contents of verdicts.json. difference, low and high are variant minus baseline; null: unknown. level: of the
-    interval. died, baseline_died: seeds with the worst value. budget: of each run, as typed; null: the recipe's steps."""
+    interval. died, baseline_died: seeds with the worst value. budget: of each run, as typed; null: the recipe's steps.
+    differences: of the pairs, in the order of seeds."""
     values, rows = values_of(study, runs), []
     sign = -1 if study["best"] == "high" and study["reach"] is None else 1
     for name, (d, (low, high, level), _) in look_at_all(study, runs).items():
@@ -190,7 +203,7 @@ def verdicts(study: dict, runs: dict) -> list[dict]:
         rows.append({
             "variant": name, "baseline": study["baseline"], "metric": study["metric"], "difference": mean, "low": low,
             "high": high, "pairs": len(d), "verdict": verdict, "level": level, "died": died, "baseline_died": base_died,
-            "budget": study["budget"],
+            "budget": study["budget"], "differences": [*map(to_json, d)],
         })
     return rows
 
@@ -204,6 +217,7 @@ def winners_of(study: dict, folder, names: list[str], cells: list[str]) -> tuple
     """
     runs = read_runs(study, folder)
     values, best, said = values_of(study, runs), {}, []
+    grid = sorted(cells, key=lambda cell: float(cell.partition("=")[2]))
     sign = 1 if study["best"] == "low" or study["reach"] is not None else -1
     for name in names:
         means = {}
@@ -217,18 +231,19 @@ def winners_of(study: dict, folder, names: list[str], cells: list[str]) -> tuple
         if math.isinf(means[best[name]]):
             raise ValueError(f"{folder}: all values of --tune died for {name}; see log.txt of its runs")
         line = ", ".join(f"{cell}: {mean:.4f}" for cell, mean in means.items())
-        edge = "; this is the edge of its grid, and a value beyond may be better" * (best[name] in (cells[0], cells[-1]))
+        edge = "; this is the edge of its grid, and a value beyond may be better" * (best[name] in (grid[0], grid[-1]))
         said.append(f"tuned on {study['seeds']} other seeds: {name} is best with {best[name]} ({line}){edge}")
     return best, said
 
 
-def noise_of(folder: str, metric: str, baseline: dict) -> dict:
+def noise_of(folder: str, args, baseline: dict) -> dict:
     """{"sd", "df"}: the standard deviation of paired differences in a finished study, over all its variants, and the
-    degrees of freedom. Raises ValueError for another metric, or another recipe or size than the baseline's, a variant."""
+    degrees of freedom. Raises ValueError for another metric, or another recipe or size than the baseline's, a variant. Other
+    flags are the user's affair."""
     study = read_study(folder)
-    theirs = study["variants"][study["baseline"]] | {"metric": study["metric"]}
-    for key in ("metric", "steps", "parameters", "tokens", "data", "val_data", "val_batches", "seq_len"):
-        if (here := (baseline | {"metric": metric})[key]) != theirs.get(key):
+    theirs, mine = study["variants"][study["baseline"]] | study, baseline | vars(args)
+    for key in ("metric", "reach", "recipe", "steps", "parameters", "tokens", "data", "val_data", "val_batches", "seq_len"):
+        if (here := mine[key]) != theirs.get(key):
             raise ValueError(f"--noise {folder}: its {key} is {theirs.get(key)}, here {here}: measure the noise of this again")
     values = values_of(study, read_runs(study, folder))
     found = [np.diff(pairs_of(study, values, name), axis=-1).ravel() for name in study["variants"] if name != study["baseline"]]

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import numpy as np
 
-from support.files import read_json, write_file
-from support.metrics import to_json
+from support.files import read_json, sha256_file, write_file
 from tools.significance import ALPHA, LATER, seeds_to_show
 from tools.study import (
     FAILED,
     curve,
     folder_of,
+    locate,
     look_at_all,
     looks_of,
     pairs_of,
@@ -56,7 +56,7 @@ def sentence(row: dict, study: dict, d: list[float]) -> str:
     if len(d) < 2:
         return f"{name}: no difference from {base} found; one of {hidden:.2g} {unit} could hide ({interval})"
     left, wish = (1 + LATER - looks_of(study)[-1][1]) / 2, study["until"] or hidden / 2  # left: the share of the next look
-    enough = seeds_to_show(wish, d, ALPHA * left / (len(study["variants"]) - 1) / study["sizes"])
+    enough = seeds_to_show(wish, d, ALPHA * left / study["comparisons"] / study["sizes"])
     more = f"about {max(enough - len(d), 1)} more seeds would show" if enough else "even 1,000 seeds would not show"
     text = f"{name}: no difference from {base} found; one of {hidden:.2g} {unit} could hide"
     return f"{text} ({interval}); {more} {wish:.2g} with a chance of 80 %"
@@ -65,8 +65,7 @@ def sentence(row: dict, study: dict, d: list[float]) -> str:
 def comparison(study: dict, runs: dict, rows: list[dict]) -> list[list[str]]:
     """Header and a row per variant: mean, difference, and costs."""
     values, by_name = values_of(study, runs), {row["variant"]: row for row in rows}
-    lines = [["variant", study["metric"], "difference", "interval", "level", "pairs", "noise of a difference, paired",
-              "unpaired", "tokens/s", "GiB", "batches"]]
+    lines = [["variant", study["metric"], "difference", "interval", "level", "pairs", "noise", "tokens/s", "GiB", "batches"]]
     for name in study["variants"]:
         row = {key: value for key, value in by_name.get(name, {"pairs": "baseline"}).items() if value is not None}
         mine, both = [value for (n, _), value in values.items() if n == name], pairs_of(study, values, name)
@@ -77,10 +76,10 @@ def comparison(study: dict, runs: dict, rows: list[dict]) -> list[list[str]]:
 
         dead, noise = sum(map(math.isinf, mine)), len(both) > 1 and np.isfinite(both).all()
         lines.append([
-            name, (f"{statistics.mean(mine):.4f}" + f", {dead} of {len(mine)} died" * (dead > 0)) if mine else "",
+            name, (f"{statistics.mean(mine):.4f}" + f", {len(mine)} seeds" * bool(study["until"])
+                   + f", {dead} of {len(mine)} died" * (dead > 0)) if mine else "",
             show("{:+.3g}", "difference"), show("{:.3g} to {:.3g}", "low", "high"), show("{:.4g}", "level"), str(row["pairs"]),
             f"{statistics.stdev(value - base for value, base in both):.2g}" if noise and name in by_name else "",
-            f"{math.hypot(*map(statistics.stdev, zip(*both))):.2g}" if noise and name in by_name else "",
             f"{statistics.median(line['tokens_per_second'] for line in trained):,.0f}" if trained else "",
             f"{max(line['memory_gib'] for line in trained):.2f}" if trained else "",
             batches(study, runs, name) if name in by_name else "",
@@ -165,8 +164,9 @@ def appendix(study: dict, folder: Path, runs: dict) -> list[str]:
         for file in variant["files"].keys() - {"torch"}:  # the recipes may have different names, the other files do not
             old = recipe.name if file == fork.name else file
             if base["files"].get(old) != variant["files"][file]:
-                paths = recipe.parent / old, fork.parent / file
-                both = [path.read_text().splitlines() if path.is_file() else [] for path in paths]
+                pairs = (locate(recipe, old), base["files"].get(old)), (locate(fork, file), variant["files"][file])
+                both = [path.read_text().splitlines() if path.is_file() and sha256_file(path) == was else [f"(unknown: {was})"]
+                        for path, was in pairs]
                 texts["\n".join(["```diff", *difflib.unified_diff(*both, old, file, lineterm="", n=1), "```"])] = None
     return found + list(texts)
 
@@ -179,7 +179,7 @@ def page_of(text: str, picture: Path) -> str:
 
 
 def report_study(folder) -> bool:
-    """Print the report of a study, and write verdicts.json, results.jsonl, report.md, report.html and curves.png. Returns
+    """Print the report of a study, and write verdicts.json, report.md, report.html and curves.png. Returns
     whether no run has failed."""
     folder, study = Path(folder), read_study(folder)
     runs, study["looks"] = read_runs(study, folder), looks_of(study)
@@ -187,22 +187,18 @@ def report_study(folder) -> bool:
     rows, looks, values = verdicts(study, runs), look_at_all(study, runs), values_of(study, runs)
     said = study["tuned"] + [sentence(row, study, looks[row["variant"]][0]) for row in rows]
     if study["noise"]:
-        said.append("the intervals also count a noise of {sd:.2g} with {df} degrees of freedom, of another study: they are "
-                    "right if the noise of a difference is the same here".format(**study["noise"]))
+        said.append("right if the noise is {sd:.2g} here, too ({df} degrees of freedom)".format(**study["noise"]))
     asked = [(name, seed) for name in study["variants"] for seed in range(study["seeds"])]
     failed = [run for run in dict.fromkeys([*asked, *runs]) if (folder_of(folder, *run) / FAILED).exists()]
     said += [f"{name}, seed {seed} has failed: {(folder_of(folder, name, seed) / FAILED).read_text()}" for name, seed in failed]
     if missing := [f"{name}, seed {seed}" for name, seed in asked if (name, seed) not in runs]:
         said.append(f"not finished, so left out: {'; '.join(missing)}")
     if silent := [f"{name}, seed {seed}" for name, seed in runs if (name, seed) not in values]:
-        said.append(f"no {study['metric']} yet, so left out: {'; '.join(silent)}")
+        said.append(f"no {study['metric']} to compare, so left out: {'; '.join(silent)}")
     tables = [markdown(comparison(study, runs, rows)), markdown(costs_of(study["variants"], runs))]
     print(f"\n{tables[0]}\n\n" + "\n".join(said))
-    results = [{"variant": name, "seed": seed, "value": to_json(values.get((name, seed))),
-                "folder": str(folder_of(folder, name, seed))} for name, seed in sorted(runs)]
     write_file(folder / "verdicts.json", json.dumps(rows, indent=1).encode())
-    write_file(folder / "results.jsonl", "".join(json.dumps(line) + "\n" for line in results).encode())
-    print(f"\n{folder}: report.md, report.html, verdicts.json, results.jsonl")
+    print(f"\n{folder}: report.md, report.html, verdicts.json")
     print(draw_curves(curves_of(study, runs), folder / "curves.png"))
     title = f"# {study['metric']} of {len(study['variants'])} variants"
     text = "\n\n".join([title, *said, *tables, *appendix(study, folder, runs)])

@@ -11,8 +11,6 @@ from pathlib import Path
 from support.files import write_file
 from tools.study import FAILED, folder_of, has_died, is_finished, lines_of
 
-SAY_EVERY = 60  # seconds between two lines about the progress of runs that take long
-
 
 def start_run(study: dict, name: str, seed: int, folder: Path, gpus: list[int] | None) -> subprocess.Popen:
     variant, env = study["variants"][name], dict(os.environ, OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1"))
@@ -38,23 +36,19 @@ def last_line(folder: Path) -> str:
     return ([line for line in lines if line.startswith("error")] or lines or ["nothing printed"])[-1].strip()
 
 
-def share_done(study: dict, folder: Path, name: str, seed: int) -> float:
-    """Share of a run's steps that are logged."""
-    steps = [line["step"] for line in lines_of(folder, name, seed)]
-    return min(max(steps, default=0) / study["variants"][name]["steps"], 1.0)
-
-
 def run_all(study: dict, folder: Path, todo: list[tuple], stopping: list) -> None:
     """Make each (variant, seed) that is not finished, --jobs at once, in this order, until all are done or a signal came.
 
     A run that ends with an error leaves the last line of its log in the file FAILED of its folder, even a run with all numbers,
     such as after a full disk. With --only this run alone is made, and then the program ends.
     """
-    todo = [(name, seed) for name, seed in todo if not is_finished(lines_of(folder, name, seed), study["variants"][name])]
     if study["only"]:
-        todo = [(name, seed) for name, seed in todo if f"{study['size']}/{name}/{seed}".lstrip("/") == study["only"]]
+        todo = asked = [(name, seed) for name, seed in todo if f"{study['size']}/{name}/{seed}".lstrip("/") == study["only"]]
+    todo = [(name, seed) for name, seed in todo if not is_finished(lines_of(folder, name, seed), study["variants"][name])]
+    if study["only"] and asked and not todo:
+        sys.exit(print(f"--only {study['only']}: finished before"))
     waiting, running, slots = list(todo), {}, list(range(study["jobs"]))  # a run's slot tells its GPUs
-    began = said = time.monotonic()
+    began = time.monotonic()
     if todo:
         print(f"{folder}: {len(todo)} run{'s' * (len(todo) > 1)}, {study['jobs']} at once", flush=True)
     try:
@@ -65,22 +59,17 @@ def run_all(study: dict, folder: Path, todo: list[tuple], stopping: list) -> Non
                 gpus = range(slot * study["nproc"], (slot + 1) * study["nproc"]) if study["gpus"] else None
                 running[key] = start_run(study, name, seed, place, gpus), place, slot
             time.sleep(0.2)
-            ended = [key for key, (process, *_) in running.items() if process.poll() is not None]
-            if ended or time.monotonic() > said + SAY_EVERY:
-                said, rest = time.monotonic(), len(waiting) + len(running) - len(ended)
-                done = len(todo) - rest + sum(share_done(study, folder, *key) for key in running.keys() - {*ended})
-                left = timedelta(seconds=round((said - began) / done * (len(todo) - done))) if done else "an unknown time"
-                progress = f"{rest} of {len(todo)} runs to go, about {left}"
-                if not ended:
-                    print(f"{folder}: {progress}", flush=True)
-            for key in ended:
+            for key in [key for key, (process, *_) in running.items() if process.poll() is not None]:
                 process, place, slot = running.pop(key)
+                rest = len(waiting) + len(running)
+                left = timedelta(seconds=round((time.monotonic() - began) / (len(todo) - rest) * rest))
                 slots.insert(0, slot)
                 lines, end = lines_of(folder, *key), "done"
                 if process.returncode or not is_finished(lines, study["variants"][key[0]]):
                     end = f"failed: {last_line(place)}"
-                    write_file(place / FAILED, last_line(place).encode())
-                print(f"{key[0]}, seed {key[1]}: {end} ({progress})", flush=True)
+                    if "is in use by process" not in end:  # another --only makes the same run
+                        write_file(place / FAILED, last_line(place).encode())
+                print(f"{key[0]}, seed {key[1]}: {end} ({rest} of {len(todo)} runs to go, about {left})", flush=True)
                 known = sorted({key for line in lines for key, value in line.items() if isinstance(value, int | float)})
                 if end == "done" and not has_died(lines, study["metric"]) and study["metric"] not in known:
                     raise ValueError(f"--metric {study['metric']}: no run logs it; there are {', '.join(known)}")
