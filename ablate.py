@@ -372,7 +372,6 @@ def check_numbers(args) -> None:
     """Refuse wrong values of our own flags, and fill in --jobs."""
     check_range(args, 1, math.inf, "nproc", "tune_seeds")
     check_range(args, 1, APART, "seeds", "max_seeds")
-    check_range(args, -1e300, 1e300, "reach")
     check_range(args, 1, 1e300, "ladder_to")
     for name, needed, usual in (("max_seeds", "until", 12), ("tune_seeds", "tune", 2), ("tokens_per_parameter", "ladder", 20),
                                 ("ladder_to", "ladder", None)):

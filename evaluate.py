@@ -203,18 +203,15 @@ def plan(cfg: Config, kind: str, model_config, folder: str) -> tuple[Config, Lay
 
 def open_model(folder: str, layout: Layout, cfg, Model, model_config) -> list[nn.Module]:
     """This rank's stages (one stage without --pp) with the weights of a run, step or Hugging Face folder, ready for score() and
-    complete(): with labels, a forward returns label_logprobs(). Raises the same ValueError on all ranks."""
+    complete(). Raises the same ValueError on all ranks."""
     with torch.device("meta"):
         model = Model(model_config)
     check_tp_plan(model, parallel.TP_STYLES)  # not check_model, because check_model counts gradients
     stages = pipeline_stages(model, layout, cfg) if cfg.pp > 1 else [model]
-    logprobs = label_logprobs if layout.tp == 1 else partial(
-        parallel.vocab_parallel_loss, mesh=layout.mesh["tp"], loss=label_logprobs)
     for stage in stages:
         split_model(stage, layout, cfg)
         parallel.shard(stage, layout, cfg)
         parallel.init_weights(stage, layout, 0, skip=lambda fqn: True)
-        stage.token_loss = logprobs
     load_weights(stages, folder)
     return [stage.eval() for stage in stages]
 
@@ -291,6 +288,10 @@ def score(stages: list[nn.Module], layout: Layout, requests: list[tuple]) -> lis
     """The log-probability in nats of the continuation of each request, on every rank. Raises ValueError on every rank for a
     log-probability of nan or inf."""
     report = progress("scored", requests, layout)
+    by_label = label_logprobs if layout.tp == 1 else partial(
+        parallel.vocab_parallel_loss, mesh=layout.mesh["tp"], loss=label_logprobs)
+    for stage in stages:  # a forward with labels now returns their log-probabilities
+        stage.token_loss = by_label
     sums = torch.zeros(len(requests), dtype=torch.float64, device=layout.device)
     multiple, size = layout.microbatch_size if layout.pp > 1 else 1, layout.local_batch_size
     plan = in_rows([len(a) + len(b) for a, b in requests], size, layout.data_ranks)

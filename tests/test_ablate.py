@@ -430,7 +430,7 @@ def test_forks(tmp_path):
     fork("renamed.py", recipe, ("layout", "plan"), ("check_plan", "check_layout"), ("distributed.plan", "distributed.layout"))
     fork("models/worse.py", model, ("h + self.attn(", "h + 0 * self.attn("), ("h + self.ffn(", "h + 0 * self.ffn("))
     fork("worse.py", recipe, ("models.llama3 import", "models.worse import"))
-    fork("fails.py", recipe, ("        loss = forward", "        raise OSError('no more')\n        loss = forward"))
+    fork("fails.py", recipe, ("        loss = parallel", "        raise OSError('no more')\n        loss = parallel"))
     recipes = "train_llama3.py", "renamed.py", "worse.py", "fails.py"
     flags = *recipes, "--seeds", 3, "--steps", 40, "--metric", "loss", "--lr", "2e-2"
     said = run(command("study", *flags), tmp_path, status=1)
