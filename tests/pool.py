@@ -45,6 +45,7 @@ class SharedLoop(ProcessGroupGloo):
 
 def worker(rank, world_size, store_file, tasks, results):
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size))
+    os.environ.pop("TORCH_GLOO_LAZY_INIT", None)  # of a test that called connect(); groups on a shared device would hang
     torch.set_num_threads(1)
     dist.distributed_c10d.ProcessGroupGloo = SharedLoop
     store = dist.FileStore(store_file, world_size)
