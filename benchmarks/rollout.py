@@ -4,9 +4,11 @@
     python benchmarks/rollout.py --rows 32 --rounds 9 --threads 2
     python benchmarks/rollout.py --rows 1,8,32,64 --sizes small-32k      # a vocabulary as large as those of real models
     git worktree add ../earlier COMMIT && python benchmarks/rollout.py --before ../earlier
+    python benchmarks/rollout.py --rows 64 --sizes small-32k --ragged --before ../earlier    # samples of different lengths
     python benchmarks/rollout.py --device cuda --sizes qwen3-1.7B --new 512     # random weights of that shape
 
-The same random Qwen3 for all, prompts of 32 tokens, one sample of each, temperature 1, no sample ends early. Each variant is a
+The same random Qwen3 for all, prompts of 32 tokens, one sample of each, temperature 1, no sample ends early; with --ragged, of
+ours alone, four samples per row whose lengths are drawn (lognormal, median 96, sigma 1, at most 1,000). Each variant is a
 process of its own, in rounds, so that a busy machine disturbs all alike. On a CPU time is the process's CPU time; on a GPU it
 is the clock's. Printed are medians of the rounds, and of the rounds' ratios.
 """
@@ -42,8 +44,14 @@ def make_model(folder: str, size: str):
     Qwen3ForCausalLM(config).to(torch.float32 if is_small else torch.bfloat16).save_pretrained(folder)
 
 
-def sampler(variant: str, folder: str, device: str, new: int):
-    """sample(prompts) -> nothing; every prompt is continued by `new` tokens."""
+def drawn_lengths() -> list[int]:
+    import torch
+
+    return (torch.randn(4096, generator=torch.Generator().manual_seed(1)).exp() * 96).long().clamp(1, 1000).tolist()
+
+
+def sampler(variant: str, folder: str, device: str, new: int, ragged=False):
+    """sample(prompts) -> nothing; every prompt is continued by `new` tokens, or ragged."""
     import torch
 
     if variant == "vllm":
@@ -65,9 +73,19 @@ def sampler(variant: str, folder: str, device: str, new: int):
 
         return sample
     from rl.decoding import rollout
-    from storage.hf import load_hf_model
+
+    if importlib.util.find_spec("storage"):
+        from storage.hf import load_hf_model
+    else:  # an earlier commit
+        from support.hf import load_hf_model
 
     model, _ = load_hf_model(folder, device, dtype)
+    if ragged:
+        lengths = drawn_lengths()
+        ends = lambda s: None if len(s["ids"]) >= lengths[s["index"]] else []  # noqa: E731
+        noise = torch.rand(1024, 4, 1000, generator=torch.Generator().manual_seed(0))
+        return lambda prompts: rollout(model, prompts, noise[: len(prompts)], 1.0, [], max_len=1100, rows=len(prompts),
+                                       reply=ends)
     noise = torch.rand(1024, 1, new, generator=torch.Generator().manual_seed(0))
     return lambda prompts: rollout(model, prompts, noise[: len(prompts)], 1.0, [], max_len=32 + new, rows=len(prompts))
 
@@ -77,7 +95,7 @@ def measure(args):
     import torch
 
     torch.set_num_threads(args.threads)
-    sample, speed = sampler(args.variant, args.folder, args.device, args.new), {}
+    sample, speed = sampler(args.variant, args.folder, args.device, args.new, args.ragged), {}
     for rows in args.rows:
         prompts = torch.randint(1, 64, (rows, 32), generator=torch.Generator().manual_seed(rows)).tolist()
         if args.device == "cuda":
@@ -85,7 +103,7 @@ def measure(args):
         clock = time.perf_counter if args.device == "cuda" else time.process_time
         began = clock()
         sample(prompts)
-        speed[rows] = rows * args.new / (clock() - began)
+        speed[rows] = (sum(drawn_lengths()[: 4 * rows]) if args.ragged else rows * args.new) / (clock() - began)
     print(json.dumps(speed))
 
 
@@ -97,6 +115,7 @@ def main():
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--sizes", choices=SIZES, default="small")
+    parser.add_argument("--ragged", action="store_true", help="samples of different lengths, ours alone")
     parser.add_argument("--before", help="a worktree of an earlier commit")
     parser.add_argument("--variant", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
@@ -105,8 +124,8 @@ def main():
     if args.variant:
         sys.path.insert(0, args.code)
         return measure(args)
-    variants = ["ours", *["before"] * bool(args.before), "transformers"]
-    if args.device == "cuda" and importlib.util.find_spec("vllm"):
+    variants = ["ours", *["before"] * bool(args.before), *["transformers"] * (not args.ragged)]
+    if args.device == "cuda" and not args.ragged and importlib.util.find_spec("vllm"):
         variants.append("vllm")
     rounds = []
     with tempfile.TemporaryDirectory() as folder:

@@ -123,7 +123,7 @@ def log_normalizer(logits: Tensor, all_reduce=no_reduce) -> Tensor:
     """log sum exp over the vocabulary, (n,) from fp32 logits (n, V/tp). The generator and the trainer of grpo.py share this
     function: a difference in rounding would look like a difference between policies."""
     top = all_reduce(logits.amax(-1), "max")
-    return top + all_reduce((logits - top[:, None]).exp().sum(-1), "sum").log()
+    return top + all_reduce((logits - top[:, None]).exp_().sum(-1), "sum").log()
 
 
 class TokenLogprobs(torch.autograd.Function):

@@ -6,9 +6,11 @@ rollout() keeps R rows busy: read some prompts, copy each prompt to the rows of 
 give the rows of finished samples to the next prompts.
 """
 import hashlib
+import math
 from collections import deque
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
 from functools import partial
-from itertools import count
+from itertools import accumulate, count, groupby
 
 import torch
 import torch.nn.functional as F
@@ -37,12 +39,19 @@ class RowCache:
         self.rows, self.max_len, self.fixed_shapes = rows, max_len, fixed_shapes
         self.kept = {}  # (block, n-th call of attend in the block): [keys, values], each (rows, max_len, kv heads, head dim)
 
-    def place(self, at: Tensor, keys: int, rows: Tensor | None = None):
-        """Set the places of the next forward: positions at (R, T), all below `keys`, of these rows (R,), None: of all rows."""
-        self.n_keys = self.max_len if self.fixed_shapes else min(-(-keys // KEY_BUCKET) * KEY_BUCKET, self.max_len)
-        self.at, self.chosen, self.column = at, rows, torch.arange(self.n_keys, device=at.device)
-        self.mask = self.column <= at[:, None, :, None]  # (R, 1, T, n_keys), the same in all blocks
+    def place(self, at: Tensor, keys: list[int], rows: Tensor | None = None):
+        """Set the places of the next forward: positions at (R, T) of these rows (R,), None: of all rows. keys: for each row a
+        number above its positions. Neighbours with about as many keys attend together, to no more keys than they need: in a
+        batch of samples of different lengths most keys would be those that only the longest sample has."""
+        self.at, self.chosen, self.parts, begin = at, rows, [], 0
         self.row = (torch.arange(self.rows, device=at.device) if rows is None else rows)[:, None]  # (R, 1)
+        n_keys = [self.max_len if self.fixed_shapes else min(-(-n // KEY_BUCKET) * KEY_BUCKET, self.max_len) for n in keys]
+        self.n_keys = max(n_keys)
+        for _, part in groupby(n_keys, lambda n: int(2 * math.log2(n))):
+            n, end = max(part := [*part]), begin + len(part)
+            column = torch.arange(n, device=at.device)
+            self.parts.append((slice(begin, end), column, column <= at[begin:end, None, :, None]))  # mask (rows, 1, T, n)
+            begin = end
 
     def attend(self, block: str, reach: Tensor | None = None):
         """The attend of one block in one forward. A block may attend several times (differential attention): the n-th call has
@@ -59,12 +68,17 @@ class RowCache:
             self.kept[call] = [x.new_zeros(self.rows, self.max_len, *x.shape[2:]) for x in new]
         for kept, x in zip(self.kept[call], new):
             kept[self.row, self.at] = x
-        keys, values = (self.kept[call][i][: self.rows, : self.n_keys].transpose(1, 2) for i in (0, -1))
-        if self.chosen is not None:
-            keys, values = keys[self.chosen], values[self.chosen]
-        (R, H, T, K), mask = q.shape, self.mask
+        out = [self.attend_part(call, q, part, scale, reach, sinks) for part in self.parts]
+        return out[0] if len(out) == 1 else torch.cat(out)
+
+    def attend_part(self, call, q: Tensor, part: tuple, scale, reach, sinks) -> Tensor:
+        """The attention of neighbouring rows, see place()."""
+        rows, column, mask = part
+        (R, H, T, K), places = (q := q[rows]).shape, rows if self.chosen is None else self.chosen[rows]
+        keys, values = (self.kept[call][i][places, : len(column)].transpose(1, 2) for i in (0, -1))
         if reach is not None:
-            mask = mask & (self.column > (self.at - reach)[:, None, :, None])
+            reach = reach[rows] if len(reach) > 1 else reach
+            mask = mask & (column > (self.at[rows] - reach)[:, None, :, None])
         if self.fixed_shapes and T < FEWEST:  # repeat the last query, and drop the copies below
             q, mask = (torch.cat([x, x[:, :, -1:].expand(-1, -1, FEWEST - T, -1)], 2) for x in (q, mask))
         elif T == 1 and sinks is None and not self.fixed_shapes:
@@ -83,6 +97,10 @@ class RowCache:
         self.rows = len(rows)
         for kept in sum(self.kept.values(), []):
             kept[: len(rows)] = kept[rows]
+
+
+def length(sample: dict | None) -> int:
+    return len(sample["prompt"]) + len(sample["ids"]) if sample else 0
 
 
 def noise_seed(name: str) -> int:
@@ -105,9 +123,9 @@ def column_logits(h: Tensor, weight: Tensor, *, column: Tensor, mesh=None) -> Te
     return whole_vocab(F.linear(h[row, column], weight.to_local()).float(), weight.shape[0], mesh)
 
 
-def next_logits(model, cache: RowCache, tokens: Tensor, at: Tensor, column: Tensor, keys: int, mesh=None, rows=None) -> Tensor:
-    """Run tokens (R, T) at positions at (R, T), all below `keys`, of these rows (R,), None: of all rows. Returns the logits
-    (R, V) of one column (R,) of each row."""
+def next_logits(model, cache: RowCache, tokens: Tensor, at: Tensor, column: Tensor, keys: list, mesh=None, rows=None) -> Tensor:
+    """Run tokens (R, T) at positions at (R, T) of these rows (R,), None: of all rows; keys: see RowCache.place. Returns the
+    logits (R, V) of one column (R,) of each row."""
     usual_logits = model.logits
     cache.place(at, keys, rows)
     model.logits = partial(column_logits, column=column, mesh=mesh)
@@ -133,7 +151,7 @@ def read_prompts(model, cache: RowCache, prompts: list[list[int]], rows: Tensor,
         piece = slice(begin, begin + size)
         column = (last - begin).clamp(0, at[:, piece].shape[1] - 1)
         keys = min(begin + size, T) if n else cache.max_len
-        found = next_logits(model, cache, tokens[:, piece], at[:, piece], column, keys, mesh, rows)
+        found = next_logits(model, cache, tokens[:, piece], at[:, piece], column, [keys] * len(rows), mesh, rows)
         logits = torch.where((last >= begin)[:, None], found, logits)  # keep the logits of the piece with the prompt's end
     return logits[:n]
 
@@ -172,7 +190,8 @@ def draw(logits: Tensor, u: Tensor, temperature: float, top_k=0, top_p=1.0) -> t
         token = logits.argmax(-1, keepdim=True)
     else:
         p = (truncate(logits, top_k, top_p) if top_k > 0 or top_p < 1 else logits).sub(normalizer).exp_()
-        chunks = F.pad(p, (0, -p.shape[1] % DRAW_CHUNK)).unflatten(1, (-1, DRAW_CHUNK))  # (R, n, DRAW_CHUNK)
+        p = F.pad(p, (0, missing)) if (missing := -p.shape[1] % DRAW_CHUNK) else p  # F.pad copies even if nothing is missing
+        chunks = p.unflatten(1, (-1, DRAW_CHUNK))  # (R, n, DRAW_CHUNK)
         sums = F.pad(chunks.sum(-1).double().cumsum(-1), (1, 0))  # (R, 1 + n), from 0
         share = u.double()[:, None]
         chunk = first_above(sums, share)  # from 1
@@ -194,9 +213,10 @@ def rollout(
     finished samples are given to the next prompt, which is read once for its G samples. A sample ends with `eot` (or any of
     several), included in the ids, or is truncated: at max_new_tokens, or when prompt and sample have max_len tokens.
 
-    reply(sample) -> ids for the model to read, with mask 0; [] for nothing to read, None to end the sample. Asked after each
-    token of the model, not after tokens of a reply. The sample is a dict with its `index`, its `ids` so far, and `begin`, the
-    place of the first id after the last reply. After an `eot` a sample goes on only if there is something to read.
+    reply(sample) -> ids for the model to read, with mask 0; [] for nothing to read, None to end the sample; or a Future of
+    one of these, and other rows go on until it has come. Asked after each token of the model, not after tokens of a reply. The
+    sample is a dict with its `index`, its `ids` so far, and `begin`, the place of the first id after the last reply. After an
+    `eot` a sample goes on only if there is something to read.
     model.unknown_ids: ids that are never sampled, or None.
     tp_mesh: for a tensor parallel model. All its ranks get the same arguments and sample the same.
     batch_invariant: every matrix product has shapes whose rounding does not depend on the batch, for exact equality with a
@@ -209,63 +229,76 @@ def rollout(
     n_rows = max(G, min(rows // G, P) * G, FEWEST if batch_invariant else 0)
     room = max_len + width if batch_invariant else -(-(max_len + width) // KEY_BUCKET) * KEY_BUCKET
     cache = RowCache(n_rows, room, batch_invariant)
-    samples = [dict(prompt=prompts[p], ids=[], logprobs=[], mask=[], said=deque(), begin=0, index=p * G + g,
-                    noise=noise[p, g].tolist(), room=max(1, min(max_new, max_len - len(prompts[p]))))
+    samples = [dict(prompt=prompts[p], ids=[], logprobs=[], mask=[], said=deque(), begin=0, index=p * G + g, reply=None,
+                    done=False, noise=noise[p, g].tolist(), room=max(1, min(max_new, max_len - len(prompts[p]))))
                for p in range(P) for g in range(G)]
     waiting = deque(range(P))
     running: list[dict | None] = [None] * n_rows  # the sample of each row; None: a free row, whose output is ignored
 
+    def hear(s: dict, said: list[int] | None):
+        s["done"] = said is None or s["ids"][-1] in ends and not said
+        if said:
+            s["said"].extend(said)
+            s["begin"] = len(s["ids"]) + len(said)
+
     while True:
-        # 1. Give free rows to new prompts, in whole groups, and to several groups at once, because each refill is a forward.
-        busy = [row for row, s in enumerate(running) if s is not None]
-        free = [row for row, s in enumerate(running) if s is None]
-        n = min(len(free) // G, len(waiting))
-        if n < min(len(waiting), n_rows // G // 4):
-            n = 0
+        # 1. Hear the replies that have come, and wait for one where no row can go on without. Under tp wait for all, because
+        # its ranks must act alike.
+        asked = {s["reply"]: s for s in running if s and s["reply"]}
+        patient = tp_mesh or len(asked) == sum(s is not None for s in running)
+        for reply_of in wait(asked, None if patient else 0, ALL_COMPLETED if tp_mesh else FIRST_COMPLETED).done:
+            asked[reply_of]["reply"] = None
+            hear(asked[reply_of], reply_of.result())
+
+        # 2. Free the rows of ended samples. Give free rows to new prompts, in whole groups, and to several groups at once,
+        # because each refill is a forward.
+        running = [s if s and (s["reply"] or not s["done"] and len(s["ids"]) < s["room"]) else None for s in running]
+        n_busy = sum(s is not None for s in running)
+        n = min((len(running) - n_busy) // G, len(waiting))
+        n = n if n >= min(len(waiting), n_rows // G // 4) else 0
+        shrinks = not waiting and len(running) > FEWEST and n_busy <= len(running) * 3 // 4  # leave out free rows
+        if n or shrinks:  # free rows come first, and rows of about equal length become neighbours, see RowCache.place
+            order = sorted(range(len(running)), key=lambda row: length(running[row]))[-max(n_busy, FEWEST) if shrinks else 0 :]
+            running = [running[row] for row in order]
+            cache.keep(torch.tensor(order, device=device))
         new = [waiting.popleft() for _ in range(n)]
-        for i, row in enumerate(free[: n * G]):
-            running[row] = samples[new[i // G] * G + i % G]
-        if not waiting and not new and len(running) > FEWEST and len(busy) <= len(running) // 2:  # leave out free rows
-            kept = [*busy, *free][: max(len(busy), FEWEST)]
-            running = [running[row] for row in kept]
-            cache.keep(torch.tensor(kept, device=device))
-        longest, goes_on = agree(max((len(prompts[p]) for p in new), default=0), len(busy) > 0)
+        running[: n * G] = [samples[p * G + g] for p in new for g in range(G)]
+        longest, goes_on = agree(max((len(prompts[p]) for p in new), default=0), n_busy > 0)
         if not longest and not goes_on:
             break
 
-        # 2. Logits (R, V) of the next token of each row: one forward for the busy rows, and one for the new prompts.
-        at = [len(s["prompt"]) + len(s["ids"]) - 1 if s else 0 for s in running]  # position of the last token
-        logits = torch.zeros(len(running), model.config.vocab_size, device=device)
+        # 3. Logits (R, V) of the next token of each row: one forward for the busy rows, and one for the new prompts.
+        at = [max(length(s) - 1, 0) for s in running]  # position of the last token
         if goes_on:
             last = torch.tensor([[(s["ids"] or s["prompt"])[-1] if s else 0] for s in running], device=device)
             places = torch.tensor(at, device=device)[:, None] + torch.arange(width, device=device)
             column = torch.zeros(len(running), dtype=torch.long, device=device)
-            logits = next_logits(model, cache, F.pad(last, (0, width - 1)), places, column, max(at) + 1, tp_mesh)
+            keys = [*accumulate((n + 1 for n in at), max)]  # rows are sorted; a row that has ended is like its neighbour
+            logits = next_logits(model, cache, F.pad(last, (0, width - 1)), places, column, keys, tp_mesh)
+        else:
+            logits = torch.zeros(len(running), model.config.vocab_size, device=device)
         if longest:
-            slots = torch.tensor(free[: n * G], dtype=torch.long, device=device).view(n, G)
+            slots = torch.arange(n * G, device=device).view(n, G)
             first = read_prompts(model, cache, [prompts[p] for p in new], slots[:, 0], longest, width, tp_mesh)
             cache.copy_first(slots, longest)
             logits[slots] = first[:, None]
 
-        # 3. Draw a token for each row, and add the token to the row's sample.
+        # 4. Draw a token for each row, and add the token to the row's sample, unless the sample waits for a reply.
         if (unknown := getattr(model, "unknown_ids", None)) is not None:
             logits.index_fill_(1, unknown, NEVER)
-        u = torch.tensor([s["noise"][len(s["ids"])] if s else 0.0 for s in running], dtype=torch.float64, device=device)
-        tokens, logprobs = (x.tolist() for x in draw(logits, u, temperature, top_k, top_p))
-        by_model = [s for s in running if s is not None and not s["said"]]
-        for row, s in enumerate(running):
-            if s is not None:
-                chosen = not s["said"]
-                s["ids"].append(tokens[row] if chosen else s["said"].popleft())
-                s["logprobs"].append(logprobs[row] if chosen else 0.0)
-                s["mask"].append(float(chosen))
-
-        # 4. Let others reply. Then free the rows of the samples that have ended.
-        for s in by_model:
-            said = reply(s) if reply is not None else []
-            s["done"] = said is None or s["ids"][-1] in ends and not said
-            if said:
-                s["said"].extend(said)
-                s["begin"] = len(s["ids"]) + len(said)
-        running = [None if s is None or s["done"] or len(s["ids"]) == s["room"] else s for s in running]
+        going = [(row, s) for row, s in enumerate(running) if s is not None and not s["reply"]]
+        u = torch.zeros(len(running), dtype=torch.float64)
+        for row, s in going:
+            u[row] = s["noise"][len(s["ids"])]
+        tokens, logprobs = (x.tolist() for x in draw(logits, u.to(device), temperature, top_k, top_p))
+        for row, s in going:
+            chosen = not s["said"]
+            s["ids"].append(tokens[row] if chosen else s["said"].popleft())
+            s["logprobs"].append(logprobs[row] if chosen else 0.0)
+            s["mask"].append(float(chosen))
+            said = reply(s) if reply is not None and chosen else []
+            if isinstance(said, Future):
+                s["reply"] = said
+            elif chosen:
+                hear(s, said)
     return [dict(ids=s["ids"], logprobs=s["logprobs"], mask=s["mask"], truncated=not s["done"]) for s in samples]

@@ -14,7 +14,7 @@ def in_pieces(model, rows: list[list[int]], sizes=(), filler=0):
         parts = [row[begin : len(row) - sum(sizes) if n == 0 else begin + size] for row, begin in zip(rows, done)]
         T = max(map(len, parts))
         at = torch.tensor([[*range(begin, begin + T)] for begin in done])
-        cache.place(at, int(at.max()) + 1)
+        cache.place(at, (at.amax(1) + 1).tolist())
         found = model(torch.tensor([part + [filler] * (T - len(part)) for part in parts]), positions=at, cache=cache)
         for i, part in enumerate(parts):
             logits[i].append(found[i, : len(part)])

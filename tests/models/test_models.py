@@ -342,13 +342,13 @@ def test_row_cache_against_slow_attention():
     for columns in [[range(5), [0, 1, 8, 9, 10]], [[5], [2]], [[6], [3]], [range(7, 11), range(4, 8)]]:
         columns = torch.tensor([list(row) for row in columns])
         at = columns[1, :1] + torch.arange(columns.shape[1])
-        cache.place(torch.stack([columns[0], at]), keys=int(max(columns[0].max(), at.max())) + 1)
+        cache.place(torch.stack([columns[0], at]), keys=[int(columns[0].max()) + 1, int(at.max()) + 1])
         row = torch.arange(2)[:, None]
         out = cache.attend("0")(*(x.transpose(1, 2)[row, columns].transpose(1, 2) for x in (q, k, v)), scale=0.3)
         for b, t in ((b, t) for b in (0, 1) for t in range(out.shape[2]) if columns[b, t] == (columns[0], at)[b][t]):
             torch.testing.assert_close(out[b, :, t], wanted[b, :, columns[b, t]])
     with pytest.raises(IndexError):  # there is room for 11 tokens
-        cache.place(torch.tensor([[11], [8]]), keys=11)
+        cache.place(torch.tensor([[11], [8]]), keys=[11, 9])
         cache.attend("0")(q[:, :, :1], k[:, :, :1], v[:, :, :1])
 
 

@@ -1,5 +1,8 @@
 """Decoding, against rl/decoding.py: shapes of a rollout, tools, and forks with attention of their own."""
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
+from threading import Event
 from types import MethodType
 
 import pytest
@@ -53,6 +56,43 @@ def test_few_shapes_and_the_same_tokens(monkeypatch):
     assert len(shapes) <= 5 * len({rows for rows, _ in shapes})
     monkeypatch.setattr(decoding, "KEY_BUCKET", 1)
     assert tokens(sample(model, **options)) == tokens(bucketed) and len(shapes) > 290
+
+
+def test_few_keys_are_read_for_samples_of_different_lengths(monkeypatch):
+    """Without neighbours of about equal length all rows would read the keys of the longest: three times what is needed."""
+    read, needed, known = [], [], decoding.sdpa
+
+    def sdpa(q, k, v, mask, **options):
+        if len(mask) == len(k) and mask.shape[2] == 1:  # a new token per row
+            read.append(k.shape[0] * k.shape[2])
+            needed.append(int(mask.sum()))
+        return known(q, k, v, mask, **options)
+
+    monkeypatch.setattr(decoding, "sdpa", sdpa)
+    lengths = (torch.randn(64, generator=torch.Generator().manual_seed(0)).exp() * 96).clamp(1, 450).tolist()
+    ends = lambda s: None if len(s["ids"]) >= lengths[s["index"]] else []  # noqa: E731
+    decoding.rollout(sharp_model(LONG), [[1]] * 16, torch.rand(16, 4, 450), 1.0, [], max_len=500, rows=16, reply=ends)
+    assert sum(read) < 2.2 * sum(needed)
+
+
+def test_rows_go_on_while_another_waits_for_its_reply():
+    """The reply to one sample comes when another has 30 tokens more: without that the test would wait for ever, or be late."""
+    model, went_on, late = sharp_model(LONG), Event(), []
+
+    def answer():
+        late.append(not went_on.wait(20))
+        return [20, 21]
+
+    def reply(s, in_thread=True):
+        if s["index"] == 4 and len(s["ids"]) == 35:
+            went_on.set()
+        asked = s["index"] in (1, 2) and len(s["ids"]) == 5
+        return (thread.submit(answer) if in_thread else [20, 21]) if asked else []
+
+    with ThreadPoolExecutor(2) as thread:
+        found = sample(model, reply=reply, eot=[])
+    assert late == [False, False] and found[1]["ids"][5:7] == [20, 21] and found[1]["mask"][4:8] == [1, 0, 0, 1]
+    assert tokens(found) == tokens(sample(model, reply=partial(reply, in_thread=False), eot=[]))
 
 
 @pytest.mark.parametrize("tool", [
