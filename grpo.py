@@ -99,6 +99,7 @@ class Config(ParallelConfig, ExpertConfig, LaunchConfig, LoraConfig, CheckpointC
     async_steps: int = 0  # batches sampled ahead, so that rollouts and training overlap; samples are so many updates old
     engine: str = ""  # vLLM or SGLang at this address samples, e.g. http://127.0.0.1:8000; "" = the processes of this run do
     engine_weights: str = flag("", SERVER)  # folder for weights, with the same path on the server's machine; "" = <out>/engine
+    engine_seed: bool = flag(False, SERVER)  # vLLM draws by seeds of our own: the same samples again, but one kernel per sample
     gen_ranks: int = flag(0, IN_PLACE)  # the last ranks only sample, each with a whole model; 0 = all ranks sample, in place
     rollout_timeout_s: int = 7200  # a rank that waits longer for others' samples, tools or rewards ends the run
     batch_invariant: bool = flag(False, DENSE, IN_PLACE)  # sampling and training agree to the last bit (CPU, one thread, no tp)
@@ -426,8 +427,7 @@ def main(cfg: Config, Trainer=Trainer):
     if cfg.compute_dtype == "auto" and (cfg.device == "cpu" or not torch.cuda.is_available()):
         cfg = replace(cfg, compute_dtype="float32")  # trainer and generator agree in more digits
     env = open_task(cfg)
-    alphabet, reset = getattr(env, "ALPHABET", string.printable), env.reset if hasattr(env, "step") else None
-    text = Text(cfg.init_from, cfg.out, alphabet, open_chat(cfg.init_from, cfg), reset)
+    text = Text(cfg.init_from, cfg.out, getattr(env, "ALPHABET", string.printable), open_chat(cfg.init_from, cfg), env)
     Model, model_config = model_of(cfg, text.tokenizer.get_vocab_size())
     left_out = leave_out_long(env, text, cfg.seq_len)
     held_out = held_out_tasks(env, cfg.eval_n, partial(text.fits, seq_len=cfg.seq_len)) if cfg.eval_every else []
@@ -441,7 +441,7 @@ def main(cfg: Config, Trainer=Trainer):
     wait_for_run(cfg.out)
     identity = messages.check_own_run(cfg, Model, model_config, lr_at)
     if cfg.engine and layout.rank == 0:
-        find_server(cfg, env)
+        find_server(cfg)
 
     # 2. two kinds of ranks: the last --gen_ranks only sample, and stay in generate_forever() until the run ends
     if layout.rank >= n_trainers:

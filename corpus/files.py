@@ -47,8 +47,8 @@ def text_files(what: str) -> tuple[list[Path], list[Path]]:
 # ---------------------------------------------------------------------------------------------------------------------
 # Packed files
 def unpacked(path: Path, text_column: str = "text"):
-    """Yields the text of a packed file in chunks of bytes, of a .parquet lines of JSON. Raises ValueError for a damaged file,
-    and for a file of a stranger that would fill memory and disk."""
+    """Yields the text of a packed file in chunks of bytes, of a .parquet lines of JSON (text_column "": of all columns). Raises
+    ValueError for a damaged file, and for a file of a stranger that would fill memory and disk."""
     total, most = 0, max(1 << 28, 1000 * path.stat().st_size)
     for chunk in parquet_lines(path, text_column, most) if path.suffix == ".parquet" else decompressed(path):
         total += len(chunk)
@@ -86,8 +86,8 @@ def decompressed(path: Path):
 
 
 def parquet_lines(path: Path, text_column: str, most: int):
-    """Yields the rows of a .parquet as lines of JSON: text_column, else the columns of a conversation. The row has no key for a
-    null, nor for bytes or a date. most: bytes in memory at once, and of all pages."""
+    """Yields the rows of a .parquet as lines of JSON: text_column, else the columns of a conversation; with "" all columns. The
+    row has no key for a null, nor for bytes or a date. most: bytes in memory at once, and of all pages."""
     try:
         import pyarrow.parquet
     except ImportError:
@@ -96,7 +96,8 @@ def parquet_lines(path: Path, text_column: str, most: int):
         with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
             names = file.schema_arrow.names
             columns = [text_column] if text_column in names else [name for name in CONVERSATION if name in names]
-            if not {text_column, *CONVERSATION[:2]} & set(columns):
+            columns = columns if text_column else names
+            if text_column and not {text_column, *CONVERSATION[:2]} & set(columns):
                 raise ValueError(f"{path} has no column {text_column!r}, but {', '.join(names)}; {prepare_column(path)}")
             groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
             sizes = [group.column(i).total_uncompressed_size for group in groups for i in range(group.num_columns)]

@@ -2,13 +2,17 @@
 which turns prompts and samples into token ids and back.
 
     {"prompt": "2+3=", "answer": 5}         or "question"; further fields are for --prompt_template and for rewards of your own
+    {"prompt": [{"role": "user", "content": "2+3="}], "reward_model": {"ground_truth": "5"}}      messages, and verl's answers
+
+In a .jsonl or a .parquet. A list of messages goes through the chat template; a user's message alone is like a text.
 
 --reward says which answers earn 1: exact, number and math are in rl/answers.py. A file of your own, my_reward.py, defines
 
     reward(prompt, completion, answer, truncated, fields) -> float
 
-with any of these parameters, by name; fields is the whole line as a dict. Without --eval_data an eighth of the prompts is held
-out, chosen by hash. With --eval_data nothing of --env_data is held out, and the whole test file is evaluated.
+with any of these parameters, by name; fields is the whole line as a dict, and a line needs no answer then. Without --eval_data
+an eighth of the prompts is held out, chosen by hash. With --eval_data nothing of --env_data is held out, and the whole test
+file is evaluated.
 """
 import inspect
 import json
@@ -40,7 +44,7 @@ DATASET = Need("without --env dataset", lambda c: c.env == "dataset")
 
 @dataclass(kw_only=True)
 class DatasetConfig:
-    env_data: str = flag("", FILES)  # problems to train on, a .jsonl: "prompt" or "question", and "answer" in each line
+    env_data: str = flag("", FILES)  # problems to train on, .jsonl or .parquet: "prompt" or "question", and "answer" in each
     eval_data: str = flag("", FILES)  # problems to evaluate on, likewise; empty: an eighth of --env_data is held out
     reward: str = flag("exact", DATASET)  # right answers: exact, number or math, or a file of your own, my_reward.py
     prompt_template: str = flag("", FILES)  # with {fields}; empty: only the prompt or question, for gsm8k with a hint after it
@@ -55,13 +59,13 @@ class Line(NamedTuple):
 
 
 def read_task_lines(path: str, flag: str, *suffixes: str) -> list[Line]:
-    """The lines of a .jsonl, or a .txt as a single line {"text": ...}, packed or not. Raises ValueError for a name with none of
-    the suffixes, and for a file without lines."""
+    """The lines of a .jsonl or rows of a .parquet, or a .txt as a single line {"text": ...}, packed or not. Raises ValueError
+    for a name with none of the suffixes, and for a file without lines."""
     file, suffix = Path(path), format_of(Path(path))
     try:
         if suffix not in suffixes:
             raise ValueError(f"it ends with {suffix or 'nothing'}")
-        content = (b"".join(unpacked(file)) if file.suffix in PACKED else file.read_bytes()).decode().removeprefix("\ufeff")
+        content = (b"".join(unpacked(file, "")) if file.suffix in PACKED else file.read_bytes()).decode().removeprefix("\ufeff")
     except (OSError, ValueError) as error:
         reason, need = getattr(error, "strerror", error), " or ".join(suffixes)
         raise ValueError(f"{flag} {path!r}: {reason}; need a {need}, which may be packed as .gz or .zst") from None
@@ -102,18 +106,38 @@ def read_problems(path: str, flag: str, template: str, hint: str, kind: str) -> 
     lines, found = read_task_lines(path, flag, ".jsonl"), {}
     asked = "prompt" if "prompt" in lines[0].fields else "question"
     for line in lines:
-        if missing := [name for name in (asked, "answer") if name not in line.fields]:
-            raise ValueError(f"{line.where} has no {missing[0]}; need prompt or question, the same in all lines, and answer")
-        answer, prompt = line.fields["answer"], fill_template(template or f"{{{asked}}}{hint}", line)
-        reason = never_right(kind, answer)
+        if asked not in line.fields:
+            raise ValueError(f"{line.where} has no {asked}; need prompt or question, the same in all lines")
+        line, said = with_answer(line, kind), messages_of(line.fields[asked])
+        answer, text = line.fields["answer"], "\n\n".join(message["content"] for message in said)
+        prompt = fill_template(template or f"{{{asked}}}{hint}", Line(line.where, line.fields | {asked: text}))
+        reason = never_right(kind, answer) if kind in KINDS else ""
         refuse((wrong, f"{line.where}: {message}") for wrong, message in [
-            (not isinstance(line.fields[asked], str), f"{asked} is no text"),
+            (not said, f"{asked} is no text, and no list of messages {{role, content}}"),
+            (len(said) > 1 and (template or hint), f"--prompt_template fills in a text, and {asked} is a list of messages"),
             (not prompt.strip(), "the prompt is empty"),
             (reason, f"nothing can be right for --reward {kind} where the answer is {str(answer)[-60:]!r}: {reason}"),
             (answer_of(found.get(prompt, line)).strip() != str(answer).strip(),
              f"the prompt is that of {found.get(prompt, line).where}, and the answer another; remove one of the lines")])
         found.setdefault(prompt, line)
     return found
+
+
+def with_answer(line: Line, kind: str) -> Line:
+    """The line with an answer: its own, else verl's, else "" for a reward of one's own. Raises ValueError."""
+    verl = line.fields.get("reward_model")
+    known = {} if kind in KINDS else {"answer": ""}
+    known |= {"answer": verl["ground_truth"]} if isinstance(verl, dict) and "ground_truth" in verl else {}
+    if "answer" not in (fields := known | line.fields):
+        raise ValueError(f"{line.where} has no answer; need prompt or question, and answer")
+    return Line(line.where, fields)
+
+
+def messages_of(prompt) -> list[dict]:
+    """A prompt as messages, [] if it is no text and no list of messages."""
+    said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt if isinstance(prompt, list) else []
+    texts = [message.get(key) for message in said for key in ("role", "content") if isinstance(message, dict)]
+    return said if len(texts) == 2 * len(said) and all(isinstance(text, str) for text in texts) else []
 
 
 class Dataset:
@@ -132,6 +156,8 @@ class Dataset:
                                  "--env_data as well; remove them from one")
             self.eval_problems = [(prompt, answer_of(line)) for prompt, line in held_out.items()]
             self.lines = self.lines | held_out
+        said = {prompt: messages_of(line.fields.get("prompt")) for prompt, line in self.lines.items()}
+        self.messages = {prompt: found for prompt, found in said.items() if len(found) > 1}  # else the prompt says all
         letters = {letter for prompt, line in self.lines.items() for letter in prompt + answer_of(line)}
         self.ALPHABET = "".join(sorted(letters | set(string.printable if cfg.env == "gsm8k" else "")))
 
@@ -170,11 +196,11 @@ def open_task(cfg):
 class Text:
     """Prompts and samples of grpo.py as token ids, and back."""
 
-    def __init__(self, source: str, out="", alphabet=string.printable, chat=None, reset=None):
+    def __init__(self, source: str, out="", alphabet=string.printable, chat=None, env=None):
         """source: a Hugging Face folder or a checkpoint with a tokenizer; "": a new tokenizer with a token per character of the
-        alphabet, for save() in the folder out. chat: text -> prompt, from open_chat(), or None. reset:
-        the environment's, if any."""
-        self.chat, self.alphabet, self.reset = chat, None, reset
+        alphabet, for save() in the folder out. chat: text or messages -> prompt, from open_chat(), or
+        None. env: an environment whose tasks are not what the model sees."""
+        self.chat, self.alphabet, self.env, self.messages = chat, None, env, getattr(env, "messages", {})
         if source:
             source = text_folder(source)
             self.file = check_hf_tokenizer(source, 1 << 31)
@@ -199,7 +225,9 @@ class Text:
             self.tokenizer.save(self.file)
 
     def prompt(self, task: str) -> list[int]:
-        text = self.reset(task)[1] if self.reset else task
+        text = self.env.reset(task)[1] if hasattr(self.env, "step") else self.messages.get(task, task)
+        if isinstance(text, list) and not self.chat:
+            raise ValueError(f"the prompt {task[:60]!r} is a list of messages, which needs the chat template of an --init_from")
         return self.ids(self.chat(text) if self.chat else text, self.bos and not self.chat) or [self.eot]
 
     def ids(self, text: str, bos: bool = False) -> list[int]:

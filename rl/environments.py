@@ -3,7 +3,8 @@
 An environment is a class in this file, or a module in a file of your own. An environment must have
 
     make(rng) -> (prompt, answer)         one task; the supervised warm-up imitates the answer
-    reward(prompt, completion) -> float   completion: all text after the prompt, without the end-of-text token
+    reward(prompt, completion) -> float   completion: all text after the prompt, without the end-of-text token. Or a dict of
+                                          named parts, {"right": 1.0, "short": 0.2}: their sum counts, and each is logged
 
 and may have
 
@@ -11,6 +12,7 @@ and may have
                                           once per pass
     eval_problems                         a second list, for evaluation only. Without eval_problems an eighth of the problems
                                           is held out
+    group_reward(prompt, completions)     instead of reward: a list with the reward of each sample of the prompt
     reward(..., truncated)                third parameter: whether the sample was cut off before its end. The tasks in this file
                                           then pay 0, because the last number of a truncated text is no answer
     ALPHABET                              characters of a model with random weights; the default is printable ASCII
@@ -31,6 +33,7 @@ import random
 import string
 import sys
 import zlib
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from rl.rewards import short
@@ -54,7 +57,8 @@ def open_env(name: str):
     """The environment for --env; rl/datasets.py has the environments for problems in files. Raises ValueError."""
     path = f"{Path(__file__).parent.parent}/forks/{name}.py" if name in EXAMPLES else name
     env = Reverse if name == "reverse" else load_own("env", path, ["reverse", *EXAMPLES, "dataset", "gsm8k"])
-    wanted = ["make"] * (not hasattr(env, "problems")) + ["reset" if hasattr(env, "step") else "reward"]
+    wanted = ["make"] * (not hasattr(env, "problems"))
+    wanted += ["reset"] if hasattr(env, "step") else ["reward"] * (not hasattr(env, "group_reward"))
     wanted += ["TOOL_END"] * hasattr(env, "tool")
     if missing := [word for word in wanted if not hasattr(env, word)]:
         raise ValueError(f"--env {name} does not define {' and '.join(missing)}; rl/environments.py says what it needs")
@@ -140,9 +144,9 @@ class Turns:
     """What an environment says in the samples of rollout(): the text of its tool, or of its steps. A simple environment says
     nothing. calls and earned: number and rewards of the calls in each sample; failed: messages of failed calls."""
 
-    def __init__(self, env, text, tasks: list[str]):
-        """tasks: of each sample."""
-        self.env, self.text, self.failed = env, text, []
+    def __init__(self, env, text, tasks: list[str], threads=1):
+        """tasks: of each sample. threads: calls that run at once, while other samples go on."""
+        self.env, self.text, self.failed, self.threads = env, text, [], ThreadPoolExecutor(threads)
         self.has_state, self.end = hasattr(env, "step"), getattr(env, "TURN_END", getattr(env, "TOOL_END", ""))
         self.states = [env.reset(task)[0] for task in tasks if self.has_state]
         self.calls, self.earned = [0] * len(tasks), [0.0] * len(tasks)
@@ -154,22 +158,26 @@ class Turns:
         n = self.text.decode(last).count(self.end) if self.end else 0
         return n > 0 and n > self.text.decode(last[:-1]).count(self.end) or self.has_state and last[-1] in self.text.ends
 
-    def answer(self, s: dict) -> list[int] | None:
-        """For rollout(): the environment's ids after a sample."""
+    def answer(self, s: dict) -> list | Future:
+        """For rollout(): [] within a turn, else a Future of the environment's ids after the turn, or of None: the end."""
         if not self.is_over(s):
             return []
-        i, completion = s["index"], self.text.decode(s["ids"])
-        self.calls[i] += 1
+        self.calls[s["index"]] += 1
+        return self.threads.submit(self.ask, s["index"], self.text.decode(s["ids"]), self.text.decode(s["ids"][s["begin"] :]))
+
+    def ask(self, i: int, completion: str, turn: str) -> list[int] | None:
         try:
             if not self.has_state:
                 return self.text.ids(self.env.tool(completion[: completion.rindex(self.end) + len(self.end)]))
-            turn = self.text.decode(s["ids"][s["begin"] :])
             said, done, reward = self.env.step(self.states[i], turn.split(self.end)[0] if self.end else turn)
             self.earned[i] += float(reward)
             return None if done else self.text.ids(said)
         except Exception as error:  # raising now would leave other ranks waiting in their next forward
             self.failed.append(f"the {'step' if self.has_state else 'tool'} fails at completion {short(completion)}: {error!r}")
             return None
+
+    def add_to(self, samples: list[dict]) -> list[dict]:
+        return [s | dict(calls=n, earned=x) for s, n, x in zip(samples, self.calls, self.earned)]
 
 
 def supervised_sample(env, text, task: str, answer: str) -> dict:
@@ -178,7 +186,8 @@ def supervised_sample(env, text, task: str, answer: str) -> dict:
     s, mask = dict(index=0, begin=0), [1.0] * len(ids)
     for i in range(len(ids) if turns.reply else 0):
         s["ids"] = ids[: i + 1]
-        said = turns.reply(s) if mask[i] else []
+        later = turns.reply(s) if mask[i] else []
+        said = later.result() if later else []
         if said is None:
             ids, mask = ids[: i + 1], mask[: i + 1]
             break

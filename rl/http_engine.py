@@ -26,6 +26,7 @@ import torch.distributed as dist
 from distributed.agree import on_rank_0
 from distributed.layout import Layout
 from rl.decoding import noise_seed
+from rl.environments import Turns
 from rl.rollouts import make_batch, patient_group, sample_groups
 from storage.hf import save_hf
 
@@ -108,15 +109,18 @@ class Server:
             self.fail(f"it has the weights {there!r} and not {self.version!r}: it was started again, or another run uses it; "
                       "start this run again")
 
-    def sample(self, prompt: list[int], n: int, room: int, temperature: float, ends: list[int], seed: int, bias: dict) -> list:
-        """n samples of a prompt, at most `room` ids each: (ids, log-probabilities at the temperature, reason of the end)."""
+    def sample(self, prompt: list[int], n: int, room: int, temperature: float, ends: list[int], seed: int | None, bias: dict,
+               stop="") -> list:
+        """n samples of a prompt, at most `room` ids each: (ids, log-probabilities at the temperature, reason of the end). seed:
+        None lets the server choose. stop: a sample also ends with the token that completes this text."""
         common = dict(temperature=temperature, top_p=1.0, top_k=-1, min_p=0.0, repetition_penalty=1.0, stop_token_ids=ends)
-        common |= {"logit_bias": bias} if bias else {}
+        common |= ({"logit_bias": bias} if bias else {}) | ({"stop": [stop]} if stop else {})
         if self.kind == "vllm":  # vLLM gives sample i the seed + i
-            body = dict(model=self.name, prompt=prompt, n=n, max_tokens=room, seed=seed, logprobs=1, return_token_ids=True)
+            body = dict(model=self.name, prompt=prompt, n=n, max_tokens=room, logprobs=1, return_token_ids=True)
+            body |= {} if seed is None else {"seed": seed}
             found = self.call("/v1/completions", body | common, samples_of_vllm)
         else:
-            each = [dict(common, max_new_tokens=room, sampling_seed=seed + i) for i in range(n)]
+            each = [dict(common, max_new_tokens=room) | ({} if seed is None else {"sampling_seed": seed + i}) for i in range(n)]
             body = dict(input_ids=[prompt] * n, sampling_params=each, return_logprob=True)
             found, versions = self.call("/generate", body, samples_of_sglang)
             for version in versions:
@@ -140,8 +144,8 @@ def samples_of_sglang(answer: list) -> tuple[list[tuple], list]:
     return samples, [meta.get("weight_version") for meta in metas]
 
 
-def wrong_sample(ids, logprobs, reason, room: int, ends: list[int], n_vocab: int, greedy: bool) -> str:
-    """The fault of a server's sample, or ""."""
+def wrong_sample(ids, logprobs, reason, room: int, ends: list[int], n_vocab: int, greedy: bool, is_turn=lambda ids: 0) -> str:
+    """The fault of a server's sample, or "". is_turn(ids): whether the ids end a turn, which ends a sample as well."""
     if not isinstance(ids, list) or not isinstance(logprobs, list) or not 1 <= len(ids) <= room or len(logprobs) != len(ids):
         return f"it must have between 1 and {room} ids, and a log-probability for each"
     if outside := [i for i in ids if type(i) is not int or not 0 <= i < n_vocab]:
@@ -150,16 +154,14 @@ def wrong_sample(ids, logprobs, reason, room: int, ends: list[int], n_vocab: int
     if strange and not greedy:
         return f"{strange[:1]} is no log-probability; vLLM needs --logprobs-mode processed_logprobs"
     is_cut = reason == "length" and len(ids) == room
-    if set(ids[:-1]) & set(ends) or reason not in ("stop", "length") or ids[-1] not in ends and not is_cut:
+    if set(ids[:-1]) & set(ends) or reason not in ("stop", "length") or not (ids[-1] in ends or is_cut or is_turn(ids)):
         return (f"its finish_reason is {reason!r} after {len(ids)} of {room} ids, the last {ids[-1]}; only the last may be one "
                 f"of {ends}, its ends, and --seq_len must not be more than the server allows")
     return ""
 
 
-def find_server(cfg, env):
+def find_server(cfg):
     """Check that the server runs and can serve this run. Raises ValueError before anything is built."""
-    if hasattr(env, "tool") or hasattr(env, "step"):
-        raise ValueError(f"--engine: --env {cfg.env} takes turns, and a server does not stop for them; leave out --engine")
     server = Server(cfg.engine, cfg.rollout_timeout_s)
     if (server.max_len or cfg.seq_len) < cfg.seq_len:
         server.fail(f"its sequences have at most {server.max_len} tokens; start it with --max-model-len (SGLang: "
@@ -180,7 +182,8 @@ class HTTPEngine:
         self.mine = f"{Path(cfg.out).name}-{hashlib.sha256(os.path.abspath(cfg.out).encode()).hexdigest()[:6]}"
         self.written, self.loaded, self.cursor = None, "", cursor
         self.server, self.start = on_rank_0(self.connect, self.group)
-        self.worker, self.prompts = ThreadPoolExecutor(1), ThreadPoolExecutor(max(1, cfg.rollout_rows // cfg.group_size))
+        at_once = cfg.rollout_rows // (1 if Turns(env, text, []).reply else cfg.group_size)  # requests
+        self.worker, self.requests = ThreadPoolExecutor(1), ThreadPoolExecutor(max(1, at_once))
 
     def connect(self):
         """On rank 0: the server, and a name for this start of the run. Weights of earlier starts are removed."""
@@ -190,6 +193,8 @@ class HTTPEngine:
         server = Server(self.cfg.engine, self.cfg.rollout_timeout_s)
         if server.kind == "vllm" and not server.tells:
             print(f"--engine {server.url} cannot tell which weights it has; watch logprob_k3", flush=True)
+        if server.kind == "vllm" and not self.cfg.engine_seed:
+            print("vLLM draws without seeds, so the same command draws other samples; --engine_seed is slower", flush=True)
         return server, uuid.uuid4().hex[:8]
 
     def write_weights(self) -> str:
@@ -216,7 +221,7 @@ class HTTPEngine:
 
     def close(self):
         self.worker.shutdown()
-        self.prompts.shutdown()
+        self.requests.shutdown()
         shutil.rmtree(self.written or "", ignore_errors=True)
 
     # ------------------------------------------------ in the thread of rank 0
@@ -234,23 +239,46 @@ class HTTPEngine:
         return batch
 
     def draw(self, cfg, env, text, layout, model, tasks, prompts, group_size: int, temperature: float):
-        """(2) by the server, in place of rollouts.draw_samples."""
-        ask = partial(self.ask, n=group_size, temperature=temperature)
+        """(2) by the server, in place of rollouts.draw_samples: a request for each prompt, or for each turn of each sample."""
+        turns = Turns(env, text, [task for _, task, _ in tasks for _ in range(group_size)], cfg.reward_threads)
+        asks = [partial(self.ask, name, prompt, group_size, temperature) for (name, *_), prompt in zip(tasks, prompts)]
+        if turns.reply:
+            asks = [partial(self.play, turns, i, f"{tasks[i // group_size][0]}/{i % group_size}", prompts[i // group_size],
+                            temperature) for i in range(len(turns.calls))]
         try:
-            found = [*self.prompts.map(ask, [name for name, *_ in tasks], prompts, timeout=self.server.timeout)]
+            found = sum(self.requests.map(lambda ask: ask(), asks, timeout=self.server.timeout), [])
         except TimeoutError:
             self.server.fail(f"{len(tasks)} prompts took longer than --rollout_timeout_s {self.server.timeout:g}")
         self.server.check_version()
-        return sum(found, []), []
+        return turns.add_to(found), turns.failed
 
-    def ask(self, name: str, prompt: list[int], n: int, temperature: float) -> list[dict]:
+    def ask(self, name: str, prompt: list[int], n: int, temperature: float, begun=0, stop="", is_turn=lambda ids: False):
+        """n samples of a prompt. begun: ids at the end of the prompt that belong to the sample."""
         cfg, ends = self.cfg, self.text.ends
         unknown, n_vocab = self.trainer.model.unknown_ids, self.trainer.model.config.vocab_size
         bias = {} if unknown is None else {str(i): -100 for i in unknown.tolist()}  # probability 0
-        room = max(1, min(cfg.max_new_tokens, cfg.seq_len - len(prompt)))
-        found = self.server.sample(prompt, n, room, temperature, ends, noise_seed(f"{cfg.seed}/{name}"), bias)
+        room = max(1, min(cfg.max_new_tokens - begun, cfg.seq_len - len(prompt)))
+        seed = noise_seed(f"{cfg.seed}/{name}") if cfg.engine_seed or self.server.kind == "sglang" else None
+        found = self.server.sample(prompt, n, room, temperature, ends, seed, bias, stop)
         for ids, logprobs, reason in found:
-            if wrong := wrong_sample(ids, logprobs, reason, room, ends, n_vocab, temperature == 0):
+            if wrong := wrong_sample(ids, logprobs, reason, room, ends, n_vocab, temperature == 0, is_turn):
                 self.server.fail(f"a sample of {json.dumps(prompt)[:80]} is wrong: {wrong}; ids {json.dumps(ids)[:80]}")
         return [dict(ids=ids, logprobs=logprobs, mask=[1.0] * len(ids), truncated=ids[-1] not in ends)
                 for ids, logprobs, _ in found]
+
+    def play(self, turns: Turns, i: int, name: str, prompt: list[int], temperature: float) -> list[dict]:
+        """Sample i, turn by turn: the server stops at the end of a turn, and the next request goes on behind the reply."""
+        s, done = dict(index=i, begin=0, ids=[], logprobs=[], mask=[]), False
+        room = max(1, min(self.cfg.max_new_tokens, self.cfg.seq_len - len(prompt)))
+        while not done and len(s["ids"]) < room:
+            n = len(s["ids"])
+            (turn,) = self.ask(f"{name}/{n}", prompt + s["ids"], 1, temperature, n, turns.end,
+                               lambda ids, s=s: turns.is_over(s | dict(ids=s["ids"] + ids)))
+            s |= {key: s[key] + turn[key] for key in ("ids", "logprobs", "mask")}
+            later = turns.reply(s)
+            said = later.result() if later else []
+            done = said is None or s["ids"][-1] in self.text.ends and not said
+            said = (said or [])[: room - len(s["ids"])]
+            s |= dict(ids=s["ids"] + said, logprobs=s["logprobs"] + [0.0] * len(said), mask=s["mask"] + [0.0] * len(said))
+            s["begin"] = len(s["ids"]) if said else s["begin"]
+        return [{key: s[key] for key in ("ids", "logprobs", "mask")} | dict(truncated=not done)]

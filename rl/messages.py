@@ -3,6 +3,7 @@ a step and of an evaluation; some samples."""
 import json
 import math
 import os
+from itertools import chain
 
 import torch
 
@@ -88,7 +89,9 @@ def sample_numbers(groups: list[list[dict]], batch: dict) -> dict:
     equal = [len({s["reward"] for s in group}) == 1 for group in groups]
     failed = [flat and group[0]["reward"] == 0 for flat, group in zip(equal, groups)]
     seconds = batch["ended"] - batch["began"]
-    return dict(
+    parts = [s.get("parts", {}) for s in samples]
+    means = {name: sum(part.get(name, 0.0) for part in parts) / len(parts) for name in dict.fromkeys(chain(*parts))}
+    return {f"reward_part_{name}": mean for name, mean in means.items()} | dict(
         reward_mean=rewards.mean(), reward_std=rewards.std(unbiased=False), prompts_drawn=batch["drawn"],
         prompts_too_long=batch["too_long"], zero_variance_groups=torch.tensor(equal).float().mean(),
         all_failed_groups=sum(failed) / len(groups),

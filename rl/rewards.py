@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(kw_only=True)
@@ -20,16 +21,31 @@ class RewardConfig:
     failed_reward: float | None = None  # reward of a sample whose reward fails or is late; none = end the run
 
 
-def pay(env, prompt: str, completion: str, truncated: bool) -> tuple[float | None, str]:
-    """(the reward of a sample, ""), or (None, why there is none) if the reward fails or is not finite."""
+class Paid(NamedTuple):
+    """What a sample earned: its reward, the sum of the parts if the reward has named parts; or None, and the failure."""
+
+    reward: float | None
+    failure: str = ""
+    parts: dict = {}
+
+
+def pay(env, prompt: str, completions: list[str], truncated: list[bool]) -> list[Paid]:
+    """Pay the samples of a prompt: all samples of the group at once for a group_reward, else one sample. All fail together, for
+    instance if a reward is not finite."""
     try:
-        asks = "truncated" in inspect.signature(env.reward).parameters
-        value = env.reward(prompt, completion, **({"truncated": truncated} if asks else {}))
-        if not math.isfinite(reward := float(value)):
-            raise ValueError(f"it is {value}")
+        together = hasattr(env, "group_reward")
+        function = env.group_reward if together else env.reward
+        asks = "truncated" in inspect.signature(function).parameters
+        given = dict(truncated=truncated if together else truncated[0]) if asks else {}
+        values = function(prompt, completions, **given) if together else [function(prompt, completions[0], **given)]
+        if len(values) != len(completions):
+            raise ValueError(f"{len(values)} rewards for {len(completions)} samples")
+        rewards = [float(sum(value.values()) if isinstance(value, dict) else value) for value in values]
+        if wrong := [value for reward, value in zip(rewards, values) if not math.isfinite(reward)]:
+            raise ValueError(f"it is {wrong[0]}")
     except BaseException as error:  # also SystemExit: pay_all waits for an answer of each thread
-        return None, no_reward(prompt, completion, repr(error))
-    return reward, ""
+        return [Paid(None, no_reward(prompt, text, repr(error))) for text in completions]
+    return [Paid(reward, "", value if isinstance(value, dict) else {}) for reward, value in zip(rewards, values)]
 
 
 def no_reward(prompt: str, completion: str, reason: str) -> str:
@@ -41,9 +57,9 @@ def short(text: str) -> str:
     return repr(text if len(text) <= 400 else f"{text[:200]} ... {text[-200:]}")
 
 
-def pay_all(env, jobs: list[tuple[str, str, bool]], cfg: RewardConfig) -> list[tuple[float | None, str]]:
-    """For each (prompt, completion, truncated) what pay() returns. A failure that ends the run comes back alone. Threads are
-    daemons, because the process must not wait for a late reward at exit."""
+def pay_all(env, jobs: list[tuple], cfg: RewardConfig) -> list[Paid]:
+    """What pay() returns for each job (prompt, completions, truncated), one after the other. A failure that ends the run comes
+    back alone. Threads are daemons, because the process must not wait for a late reward at exit."""
     waiting, running, results, ended = list(range(len(jobs)))[::-1], {}, {}, queue.SimpleQueue()
 
     def work(i):
@@ -59,12 +75,12 @@ def pay_all(env, jobs: list[tuple[str, str, bool]], cfg: RewardConfig) -> list[t
             i, result = ended.get(timeout=max(running[first] - time.monotonic(), 0))
         except queue.Empty:
             reason = f"it takes longer than --reward_timeout_s {cfg.reward_timeout_s:g}"
-            i, result = first, (None, no_reward(*jobs[first][:2], reason))
+            i, result = first, [Paid(None, no_reward(jobs[first][0], text, reason)) for text in jobs[first][1]]
         if running.pop(i, None) is not None:  # else given up before
             results[i] = result
-            if result[1] and cfg.failed_reward is None:
-                return [result]
-    return [results[i] for i in range(len(jobs))]
+            if result[0].failure and cfg.failed_reward is None:
+                return result[:1]
+    return sum((results[i] for i in range(len(jobs))), [])
 
 
 # ---------------------------------------------------------------- evaluation

@@ -22,7 +22,7 @@ from distributed.agree import gather
 from rl.datasets import DatasetConfig
 from rl.decoding import draw_noise, rollout
 from rl.environments import Turns, draw_task
-from rl.rewards import RewardConfig, pay_all
+from rl.rewards import Paid, RewardConfig, pay_all
 from support.files import read_json
 
 NUMBERS = {"prompt": "i", "ids": "i", "logprobs": "f", "mask": "f"}  # values per token of a sample: the kinds of their arrays
@@ -98,12 +98,12 @@ def lockstep(layout, timeout_s: int, tool=None):
 def draw_samples(cfg, env, text, layout, model, tasks: list[tuple], prompts: list[list[int]], group_size, temperature):
     """(2) on this rank, with whole weights: (group_size samples of each of this rank's prompts, failures)."""
     noise = draw_noise([f"{cfg.seed}/{name}" for name, *_ in tasks], group_size, cfg.max_new_tokens)
-    turns = Turns(env, text, [task for _, task, _ in tasks for _ in range(group_size)])
+    turns = Turns(env, text, [task for _, task, _ in tasks for _ in range(group_size)], cfg.reward_threads)
     samples = rollout(
         model, prompts, noise, temperature, text.ends, max_len=cfg.seq_len, rows=cfg.rollout_rows, reply=turns.reply,
         tp_mesh=layout.mesh["tp"] if layout.tp > 1 else None, batch_invariant=cfg.batch_invariant,
         agree=lockstep(layout, cfg.rollout_timeout_s, turns.reply))
-    return [s | dict(calls=n, earned=x) for s, n, x in zip(samples, turns.calls, turns.earned)], turns.failed
+    return turns.add_to(samples), turns.failed
 
 
 def sample_groups(cfg, env, text, layout, model, tasks: list[tuple], group_size, temperature, draw=draw_samples):
@@ -122,10 +122,14 @@ def sample_groups(cfg, env, text, layout, model, tasks: list[tuple], group_size,
     for j, s in enumerate(samples):
         s["group"], s["prompt"], s["text"] = mine[j // group_size], prompts[j // group_size], text.decode(s["ids"])
         s["answer"] = tasks[s["group"]][2]
-    jobs = [(tasks[s["group"]][1], s["text"], s["truncated"]) for s in samples]
-    paid = pay_all(env, jobs, cfg) if hasattr(env, "reward") else [(s["earned"], "") for s in samples]
-    for j, (s, (reward, failure)) in enumerate(zip(samples, paid)):
+    size = group_size if hasattr(env, "group_reward") else 1  # samples that are paid together
+    together = [samples[j : j + size] for j in range(0, len(samples), size)]
+    jobs = [(tasks[some[0]["group"]][1], *([s[name] for s in some] for name in ("text", "truncated"))) for some in together]
+    pays = hasattr(env, "reward") or hasattr(env, "group_reward")
+    paid = pay_all(env, jobs, cfg) if pays else [Paid(s["earned"]) for s in samples]
+    for j, (s, (reward, failure, parts)) in enumerate(zip(samples, paid)):
         name, s["failed"], s["reward"] = tasks[s["group"]][0], failure, cfg.failed_reward if failure else reward
+        s["parts"] = parts
         if s["failed"] and cfg.failed_reward is None:
             failed.append(s["failed"])
         if cfg.control == "random" and not name.startswith("eval/"):

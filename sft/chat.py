@@ -266,8 +266,8 @@ def tokens_and_mask(conversation: Conversation, template: ChatTemplate, tokenize
 # A prompt is one message of a user, written out by the chat template of the model's folder, after --system TEXT if given. Some
 # templates read further values, such as Qwen3's enable_thinking: --template_args enable_thinking=false.
 def open_chat(folder: str, cfg: ChatConfig) -> Callable | None:
-    """Function text -> prompt for the flags; None: the text is the prompt. folder: of the model, "" for a new model. Raises
-    ValueError for a flag without effect."""
+    """Function text (or messages) -> prompt for the flags; None: the text is the prompt. folder: of the model, "" for a new
+    model. Raises ValueError for a flag without effect."""
     given = [f"--{name} {value}" for name, value in (("system", cfg.system), ("template_args", cfg.template_args)) if value]
     if given and not (cfg.chat and folder):
         raise ValueError(f"{', '.join(given)}: there is no chat template without --chat or in a model that begins from nothing")
@@ -280,8 +280,11 @@ def open_chat(folder: str, cfg: ChatConfig) -> Callable | None:
         raise ValueError(f"--template_args {cfg.template_args}: {template.name} does not ask for {unknown[0]}; it asks for "
                          f"{', '.join(sorted(template.names)) or 'nothing'}")
 
-    def render(text: str, system=system, values=values) -> str:
-        messages = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": text}]
+    def render(text: str | list[dict], system=system, values=values) -> str:
+        messages = text if isinstance(text, list) else [{"role": "user", "content": text}]
+        if system and messages[0]["role"] == "system":
+            raise ValueError(f"--system {system!r}: the prompts have a system message of their own; leave it out")
+        messages = [{"role": "system", "content": system}] * bool(system) + messages
         return remove_marks(template.render(messages, None, True, **values))
 
     if system and render(PROBE).count(shown := system.strip()) <= render(PROBE, system="", values={}).count(shown):

@@ -1,12 +1,15 @@
 """A server for grpo.py --engine with the protocol of vLLM or SGLang, made of the standard library and our own decoder. Noise
 comes from the seed of a request, so the samples equal those of grpo.py in place."""
 import json
+import random
 import threading
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import torch
 
+from corpus.tokenizer import load_tokenizer
 from rl.decoding import rollout
 from storage.hf import load_hf_model
 
@@ -22,12 +25,15 @@ class Engine:
 
     def read(self, folder: str):
         self.model, self.folders = load_hf_model(folder, dtype=torch.float32)[0], [*self.folders, folder]
+        self.file = Path(folder, "tokenizer.json")
 
-    def draw(self, prompt, n, room, temperature, ends, seed, bias) -> list[dict]:
-        noise = torch.rand((n, room), generator=torch.Generator().manual_seed(seed))
+    def draw(self, prompt, n, room, temperature, ends, seed, bias, stop) -> list[dict]:
+        noise = torch.rand((n, room), generator=torch.Generator().manual_seed(random.randrange(99) if seed is None else seed))
+        tokenizer = load_tokenizer(self.file) if stop else None
+        stops = lambda s: None if stop and stop[0] in tokenizer.decode(s["ids"]) else []  # noqa: E731
         with ONE_AT_A_TIME:
             self.model.unknown_ids = torch.tensor([int(i) for i in bias]) if bias else None
-            return rollout(self.model, [prompt], noise[None], temperature, ends, max_len=len(prompt) + room)
+            return rollout(self.model, [prompt], noise[None], temperature, ends, max_len=len(prompt) + room, reply=stops)
 
     def answer(self, path: str, body: dict | None):
         """(status, content of the answer)"""
@@ -38,7 +44,7 @@ class Engine:
             first, seeds = body["sampling_params"][0], [p["sampling_seed"] for p in body["sampling_params"]]
             assert seeds == [*range(seeds[0], seeds[0] + len(seeds))] and body["return_logprob"]
             samples = self.draw(body["input_ids"][0], len(seeds), first["max_new_tokens"], first["temperature"],
-                                first["stop_token_ids"], seeds[0], first.get("logit_bias"))
+                                first["stop_token_ids"], seeds[0], first.get("logit_bias"), first.get("stop"))
             return 200, [{"text": "", "meta_info": {
                 "finish_reason": {"type": "length" if s["truncated"] else "stop"},
                 "output_token_logprobs": [[x, i, None] for x, i in zip(s["logprobs"], s["ids"])],
@@ -46,7 +52,7 @@ class Engine:
         if path == "/v1/completions" and not sglang:
             assert body["return_token_ids"] and body["model"] == "policy" and (body["top_p"], body["top_k"]) == (1.0, -1)
             samples = self.draw(body["prompt"], body["n"], body["max_tokens"], body["temperature"], body["stop_token_ids"],
-                                body["seed"], body.get("logit_bias"))
+                                body.get("seed"), body.get("logit_bias"), body.get("stop"))
             return 200, {"choices": [
                 {"index": i, "text": "", "finish_reason": "length" if s["truncated"] else "stop", "token_ids": s["ids"],
                  "logprobs": {"token_logprobs": s["logprobs"]}} for i, s in enumerate(samples)][::-1]}
@@ -92,6 +98,7 @@ def serving(engine: Engine, port=0):
         def log_message(self, *args):
             pass
 
+    ThreadingHTTPServer.request_queue_size = 512  # as many connections may begin at once
     server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()

@@ -1,12 +1,15 @@
 """Problems in files, --env dataset and gsm8k: right answers, lines of a file, and runs."""
 import json
 
+import pyarrow
+import pyarrow.parquet as pq
 import pytest
-from policy import REPO, TINY, run, steps_of
+from policy import REPO, TINY, hf_folder, run, steps_of
 from saves import refuses
 
 import grpo
 from rl import answers, datasets, environments, rewards
+from sft.chat import open_chat
 from storage.provenance import local_code
 
 GSM8K = REPO.parent / "shared" / "data" / "gsm8k_train.jsonl"  # the published problems, if at hand
@@ -26,8 +29,6 @@ def task(env_data, **flags):
 
 
 # ---------------------------------------------------------------- answers
-
-
 @pytest.mark.parametrize("text, number", [
     ("#### 18 dollars and 20 cents", 18), ("#### -5", -5), ("####-5", -5), ("3, so #### 1,234.5", 1234.5), ("$1,000", 1000),
     ("so -$5.", -5), ("20-5=15.", 15), ("it is .5", 0.5), ("the answer is 7", 7), ("7. So: 8.", 8), ("#### 1\n#### 2", 2),
@@ -89,6 +90,31 @@ def test_prompts_answers_and_rewards_of_a_file(tmp_path):
     assert set(environments.held_out_tasks(half, -1)) == {p for p, _ in half.problems if environments.is_held_out(p)}
 
 
+def test_messages_and_answers_as_verl_has_them(tmp_path):
+    """Rows of a .parquet. A user's message alone is like a text; more of them go through the template as they are."""
+    user, system = {"role": "user", "content": "2+3="}, {"role": "system", "content": "add"}
+    rows = [{"prompt": said, "reward_model": {"ground_truth": "5", "style": "rule"}, "data_source": "x"}
+            for said in ([user], [system, user])]
+    pq.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    env = task(tmp_path / "a.parquet")
+    assert env.problems == [("2+3=", "5"), ("add\n\n2+3=", "5")] and env.reward("add\n\n2+3=", "5") == 1.0
+    hf_folder(tmp_path / "hf", "llama")
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
+    (tmp_path / "hf" / "chat_template.jinja").write_text(template)
+    flags = dict(init_from=str(tmp_path / "hf"), env_data=str(tmp_path / "a.parquet"), env="dataset")
+    ids = [env.problems[i][0] for i in (0, 1)]
+    text = datasets.Text(flags["init_from"], chat=open_chat(flags["init_from"], grpo.Config(**flags)), env=env)
+    assert [text.decode(text.prompt(prompt)) for prompt in ids] == ["user: 2+3=;", "system: add;user: 2+3=;"]
+    refuses("list of messages, which needs the chat template", datasets.Text(flags["init_from"], env=env).prompt, ids[1])
+    text.chat = open_chat(flags["init_from"], grpo.Config(**flags, system="Be brief."))
+    refuses("--system 'Be brief.': the prompts have a system message of their own", text.prompt, ids[1])
+    data = write(tmp_path / "a.jsonl", {"prompt": [user, {"role": "user"}], "answer": 5})
+    refuses("a.jsonl:1: prompt is no text, and no list of messages", task, data)
+    (tmp_path / "own.py").write_text("def reward(completion, fields):\n    return float(completion == fields['word'])")
+    own = task(write(tmp_path / "a.jsonl", {"prompt": "say x", "word": "x"}), reward=str(tmp_path / "own.py"))
+    assert own.problems == [("say x", "")] and own.reward("say x", "x") == 1.0
+
+
 def test_a_reward_of_your_own_is_given_what_it_asks_for(tmp_path):
     """The countdown set with division, with the numbers in each line: docs/grpo.md."""
     lines = [{"prompt": f"Make {t} of 8, 2 and 3", "answer": t, "numbers": [8, 2, 3]} for t in (1, 12, 19)]
@@ -100,7 +126,7 @@ def test_a_reward_of_your_own_is_given_what_it_asks_for(tmp_path):
     env = task(data, reward=str(own))
     assert env.reward(lines[2]["prompt"], "8*2+3") == 2.0 and env.reward(lines[2]["prompt"], "19") == 0.0
     own.write_text("def reward(prompt, completion, answer, truncated, fields):\n    return truncated and fields['answer'] == 1")
-    assert rewards.pay(task(data, reward=str(own)), lines[0]["prompt"], "", True) == (1.0, "")
+    assert rewards.pay(task(data, reward=str(own)), lines[0]["prompt"], [""], [True]) == [(1.0, "", {})]
     assert local_code()["my_reward.py"] == own.read_text()  # a checkpoint keeps the source of the reward
     for code, message in [("def reward(prompt, solution): pass", "reward\\(\\) asks for solution; it may ask for prompt, "),
                           ("x = 1", "it must define reward\\(prompt, "), ("import nope", "No module named 'nope'")]:

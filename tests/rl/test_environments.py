@@ -16,10 +16,10 @@ def test_what_was_cut_off_is_not_paid_for():
     for name in ("reverse", "sum_digits", "calculator"):
         env = environments.open_env(name)
         prompt, answer = environments.draw_task(env, "eval", 3)
-        assert [rewards.pay(env, prompt, answer, truncated)[0] for truncated in (False, True)] == [1, 0]
+        assert [rewards.pay(env, prompt, [answer], [truncated])[0].reward for truncated in (False, True)] == [1, 0]
     asks = SimpleNamespace(reward=lambda prompt, completion, truncated: -1.0 if truncated else 1.0)
     other = SimpleNamespace(reward=lambda prompt, completion: 0.5)
-    assert [rewards.pay(env, "", "", True)[0] for env in (asks, other)] == [-1.0, 0.5]
+    assert [rewards.pay(env, "", [""], [True])[0].reward for env in (asks, other)] == [-1.0, 0.5]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "x", "raise"])
@@ -29,7 +29,7 @@ def test_a_reward_that_is_none_names_its_sample(value):
             raise KeyError("no\nsuch key")
         return value
 
-    nothing, failure = rewards.pay(SimpleNamespace(reward=reward), "1 2", "some\nwhere", False)
+    ((nothing, failure, _),) = rewards.pay(SimpleNamespace(reward=reward), "1 2", ["some\nwhere"], [False])
     assert nothing is None and "no reward for prompt '1 2', completion 'some\\nwhere'" in failure and "\n" not in failure
 
 
@@ -107,10 +107,11 @@ def test_a_tool_is_asked_once_where_a_token_goes_on_after_its_mark():
     for last in (3, 4):  # 4: the mark and a new line in one token
         turns, ids = environments.Turns(env, text, ["task"]), [1, 2, last, 5, 1, 2, last]
         ask = lambda begin, end: turns.reply(dict(index=0, begin=begin, ids=ids[:end]))  # noqa: B023, E731
-        assert [ask(0, 1), ask(0, 2), ask(0, 3), ask(4, 5), ask(4, 7)] == [[], [], [5], [], [5]] and turns.calls == [2]
+        assert [ask(0, 1), ask(0, 2), ask(4, 5)] == [[], [], []] and turns.calls == [0]
+        assert [ask(0, 3).result(), ask(4, 7).result()] == [[5], [5]] and turns.calls == [2]
         assert heard[-2:] == ["1+1</code>", f"1+1</{words[last]}21+1</code>"]
     env.tool = lambda completion: 1 / 0
-    assert turns.reply(dict(index=0, begin=0, ids=[1, 2, 3])) is None and "ZeroDivisionError" in turns.failed[0]
+    assert turns.reply(dict(index=0, begin=0, ids=[1, 2, 3])).result() is None and "ZeroDivisionError" in turns.failed[0]
 
 
 def test_an_environment_with_state_plays_each_sample_by_itself():
@@ -121,7 +122,7 @@ def test_an_environment_with_state_plays_each_sample_by_itself():
 
     game = SimpleNamespace(__name__="game", TURN_END="7", make=lambda rng: (str(rng.randrange(1000)), "12373."), step=step,
                            reset=lambda task: ([task], task[::-1] + ">"))
-    text = grpo.Text("", alphabet="0123456789>.", reset=game.reset)
+    text = grpo.Text("", alphabet="0123456789>.", env=game)
     s = grpo.supervised_sample(game, text, "35", "1272.73.7799")
     assert s["mask"] == [1.0] * 3 + [0.0] * 2 + [1.0] + [0.0] * 2 + [1.0] and text.decode(s["prompt"]) == "53>"
     text.ends, trainer = [], trainer_of(seq_len=64, unknown=[0, *range(13, 24)])

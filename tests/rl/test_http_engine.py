@@ -1,19 +1,19 @@
 """grpo.py --engine: the same run as in place, when the server samples with our own decoder; and servers that go wrong."""
 import contextlib
+import json
 import math
 import os
 import re
 import socket
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
 from engine_server import Engine, serving
 from policy import SAME, TINY, assert_same, hf_folder, run, sharp_model, steps_of
 from programs import free_port
-from runs import metrics
+from runs import REPO, metrics
 from saves import refuses
 
 from grpo import Config
@@ -37,7 +37,7 @@ def evaluations(out) -> list[tuple]:
 def test_a_server_gives_the_run_that_is_sampled_in_place(tmp_path, kind, processes, flags):
     flags, engine = [*SAME, "--steps", 4, "--lr", "2e-2", "--warmup_steps", 0, "--abort_k3", 0, *flags], Engine(kind)
     with serving(engine) as url:
-        said = run(processes, *flags, "--engine", url, "--rollout_rows", 12, "--out", tmp_path / "server")
+        said = run(processes, *flags, "--engine", url, "--engine_seed", "--rollout_rows", 12, "--out", tmp_path / "server")
     run(1, *flags, "--out", tmp_path / "place")
     there, here = steps_of(tmp_path / "server"), steps_of(tmp_path / "place")
     assert_same(there, here, 1e-5)
@@ -48,6 +48,25 @@ def test_a_server_gives_the_run_that_is_sampled_in_place(tmp_path, kind, process
     assert not any(os.path.exists(folder) for folder in engine.folders)
 
 
+@pytest.mark.parametrize("kind, env", [
+    ("vllm", "tests/env_turns.py"), pytest.param("sglang", "forks/wordle.py", marks=pytest.mark.slow)])
+def test_turns_go_on_behind_the_reply_of_the_environment(tmp_path, kind, env):
+    """Greedy samples are those in place. Others have other noise, but the trainer finds the server's log-probabilities."""
+    flags = [*TINY, "--steps", 2, "--eval_every", 2, "--log_samples", 99, "--sft_steps", 9, "--seq_len", 40,
+             "--max_new_tokens", 30]
+    flags[flags.index("--env") + 1] = REPO / env
+    with serving(Engine(kind)) as url:
+        run(1, *flags, "--engine", url, "--out", tmp_path / "server")
+    run(1, *flags, "--out", tmp_path / "place")
+    there, here = ([json.loads(line) for line in (tmp_path / out / "samples.jsonl").read_text().splitlines()]
+                   for out in ("server", "place"))
+    greedy = [[s["completion"] for s in samples if s["evaluation"] and s["step"] == 0] for samples in (there, here)]
+    assert greedy[0] == greedy[1] and len(set(greedy[0])) > 1
+    steps, drawn = steps_of(tmp_path / "server"), [s["completion"] for s in there if not s["evaluation"]]
+    assert all(line["tool_calls"] > 0.3 and line["logprob_max_diff"] < 1e-4 for line in steps)
+    assert kind == "sglang" or any("712" in s for s in drawn) and not any(re.search("7(?!12|1?$)", s) for s in drawn)
+
+
 @pytest.mark.slow
 def test_adapters_reach_the_server_merged(tmp_path):
     hf_folder(tmp_path / "hf", "llama", std=0.3)
@@ -55,7 +74,7 @@ def test_adapters_reach_the_server_merged(tmp_path):
              "--eval_every", 0, "--lora_rank", 4, "--lr", "1e-2", "--warmup_steps", 0]
     engine = Engine("vllm")
     with serving(engine) as url:
-        run(1, *flags, "--engine", url, "--engine_weights", tmp_path / "weights", "--out", tmp_path / "server")
+        run(1, *flags, "--engine", url, "--engine_seed", "--engine_weights", tmp_path / "weights", "--out", tmp_path / "server")
     assert all(os.path.dirname(folder) == str(tmp_path / "weights") for folder in engine.folders) and len(engine.folders) == 3
     run(1, *flags, "--out", tmp_path / "place")
     assert_same(steps_of(tmp_path / "server"), steps_of(tmp_path / "place"), 1e-5)
@@ -75,7 +94,7 @@ def test_a_server_that_dies_costs_nothing(tmp_path):
         return answer
 
     with serving(Engine("vllm", dies)) as url:
-        said = run(1, *flags, "--engine", url, "--out", out, status=1)
+        said = run(1, *flags, "--engine", url, "--engine_seed", "--out", out, status=1)
     ours = [line for line in said.splitlines() if "--engine" in line]
     assert len(ours) == 1 and "no answer to /v1/completions (RemoteDisconnected" in ours[0] and "Traceback" not in said
     assert [line["step"] for line in steps_of(out)] == [1, 2] and "step-2" in os.listdir(out / "checkpoints")
@@ -181,14 +200,13 @@ def test_nonsense_is_refused_in_one_line(weights, name):
 def test_a_server_is_looked_for_before_anything_is_built(weights):
     port = free_port()
     cfg = Config(engine=f"127.0.0.1:{port}")
-    refuses("no answer to /v1/models .ConnectionRefused.* start it", find_server, cfg, None)
+    refuses("no answer to /v1/models .ConnectionRefused.* start it", find_server, cfg)
     with serving(Engine("llama.cpp"), port), pytest.raises(ValueError, match="owned_by 'llama.cpp'; it must be"):
-        find_server(cfg, None)
+        find_server(cfg)
     with serving(Engine("vllm"), port):
-        find_server(cfg, None)
+        find_server(cfg)
         longer = Config(engine=cfg.engine, seq_len=128)
-        refuses("at most 64 tokens; start it with --max-model-len .* 128, which", find_server, longer, None)
-        refuses("reverse takes turns", find_server, cfg, SimpleNamespace(tool="something"))
+        refuses("at most 64 tokens; start it with --max-model-len .* 128, which", find_server, longer)
 
 
 def test_an_older_vllm_cannot_tell_its_version(weights):

@@ -15,8 +15,8 @@ from rl import rewards
 
 
 def paid(reward, texts, **flags) -> list:
-    jobs, cfg = [("1 2", text, False) for text in texts], rewards.RewardConfig(**{"failed_reward": 0.0, **flags})
-    return [failure or reward for reward, failure in rewards.pay_all(SimpleNamespace(reward=reward), jobs, cfg)]
+    jobs, cfg = [("1 2", [text], [False]) for text in texts], rewards.RewardConfig(**{"failed_reward": 0.0, **flags})
+    return [failure or reward for reward, failure, _ in rewards.pay_all(SimpleNamespace(reward=reward), jobs, cfg)]
 
 
 def test_a_reward_that_hangs_is_given_up_and_the_others_go_on():
@@ -54,6 +54,23 @@ def test_together_is_shorter():
     """Waiting rewards wait at the same time: the last of 16 to arrive releases all."""
     barrier = threading.Barrier(16, timeout=60)
     assert paid(lambda prompt, text: float(barrier.wait() >= 0), ["x"] * 16, reward_threads=16) == [1.0] * 16
+
+
+def test_named_parts_are_added_up_and_logged_and_a_group_is_paid_at_once(tmp_path):
+    """The group's reward sees all samples of its prompt: here the longest of them earns 1."""
+    (tmp_path / "env.py").write_text(
+        "from tests.env_counting import ALPHABET, make\n\n\ndef group_reward(prompt, completions, truncated):\n"
+        "    assert len(completions) == len(truncated) > 1 or not any(truncated[1:])\n"
+        "    longest = max(map(len, completions))\n"
+        "    return [{'longest': float(len(text) == longest), 'size': len(completions) / 8} for text in completions]\n")
+    run(1, *TINY, "--env", tmp_path / "env.py", "--steps", 2, "--checkpoint_every", 0, "--out", tmp_path / "run")
+    for line in steps_of(tmp_path / "run"):
+        assert line["reward_part_size"] == 0.5 and 0.25 <= line["reward_part_longest"] <= 1
+        assert math.isclose(line["reward_mean"], line["reward_part_longest"] + 0.5, abs_tol=1e-6)
+    for value, message in ([1.0], "1 rewards for 2 samples"), ([1.0, math.inf], "it is inf"), ([{}, {"a": "x"}], "TypeError"):
+        group = SimpleNamespace(group_reward=lambda prompt, completions: value)  # noqa: B023
+        paid = rewards.pay(group, "1", ["a", "b"], [False, False])
+        assert all(p.reward is None and message in p.failure for p in paid) and "completion 'b'" in paid[1].failure
 
 
 def test_errors_are_over_prompts():

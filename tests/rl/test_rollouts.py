@@ -17,6 +17,7 @@ from policy import (
     full_logprobs,
     gradients,
     hf_folder,
+    launch,
     run,
     samples_of,
     sharp_model,
@@ -24,6 +25,7 @@ from policy import (
     trainer_of,
 )
 from pool import pool
+from runs import Job
 from saves import refuses
 from torch.distributed.tensor import DTensor
 
@@ -233,6 +235,39 @@ def test_a_run_goes_on_with_all_batches_that_were_ahead(tmp_path, k, processes, 
     run(processes, *flags, "--checkpoint_every", 2, "--load_step", 2, "--out", out)
     assert_same(steps_of(out), whole, 0.0)
     assert len({line["staleness"] for line in whole}) > 1
+
+
+GAME = """
+from tests.env_counting import ALPHABET, make
+
+TURN_END = "7"
+
+
+def reset(task):
+    return [task], task
+
+
+def step(state, text):
+    state.append(text)
+    return str(len(state)), len(state) == 4, len(text) % 3 / 4
+"""
+
+
+@pytest.mark.slow
+def test_games_sampled_ahead_go_on_after_a_kill(tmp_path):
+    """kill -9 of trainer and generator while batches are in flight: the hashes, rewards and losses of an undisturbed run."""
+    (tmp_path / "game.py").write_text(GAME)
+    flags = [*TINY, "--env", tmp_path / "game.py", "--max_new_tokens", 20, "--seq_len", 32, "--gen_ranks", 1, "--async_steps", 2,
+             "--reward_threads", 4, "--steps", 12, "--eval_every", 0, "--checkpoint_every", 2, "--lr", "3e-3", "--warmup_steps", 0]
+    out = tmp_path / "run"
+    job = Job(launch(2, *flags, "--out", out), out, tmp_path / "log")
+    job.until_step(5)
+    job.kill_everything()
+    assert 5 <= max(line["step"] for line in steps_of(out)) < 12
+    assert "continuing from" in run(2, *flags, "--out", out)
+    run(2, *flags, "--out", tmp_path / "whole")
+    assert_same(steps_of(out), steps_of(tmp_path / "whole"), 0.0)
+    assert steps_of(out)[-1]["staleness"] == 2 and all(line["tool_calls"] > 0.5 for line in steps_of(out))
 
 
 def test_trainer_and_generator_meet_at_the_start(monkeypatch):

@@ -334,8 +334,9 @@ def paid(program: str, cfg) -> float:
 
 def payments(program: str, cfg) -> list:
     """Of two samples, or "late"."""
-    results = pay_all(open_task(cfg), [("", "slow", False), ("", "quick", False)], dataclasses.replace(cfg, failed_reward=0.0))
-    return ["late" if failure else reward for reward, failure in results]
+    jobs = [("", [text], [False]) for text in ("slow", "quick")]
+    results = pay_all(open_task(cfg), jobs, dataclasses.replace(cfg, failed_reward=0.0))
+    return ["late" if failure else reward for reward, failure, _ in results]
 
 
 def split(program: str, cfg) -> list:
@@ -714,7 +715,7 @@ ELSEWHERE = {
     "tests/support/test_metrics.py": ["plot"],
     "tests/sft/test_asking.py": ["chat", "system", "template_args"],  # need a model with a chat template
     "tests/rl/test_rollouts.py": ["gen_ranks"],  # needs several processes
-    "tests/rl/test_http_engine.py": ["engine", "engine_weights"],  # need a server
+    "tests/rl/test_http_engine.py": ["engine", "engine_seed", "engine_weights"],  # need a server
 }
 
 
