@@ -5,16 +5,18 @@
     math     the content of the last \\boxed{}, else the line after the last ####, else the last number or fraction of the
              text. Numbers are compared as exact fractions (\\frac{1}{2} = 1/2 = 0.5 = 50%), with roots or pi as floats;
              everything else letter by letter, without spaces, \\left, \\, $ and the like
+    math_verify  as the library of this name judges (pip install math-verify), which also computes: 2+3 is 5
 
-A model wrote the text in the hope of a reward, so we compute nothing for the model: 2+3 is not 5, and 0.333 is not 1/3.
+A model wrote the text in the hope of a reward, so math computes nothing for the model: 2+3 is not 5, and 0.333 is not 1/3.
 """
 import math
 import re
 from contextlib import suppress
 from fractions import Fraction
+from importlib.util import find_spec
 from itertools import accumulate, pairwise
 
-KINDS = ("exact", "number", "math")
+KINDS = ("exact", "number", "math", "math_verify")
 
 # All characters of a number, and of what is no plain number: 1/2, 5^2, 5:30, 2+3, 1e9. A minus is part of the number, unless a
 # letter, a digit or a bracket stands before the minus.
@@ -40,12 +42,21 @@ def is_right(kind: str, text: str, answer: str) -> bool:
     if kind == "number":
         found = final_number(text)
         return found is not None and found == final_number(answer)
-    return same_in_mathematics(text, answer)
+    return by_library(text, answer) if kind == "math_verify" else same_in_mathematics(text, answer)
+
+
+def by_library(text: str, answer: str) -> bool:
+    """Without the library's time limits, which need the main thread; see --reward_timeout_s."""
+    from math_verify import parse, verify
+
+    return verify(parse(f"${answer}$", parsing_timeout=None), parse(text, parsing_timeout=None), timeout_seconds=None)
 
 
 def never_right(kind: str, answer) -> str:
     """The reason why no text can be right with this answer, any value of a JSON line; "" if a text can be."""
     text = str(answer)
+    if kind == "math_verify" and not find_spec("math_verify"):
+        raise ValueError("math_verify needs a library: pip install math-verify")
     if type(answer) not in (str, int, float) or not text.strip():
         return "it is no text and no number"
     if kind == "number" and final_number(text) is None:

@@ -6,7 +6,7 @@ which turns prompts and samples into token ids and back.
 
 In a .jsonl or a .parquet. A list of messages goes through the chat template; a user's message alone is like a text.
 
---reward says which answers earn 1: exact, number and math are in rl/answers.py. A file of your own, my_reward.py, defines
+--reward says which answers earn 1: exact, number, math and math_verify are in rl/answers.py. A file of your own defines
 
     reward(prompt, completion, answer, truncated, fields) -> float
 
@@ -46,7 +46,7 @@ DATASET = Need("without --env dataset", lambda c: c.env == "dataset")
 class DatasetConfig:
     env_data: str = flag("", FILES)  # problems to train on, .jsonl or .parquet: "prompt" or "question", and "answer" in each
     eval_data: str = flag("", FILES)  # problems to evaluate on, likewise; empty: an eighth of --env_data is held out
-    reward: str = flag("exact", DATASET)  # right answers: exact, number or math, or a file of your own, my_reward.py
+    reward: str = flag("exact", DATASET)  # right answers: exact, number, math, math_verify, or a file of your own, my_reward.py
     prompt_template: str = flag("", FILES)  # with {fields}; empty: only the prompt or question, for gsm8k with a hint after it
 
 

@@ -71,7 +71,8 @@ def introduce(cfg, layout, reduces_always: bool, identity: dict, size: str, left
     if done < cfg.steps:  # a finished run keeps the config.json of its training
         save_config(cfg, f"{cfg.out}/config.json", {"torch": torch.__version__, "world_size": layout.world_size, **identity})
     sampled_by = f"by {cfg.gen_ranks} generator ranks" if cfg.gen_ranks else f"by {cfg.engine}" if cfg.engine else "in place"
-    print(f"{cfg.env}: {size} | {layout} on {layout.device.type}, {str(layout.compute_dtype)[6:]} | "
+    judged = f", judged by {cfg.reward}" if cfg.env == "dataset" else ""
+    print(f"{cfg.env}{judged}: {size} | {layout} on {layout.device.type}, {str(layout.compute_dtype)[6:]} | "
           f"{cfg.prompts_per_step} prompts x {cfg.group_size} samples per step, "
           f"{sampled_by}{', gradients reduced after each micro-batch' * reduces_always}", flush=True)
     if cfg.init_from and (cfg.max_new_tokens, cfg.seq_len) == (16, 32):

@@ -70,6 +70,16 @@ def test_mathematics(text, answer, right):
     assert not right or answers.is_right("math", answer, answer)
 
 
+def test_mathematics_by_a_library(tmp_path, monkeypatch):
+    data = write(tmp_path / "a.jsonl", {"question": "expand (x+1)^2", "answer": "x^2+2x+1"})
+    if answers.find_spec("math_verify"):
+        judge = task(data, reward="math_verify").reward
+        assert [judge("expand (x+1)^2", f"so it is $\\boxed{{{text}}}$") for text in ("(x+1)^2", "x^2+1")] == [1.0, 0.0]
+        assert judge("expand (x+1)^2", "$(x+1)^2$", truncated=True) == 0.0
+    monkeypatch.setattr(answers, "find_spec", lambda name: None)
+    refuses("math_verify needs a library: pip install math-verify", task, data, reward="math_verify")
+
+
 # ---------------------------------------------------------------- files
 
 

@@ -257,8 +257,9 @@ def step(state, text):
 def test_games_sampled_ahead_go_on_after_a_kill(tmp_path):
     """kill -9 of trainer and generator while batches are in flight: the hashes, rewards and losses of an undisturbed run."""
     (tmp_path / "game.py").write_text(GAME)
-    flags = [*TINY, "--env", tmp_path / "game.py", "--max_new_tokens", 20, "--seq_len", 32, "--gen_ranks", 1, "--async_steps", 2,
-             "--reward_threads", 4, "--steps", 12, "--eval_every", 0, "--checkpoint_every", 2, "--lr", "3e-3", "--warmup_steps", 0]
+    flags = [*TINY, "--env", tmp_path / "game.py", "--max_new_tokens", 20, "--seq_len", 32, "--gen_ranks", 1, "--steps", 12,
+             "--async_steps", 2, "--reward_threads", 4, "--eval_every", 0, "--checkpoint_every", 2, "--lr", "3e-3",
+             "--warmup_steps", 0]
     out = tmp_path / "run"
     job = Job(launch(2, *flags, "--out", out), out, tmp_path / "log")
     job.until_step(5)
