@@ -160,10 +160,15 @@ class Turns:
 
     def answer(self, s: dict) -> list | Future:
         """For rollout(): [] within a turn, else a Future of the environment's ids after the turn, or of None: the end."""
+        turn = self.ended(s)
+        return self.threads.submit(self.ask, *turn) if turn else []
+
+    def ended(self, s: dict) -> tuple[int, str, str] | None:
+        """(index, completion, turn) of a sample at the end of a turn; None within a turn."""
         if not self.is_over(s):
-            return []
+            return None
         self.calls[s["index"]] += 1
-        return self.threads.submit(self.ask, s["index"], self.text.decode(s["ids"]), self.text.decode(s["ids"][s["begin"] :]))
+        return s["index"], self.text.decode(s["ids"]), self.text.decode(s["ids"][s["begin"] :])
 
     def ask(self, i: int, completion: str, turn: str) -> list[int] | None:
         try:
@@ -176,7 +181,9 @@ class Turns:
             self.failed.append(f"the {'step' if self.has_state else 'tool'} fails at completion {short(completion)}: {error!r}")
             return None
 
-    def add_to(self, samples: list[dict]) -> list[dict]:
+    def close(self, samples: list[dict]) -> list[dict]:
+        """The samples, with numbers and rewards of their calls."""
+        self.threads.shutdown(wait=False)
         return [s | dict(calls=n, earned=x) for s, n, x in zip(samples, self.calls, self.earned)]
 
 
@@ -186,8 +193,8 @@ def supervised_sample(env, text, task: str, answer: str) -> dict:
     s, mask = dict(index=0, begin=0), [1.0] * len(ids)
     for i in range(len(ids) if turns.reply else 0):
         s["ids"] = ids[: i + 1]
-        later = turns.reply(s) if mask[i] else []
-        said = later.result() if later else []
+        turn = turns.ended(s) if mask[i] else None
+        said = turns.ask(*turn) if turn else []
         if said is None:
             ids, mask = ids[: i + 1], mask[: i + 1]
             break

@@ -250,7 +250,7 @@ class HTTPEngine:
         except TimeoutError:
             self.server.fail(f"{len(tasks)} prompts took longer than --rollout_timeout_s {self.server.timeout:g}")
         self.server.check_version()
-        return turns.add_to(found), turns.failed
+        return turns.close(found), turns.failed
 
     def ask(self, name: str, prompt: list[int], n: int, temperature: float, begun=0, stop="", is_turn=lambda ids: False):
         """n samples of a prompt. begun: ids at the end of the prompt that belong to the sample."""

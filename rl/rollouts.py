@@ -103,7 +103,7 @@ def draw_samples(cfg, env, text, layout, model, tasks: list[tuple], prompts: lis
         model, prompts, noise, temperature, text.ends, max_len=cfg.seq_len, rows=cfg.rollout_rows, reply=turns.reply,
         tp_mesh=layout.mesh["tp"] if layout.tp > 1 else None, batch_invariant=cfg.batch_invariant,
         agree=lockstep(layout, cfg.rollout_timeout_s, turns.reply))
-    return turns.add_to(samples), turns.failed
+    return turns.close(samples), turns.failed
 
 
 def sample_groups(cfg, env, text, layout, model, tasks: list[tuple], group_size, temperature, draw=draw_samples):
