@@ -1,11 +1,11 @@
 """A game for grpo.py, as an example of an environment with state: find a word of three letters in five guesses.
 
-    python grpo.py --env wordle --max_new_tokens 40 --seq_len 48 --prompts_per_step 16 --sft_steps 100 \\
-        --eval_k 16 --out runs/wordle
+    python grpo.py --env wordle --max_new_tokens 40 --seq_len 48 --sft_steps 500 --lr 1e-3 --steps 200 --eval_n 256 \\
+        --model_args dim=64,n_layers=2,n_heads=4,n_kv_heads=4,head_dim=16,ffn_dim=192 --eval_every 50 --out runs/wordle
 
-The task is the secret word, so an eighth of all words is held out; the prompt is ">" in every game. A turn of the model is a
-guess and a new line. The game answers with a mark per letter and a new line: + for a letter at its place, - for a letter of
-another place, . for a letter that the word does not have.
+The task is the secret word and a number, so an eighth of the games is held out; the prompt is ">" in every game. A turn of the
+model is a guess and a new line. The game answers with a mark per letter and a new line: + for a letter at its place, - for a
+letter of another place, . for a letter that the word does not have.
 """
 LETTERS = "abcd"
 ALPHABET = LETTERS + ">+-.\n"
@@ -15,18 +15,18 @@ GUESSES = 5
 
 def make(rng):
     """A secret word, and a poor player's game for the warm-up: three of four right letters are kept, the rest is guessed."""
-    secret, transcript, guess, marks = "".join(rng.choices(LETTERS, k=3)), "", "", "..."
-    state, done = reset(secret)[0], False
+    task, transcript, guess, marks = f"{''.join(rng.choices(LETTERS, k=3))}{rng.randrange(100)}", "", "", "..."
+    state, done = reset(task)[0], False
     while not done:
         keep = [mark == "+" and rng.random() < 0.75 for mark in marks]
         guess = "".join(old if kept else rng.choice(LETTERS) for old, kept in zip(guess or "aaa", keep))
         marks, done, _ = step(state, guess)
         transcript += f"{guess}\n" + marks * (not done)
-    return secret, transcript
+    return task, transcript
 
 
 def reset(task):
-    return {"secret": task, "guesses": 0}, ">"
+    return {"secret": task[:3], "guesses": 0}, ">"
 
 
 def step(state, text):

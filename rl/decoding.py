@@ -246,9 +246,9 @@ def rollout(
         # its ranks must act alike.
         asked = {s["reply"]: s for s in running if s and s["reply"]}
         patient = tp_mesh or len(asked) == sum(s is not None for s in running)
-        for reply_of in wait(asked, None if patient else 0, ALL_COMPLETED if tp_mesh else FIRST_COMPLETED).done:
-            asked[reply_of]["reply"] = None
-            hear(asked[reply_of], reply_of.result())
+        for future in wait(asked, None if patient else 0, ALL_COMPLETED if tp_mesh else FIRST_COMPLETED).done:
+            asked[future]["reply"] = None
+            hear(asked[future], future.result())
 
         # 2. Free the rows of ended samples. Give free rows to new prompts, in whole groups, and to several groups at once,
         # because each refill is a forward.

@@ -17,7 +17,7 @@ from typing import NamedTuple
 @dataclass(kw_only=True)
 class RewardConfig:
     reward_timeout_s: float = 300.0  # a reward that takes longer has failed; 0 = no limit
-    reward_threads: int = 1  # rewards computed at once, by threads: for rewards that wait for a server or another program
+    reward_threads: int = 1  # rewards, tools and games that are called at once, by threads: for those that wait for a server
     failed_reward: float | None = None  # reward of a sample whose reward fails or is late; none = end the run
 
 
