@@ -156,8 +156,8 @@ class Dataset:
                                  "--env_data as well; remove them from one")
             self.eval_problems = [(prompt, answer_of(line)) for prompt, line in held_out.items()]
             self.lines = self.lines | held_out
-        said = {prompt: messages_of(line.fields.get("prompt")) for prompt, line in self.lines.items()}
-        self.messages = {prompt: found for prompt, found in said.items() if len(found) > 1}  # else the prompt says all
+        asked = {prompt: line.fields.get("prompt", line.fields.get("question")) for prompt, line in self.lines.items()}
+        self.messages = {prompt: said for prompt, said in asked.items() if [m["role"] for m in messages_of(said)] != ["user"]}
         letters = {letter for prompt, line in self.lines.items() for letter in prompt + answer_of(line)}
         self.ALPHABET = "".join(sorted(letters | set(string.printable if cfg.env == "gsm8k" else "")))
 

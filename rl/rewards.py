@@ -45,7 +45,8 @@ def pay(env, prompt: str, completions: list[str], truncated: list[bool]) -> list
             raise ValueError(f"it is {wrong[0]}")
     except BaseException as error:  # also SystemExit: pay_all waits for an answer of each thread
         return [Paid(None, no_reward(prompt, text, repr(error))) for text in completions]
-    return [Paid(reward, "", value if isinstance(value, dict) else {}) for reward, value in zip(rewards, values)]
+    parts = [{name: float(x) for name, x in value.items()} if isinstance(value, dict) else {} for value in values]
+    return [Paid(reward, "", part) for reward, part in zip(rewards, parts)]
 
 
 def no_reward(prompt: str, completion: str, reason: str) -> str:

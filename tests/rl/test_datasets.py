@@ -103,7 +103,7 @@ def test_prompts_answers_and_rewards_of_a_file(tmp_path):
 def test_messages_and_answers_as_verl_has_them(tmp_path):
     """Rows of a .parquet. A user's message alone is like a text; more of them go through the template as they are."""
     user, system = {"role": "user", "content": "2+3="}, {"role": "system", "content": "add"}
-    rows = [{"prompt": said, "reward_model": {"ground_truth": "5", "style": "rule"}, "data_source": "x"}
+    rows = [{"question": said, "reward_model": {"ground_truth": "5", "style": "rule"}, "data_source": "x"}
             for said in ([user], [system, user])]
     pq.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     env = task(tmp_path / "a.parquet")
