@@ -1,6 +1,6 @@
 """A game for grpo.py, as an example of an environment with state: find a word of three letters in five guesses.
 
-    python grpo.py --env wordle --max_new_tokens 40 --seq_len 48 --sft_steps 500 --lr 1e-3 --steps 200 --eval_n 256 \\
+    python grpo.py --env wordle --max_new_tokens 40 --seq_len 48 --sft_steps 500 --lr 5e-4 --steps 300 --eval_n 256 \\
         --model_args dim=64,n_layers=2,n_heads=4,n_kv_heads=4,head_dim=16,ffn_dim=192 --eval_every 50 --out runs/wordle
 
 The task is the secret word and a number, so an eighth of the games is held out; the prompt is ">" in every game. A turn of the
