@@ -42,7 +42,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from distributed.cast import cast_weights
+from distributed.cast import cast_experts, cast_weights
 from distributed.checks import check_split
 from distributed.initial import draw_block, initial_values
 from distributed.launch import usable_cores
@@ -377,12 +377,17 @@ def wrap_units(stage, layout: Layout, reduce_dtype: torch.dtype) -> None:
 
     options["mesh"] = with_copies(layout.mesh, "fsdp")
     reshard, blocks = layout.reshards, list(all_blocks(stage).values())
-    for block in blocks:
-        if hasattr(block, "moe"):  # before the block: a parameter belongs to the innermost fully_shard
-            expert_mesh = with_copies(layout.expert_mesh, "efsdp")
-            fully_shard(block.moe.experts, reshard_after_forward=reshard, **options | {"mesh": expert_mesh})
+    if experts := [block.moe.experts for block in blocks if hasattr(block, "moe")]:
+        expert_mesh = with_copies(layout.expert_mesh, "efsdp")
+        if expert_mesh.size() == 1 and layout.pp == 1 and not layout.offload:  # --ep over all ranks: nothing to gather or sum
+            cast_experts(experts, stage, layout, reduce_dtype)
+        else:
+            for each in experts:
+                fully_shard(each, reshard_after_forward=reshard, **options | {"mesh": expert_mesh})
+    for block in blocks:  # after its experts: a parameter belongs to the innermost fully_shard
+        others = set(block.moe.experts.parameters()) if hasattr(block, "moe") else None
         # the backward begins with the last block, so its weights are not freed just before
-        fully_shard(block, reshard_after_forward=reshard and block is not blocks[-1], **options)
+        fully_shard(block, reshard_after_forward=reshard and block is not blocks[-1], ignored_params=others, **options)
     # Wrapped apart, the embedding's V*D numbers are freed after the lookup. The loss reads a tied embedding as well.
     if stage.tok_embeddings is not None and not stage.config.tie_embeddings:
         fully_shard(stage.tok_embeddings, reshard_after_forward=reshard, **options)

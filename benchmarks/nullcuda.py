@@ -33,6 +33,7 @@ CASES = {  # processes, GiB of a device, recipe and flags
     "8B on 8, eager": (8, 80, "train_llama3.py --flavor 8B"),
     "8B on 8, --ac op": (8, 80, f"{LLAMA} --ac op"),
     "8B on 8, rowwise": (8, 80, f"{LLAMA} --float8 rowwise"),
+    "8B on 8, tensorwise": (8, 80, f"{LLAMA} --float8 tensorwise"),
     "8B on 8, 4 micro-batches": (8, 80, f"{LLAMA} --ac op --global_batch_size 32"),
     "8B, tp 2 x dp 4": (8, 80, f"{LLAMA} --tp 2"),
     "8B on 1": (1, 140, f"{LLAMA} --ac full"),
@@ -194,11 +195,13 @@ def run_torchtitan(name: str, layers: int):
     job, spec = JobConfig(), get_train_spec("llama3")
     job.model.name, job.model.flavor, job.training.seq_len, job.compile.enable = "llama3", "8B", 8192, "--compile" in flags
     job.activation_checkpoint.mode = next((m for a, m in AC.items() if f"--ac {a}" in flags), "none")
-    job.activation_checkpoint.selective_ac_option, job.parallelism.data_parallel_shard_degree = "op", world
+    job.activation_checkpoint.selective_ac_option, job.parallelism.data_parallel_shard_degree = "op", -1
     if "float8" in flags:
-        job.model.converters, job.quantize.linear.float8.recipe_name = ["quantize.linear.float8"], "rowwise"
+        job.model.converters = ["quantize.linear.float8"]
+        job.quantize.linear.float8.recipe_name = "rowwise" if "rowwise" in flags else None  # None: tensorwise
         job.quantize.linear.float8.filter_fqns = ["output"]  # as in all its own configurations
-    dims = ParallelDims(1, world, 1, 1, 1, 1, 1, world_size=world)
+    job.parallelism.tensor_parallel_degree = tp = 2 if "--tp 2" in flags else 1
+    dims = ParallelDims(1, world // tp, 1, tp, 1, 1, 1, world_size=world)
     dims.build_mesh()
     args = spec.model_args["8B"]
     args.update_from_config(job)
@@ -220,9 +223,10 @@ def run_torchtitan(name: str, layers: int):
             count = utils.dist_sum(count, dims.get_mesh("batch"))
         for _ in range(4 if "global_batch_size" in flags else 1):
             x, y = ids[:, :-1].to("cuda"), ids[:, 1:].to("cuda")
-            with autocast:
-                loss = loss_fn(model(x), y) / count
-            loss.backward()
+            with utils.get_train_context(tp > 1)():
+                with autocast:
+                    loss = loss_fn(model(x), y) / count
+                loss.backward()
         utils.clip_grad_norm_(list(model.parameters()), 1.0, foreach=True)
         optimizers.step()
         schedulers.step()
@@ -283,7 +287,7 @@ def collectives(step: list[list[str]]) -> tuple[int, int]:
 
 def roofline(found: dict, name: str) -> tuple[float, float]:
     """Least seconds of a step, (with the slower, with the faster matmuls): FLOPs and bytes one after the other."""
-    kind = "float8" if "rowwise" in name else "bf16"
+    kind = "float8" if "wise" in name else "bf16"
     return tuple(found["flops"] / rate + found["bytes"] / BYTES_PER_SECOND for rate in FLOPS[kind])
 
 

@@ -1,8 +1,8 @@
-"""Mixed precision on one process: a unit's weights are in the compute dtype only while the unit computes.
+"""Mixed precision without FSDP: a unit's weights are in the compute dtype only while the unit computes.
 
-FSDP casts weights when gathering, and gradients when summing over ranks. One process neither gathers nor sums, and FSDP would
-copy every weight and every gradient once more. So here is the cast alone. The units are FSDP's: a block, the embedding, the
-rest.
+FSDP casts weights when gathering, and gradients when summing over ranks. One process neither gathers nor sums, nor does a rank
+whose experts no other rank has (--ep over all ranks), and FSDP would copy every weight and every gradient several times. So
+here is the cast alone. The units are FSDP's: on one process a block, the embedding, the rest; else the experts of a block.
 
     before the forward        weights are cast, and modules hold the casts in place of the parameters
     after the forward         the memory of the casts is freed; the graph still knows the tensors
@@ -19,9 +19,10 @@ FSDP rounds at the same places in the same order: losses and gradients are equal
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from distributed.layout import Layout, all_blocks
+from distributed.layout import Layout, all_blocks, local_tensor
 
 
 def cast_weights(stage, layout: Layout, reduce_dtype: torch.dtype) -> None:
@@ -38,17 +39,42 @@ def cast_weights(stage, layout: Layout, reduce_dtype: torch.dtype) -> None:
     for root, frees in [*roots, (stage, False)]:  # the loss uses the head's weight directly, outside of the head's forward
         modules = [m for m in root.modules() if m not in taken]
         taken.update(modules)
-        units.append(CastUnit(root, modules, stage, layout.compute_dtype, reduce_dtype, frees, units if root is stage else []))
+        units.append(CastUnit(root, modules, stage, layout.compute_dtype, reduce_dtype, frees))
+    finish_backwards(stage, units)
+
+
+def cast_experts(experts: list, stage, layout: Layout, reduce_dtype: torch.dtype) -> None:
+    """cast_weights for the experts of all blocks alone, where FSDP wraps the rest of the model."""
+    if {p.dtype for each in experts for p in each.parameters()} | {reduce_dtype} != {layout.compute_dtype}:
+        dtypes = layout.compute_dtype, reduce_dtype
+        finish_backwards(stage, [CastUnit(each, [each], stage, *dtypes, layout.reshards) for each in experts])
+
+
+def finish_backwards(stage, units: list) -> None:
+    """At the end of each backward free all casts, and give parameters their gradients that did not take part in it."""
     stage.is_last_backward = True  # parallel.next_backward changes it
+
+    def after_backward() -> None:
+        for unit in units:
+            unit.free()
+            for i, total in enumerate(unit.sums):
+                if total is not None and stage.is_last_backward:  # a parameter unused in the last micro-batch
+                    unit.give_gradient(i)
+
+    def after_forward(module, args, output) -> None:
+        for t in tree_leaves(output):
+            if torch.is_grad_enabled() and t.requires_grad:
+                t.register_hook(lambda grad: Variable._execution_engine.queue_callback(after_backward))
+
+    stage.register_forward_hook(after_forward)
 
 
 class CastUnit:
     """The parameters of `modules`, cast around forward and backward of `root`. root gets two methods with the names and the
-    meaning of FSDP's: unshard and reshard. units: for the whole model's unit all other units, whose
-    backward ends with its own; for other units empty."""
+    meaning of FSDP's: unshard and reshard. Of a DTensor the cast is this rank's part, a plain tensor."""
 
-    def __init__(self, root: nn.Module, modules: list[nn.Module], stage, dtype, reduce_dtype, frees: bool, units: list):
-        self.modules, self.stage, self.frees, self.units = modules, stage, frees, units
+    def __init__(self, root: nn.Module, modules: list[nn.Module], stage, dtype, reduce_dtype, frees: bool):
+        self.modules, self.stage, self.frees = modules, stage, frees
         self.dtype, self.reduce_dtype = dtype, reduce_dtype
         self.params, self.sums, self.is_cast, self.missing = [], [], False, 0
         root.unshard, root.reshard = self.unshard, self.reshard
@@ -61,12 +87,13 @@ class CastUnit:
         self.params = list(dict.fromkeys(p for _, _, p in self.places))  # tied parameters once
         self.sums = [None] * len(self.params)  # a Tensor while a gradient waits for later micro-batches
         # .to keeps the memory if the dtype is the same, and nothing is ever copied
-        self.casts = [nn.Parameter(p.detach().to(self.dtype), p.requires_grad) for p in self.params]
+        self.casts = [nn.Parameter(local_tensor(p.detach()).to(self.dtype), p.requires_grad) for p in self.params]
         for i, cast in enumerate(self.casts):
             if cast.requires_grad:
                 cast.register_post_accumulate_grad_hook(lambda cast, i=i: self.take_gradient(i))
         # .data hides the filling of the casts from autograd
-        self.copies = [(c.data, p.detach()) for c, p in zip(self.casts, self.params, strict=True) if c.dtype != p.dtype]
+        pairs = zip(self.casts, self.params, strict=True)
+        self.copies = [(c.data, local_tensor(p.detach())) for c, p in pairs if c.dtype != p.dtype]
         self.frozen_casts = any(p.dtype != self.dtype and not p.requires_grad for p in self.params)
 
     @torch.no_grad()
@@ -110,15 +137,6 @@ class CastUnit:
     def before_backward(self, grad: Tensor) -> None:
         self.unshard()
         self.missing = sum(cast.requires_grad for cast in self.casts) + self.frozen_casts  # the gradient of the input
-        if self.units:
-            Variable._execution_engine.queue_callback(self.after_backward)
-
-    def after_backward(self) -> None:
-        for unit in self.units:
-            unit.free()
-            for i, total in enumerate(unit.sums):
-                if total is not None and self.stage.is_last_backward:  # a parameter unused in the last micro-batch
-                    unit.give_gradient(i)
 
     def free(self) -> None:
         if self.frees or self.stage.is_last_backward:
@@ -139,4 +157,6 @@ class CastUnit:
 
     def give_gradient(self, i: int) -> None:
         p, grad = self.params[i], self.sums[i].to(self.params[i].dtype)
+        if isinstance(p, DTensor):
+            grad = DTensor.from_local(grad, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
         p.grad, self.sums[i] = grad if p.grad is None else p.grad.add_(grad), None

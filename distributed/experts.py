@@ -91,7 +91,8 @@ def prefetch_units(stage, blocks) -> None:
     """Gather the next block's weights before a block computes, and in the backward the previous block's. FSDP alone prefetches
     only as far as the host is ahead of the device, and with --ep the host waits in every layer with experts (exchange_tokens).
     """
-    units = [[block, block.moe.experts] if hasattr(block, "moe") else [block] for block in blocks]
+    units = [[block, *(m for name, m in block.named_modules() if name == "moe.experts" and isinstance(m, FSDPModule))]
+             for block in blocks]
     if units and isinstance(stage.tok_embeddings, FSDPModule):
         stage.tok_embeddings.set_modules_to_forward_prefetch(units[0])
     for this, following in pairwise(units):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from layouts import KINDS, build, config, full, global_batch, local_batch, without_inductor
 from pool import pool
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import parallel
 from distributed.cast import CastUnit
@@ -34,10 +35,17 @@ SLOW = [
 ]
 
 
+def fully_shard_experts(experts, stage, layout, reduce_dtype):
+    """What cast_experts stands for: FSDP over a mesh of one rank."""
+    policy = MixedPrecisionPolicy(param_dtype=layout.compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    for each in experts:
+        fully_shard(each, mesh=layout.expert_mesh["efsdp"], reshard_after_forward=layout.reshards, mp_policy=policy)
+
+
 def everything_of_two_steps(under_fsdp: bool, problem: dict, flags: dict, trained="*", skipping=()) -> list:
     """Losses, gradient norms, gradients and weights of two steps of three micro-batches, and validation between them.
     trained: the only parameters that are not frozen. skipping: in which forwards block 1 is left out."""
-    numbers = count()
+    numbers, n = count(), 6 * torch.distributed.get_world_size() // flags.get("tp", 1)
 
     def freeze_and_shard(stage, *args, shard=parallel.shard):
         for fqn, p in stage.named_parameters():
@@ -47,23 +55,26 @@ def everything_of_two_steps(under_fsdp: bool, problem: dict, flags: dict, traine
     def forward(x, *args, usual):
         return x.clone() if next(numbers) in skipping else usual(x, *args)
 
-    fsdp = mock.patch.object(parallel, "cast_weights", parallel.wrap_units)
+    fsdp = mock.patch.multiple(parallel, cast_weights=parallel.wrap_units, cast_experts=fully_shard_experts)
     with fsdp if under_fsdp else nullcontext(), without_inductor() if "compile" in flags else nullcontext():
         with mock.patch.object(parallel, "shard", freeze_and_shard):
-            stages, layout = build(config(**problem), flags, 6, 2)
-        assert isinstance(stages[0], parallel.FSDPModule) == under_fsdp
+            stages, layout = build(config(**problem), flags, n, 2)
+        assert isinstance(stages[0], parallel.FSDPModule) == (under_fsdp or layout.world_size > 1)
+        if layout.has_experts:
+            assert isinstance(stages[0].blocks["1"].moe.experts, parallel.FSDPModule) == under_fsdp
         if skipping:
             stages[0].blocks["1"].forward = partial(forward, usual=stages[0].blocks["1"].forward)
         params, seen = dict(stages[0].named_parameters()), []
         optimizer = torch.optim.AdamW(params.values(), lr=1e-3)
         for step in range(2):
-            loss = parallel.forward_backward(stages, local_batch(global_batch(step, 6, False), layout), layout)
+            loss = parallel.forward_backward(stages, local_batch(global_batch(step, n, False), layout), layout)
+            loss, _ = parallel.reduce_loss(loss, layout)
             assert all(p is params[fqn] for fqn, p in stages[0].named_parameters())
             grads = {fqn: full(p.grad) for fqn, p in params.items() if p.grad is not None}
             norm = parallel.clip_grad_norm(stages, 0.5, layout)
             optimizer.step()
             optimizer.zero_grad()
-            validation = parallel.evaluate(stages, [local_batch(global_batch(9, 6, False), layout)], layout)
+            validation = parallel.evaluate(stages, [local_batch(global_batch(9, n, False), layout)], layout)
             seen += [loss, norm, torch.tensor(validation[0]), *grads.values(), *(full(p) for p in params.values())]
         return seen
 
@@ -72,6 +83,21 @@ def everything_of_two_steps(under_fsdp: bool, problem: dict, flags: dict, traine
 def test_one_process_equals_fsdp_to_the_last_bit(case):
     ours, fsdps = (pool(1).run(everything_of_two_steps, under_fsdp, *case)[0] for under_fsdp in (False, True))
     assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(ours, fsdps, strict=True))
+
+
+# --ep over all ranks: no other rank has a rank's experts, and FSDP wraps only the rest
+EP = [(MOE, BF16 | dict(ep=2)), (MOE, BF16 | dict(ep=2, etp=1, tp=2, ac="op")), (MOE, BF16 | dict(tp=2, etp=2)),
+      (MTP, BF16 | dict(ep=2, reduce_dtype="bfloat16")), (MOE, BF16 | dict(ep=2), "*", [2]),
+      (MOE, BF16 | dict(ep=2, param_dtype="bfloat16")), (MOE, BF16 | dict(ep=2, reshard_after_forward="never")),
+      (MOE, dict(ep=2, reduce_dtype="bfloat16")), (MOE, BF16 | dict(ep=2), "*w?.weight"),
+      (MOE, BF16 | dict(ep=2, compile=True))]
+
+
+@pytest.mark.parametrize("case", [*EP[:3], *(pytest.param(case, marks=pytest.mark.slow) for case in EP[3:])], ids=str)
+def test_experts_that_no_other_rank_has_equal_fsdp_to_the_last_bit(case):
+    ours, fsdps = (pool(2).run(everything_of_two_steps, under_fsdp, *case) for under_fsdp in (False, True))
+    for mine, theirs in zip(ours, fsdps, strict=True):
+        assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
 def memory_of_casts(flags: dict) -> list:
