@@ -23,6 +23,7 @@ sys.path[:1] = [str(REPO / "tests/nullcuda"), str(REPO)]  # in benchmarks/ are f
 
 import torch
 from build import environment
+from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, register_flop_formula
@@ -48,6 +49,17 @@ BYTES_PER_SECOND, FLOPS = 4.3e12, {"bf16": (700e12, 790e12), "float8": (1100e12,
 
 
 # ---------------------------------------------------------------- bytes and FLOPs of what runs
+def with_equal_heads(count):
+    """torch's count of attention, before 2.13 only for as many heads of keys as of queries: grouped heads multiply as much."""
+    def counted(*shapes):
+        heads = max(shape[1] for shape in shapes)
+        return count(*((shape[0], heads, *shape[2:]) for shape in shapes))
+
+    return counted
+
+
+flop_counter.sdpa_flop_count, flop_counter.sdpa_backward_flop_count = map(
+    with_equal_heads, (flop_counter.sdpa_flop_count, flop_counter.sdpa_backward_flop_count))
 ATEN = torch.ops.aten
 GROUPED = ("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2")  # older torch lacks the last
 
@@ -281,7 +293,8 @@ def collectives(step: list[list[str]]) -> tuple[int, int]:
         event = next(words[-1] for words in step[i:] if words[0] == "record" and words[1] == f"stream={sizes[0]['stream']}")
         meanwhile = step[i : next((j for j in range(i, len(step)) if step[j] == ["wait", "stream=0", event]), len(step))]
         n += 1
-        beside += any(words[0] == "gemm" or words[:2] == ["mark", "kernel"] for words in meanwhile)
+        beside += any(words[0] == "gemm" or words[:2] == ["mark", "kernel"] or "GroupProblemShape" in " ".join(words)
+                      for words in meanwhile)  # the last: cutlass, for experts
     return n, beside
 
 

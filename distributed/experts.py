@@ -12,6 +12,9 @@ from torch.distributed.tensor.experimental import register_sharding
 from distributed.layout import AllGather, AllToAll, Arrive, Depart, Layout, ReduceScatter, all_blocks, local_tensor
 from models.moe import Balance, Experts, Spread, inverse, kernel_fits, load_statistics
 
+# A rank's experts are cut into so many parts, and while the rows of one part travel, the experts of another compute
+PARTS = {"cuda": 2, "cpu": 1}
+
 
 def expert_parallel(stage, layout: Layout, *, aux_coef: float = 0.0, force_balance: bool = False) -> None:
     """Split the experts over ep (and each expert over etp). Per layer and direction two all-to-alls of B*T/tp*k*D elements:
@@ -34,7 +37,10 @@ def expert_parallel(stage, layout: Layout, *, aux_coef: float = 0.0, force_balan
                 over = mesh["ep", "etp"] if etp > 1 else mesh["ep"]
                 w = distribute_tensor(p, over, placements, src_data_rank=None)
                 setattr(experts, name, nn.Parameter(w, p.requires_grad))
-            experts.forward = partial(exchange_tokens, experts, mesh["ep"].get_group())
+            n, parts = balance.n_experts // layout.ep, PARTS[layout.device.type]
+            parts = parts if layout.ep > 1 and n % parts == 0 else 1
+            experts.turn = lambda index, n=n, E=balance.n_experts, parts=parts: index % n * parts // n * E + index
+            experts.forward = partial(exchange_tokens, experts, mesh["ep"].get_group(), parts=parts)
         if etp > 1:
             block.moe.forward = partial(gathered_moe, block.moe.forward, layout.group("tp"))
         sharers = [layout.group(axis) for axis in ("cp", "tp") if layout.degrees[axis] > 1 and (axis, etp > 1) != ("tp", True)]
@@ -63,28 +69,46 @@ def gathered_moe(moe_forward, group, x: Tensor, shared=None) -> Tensor:
     return out if shared is None else out + shared(x)  # shared has hooks of its own that gather and scatter
 
 
-def exchange_tokens(experts, group, x: Tensor, counts: Tensor, shared=lambda: None, weigh=lambda: None) -> Tensor:
+def exchange_tokens(experts, group, x: Tensor, counts: Tensor, shared=lambda: None, weigh=lambda: None, parts=1) -> Tensor:
     """Experts.forward over ep ranks: x (N*k, D) sorted by expert, so also by the rank that holds it; counts (E,), its rows for
     each expert. Returns (N*k, D) in the same order. Rank r holds the experts r E/ep .. (r + 1) E/ep - 1.
-    shared(), weigh(): work for the time while rows travel, see apply_experts."""
+    shared(), weigh(): work for the time while rows travel, see apply_experts.
+    parts: x is sorted by part first, as experts.turn says: the rows for the first E/ep/parts experts of all ranks, and so on.
+    """
+    def travel(x, arriving, sent, received, weights):
+        """The rows of a part: to their experts (first turn), through their experts (second), home (third)."""
+        travelling = Depart.apply(x, group, sent, received)
+        # While the rows travel, the device finds their order by (expert, rank).
+        expert = torch.arange(arriving.shape[1], device=x.device).short().repeat(ep)
+        order = expert.repeat_interleave(arriving.flatten(), output_size=sum(received)).argsort(stable=True)
+        back = inverse(order)  # to the order of arrival
+        yield
+        x = Arrive.apply(*travelling, group, sent, received)  # sorted by (rank, expert)
+        y = experts.compute(Spread.apply(x, order, back[:, None]), arriving.sum(0), *weights)
+        travelling = Depart.apply(Spread.apply(y, back, order[:, None]), group, received, sent)
+        yield
+        yield Arrive.apply(*travelling, group, received, sent)
+
     ep = dist.get_world_size(group)
     weights = [local_tensor(w) for w in experts.parameters()]
     if ep == 1:  # --etp alone: every rank has a part of each expert, and no token travels
         return experts.compute(x, counts, *weights)
     arriving = AllToAll.apply(counts, group)  # (ep * E/ep,): from every rank, its rows for each of this rank's experts
     # The all-to-all needs its sizes on the host. This is the only place where a layer waits for the device.
-    sent, received = torch.stack([counts, arriving]).view(2, ep, -1).sum(-1).tolist()
-    travelling = Depart.apply(x, group, sent, received)
-    # While the rows travel, the device computes the shared experts, and finds the rows' order by (expert, rank).
+    sent, received = torch.stack([counts, arriving]).view(2, ep, parts, -1).sum(-1).transpose(1, 2).tolist()  # [part][rank]
+    x = x.split([sum(rows) for rows in sent]) if parts > 1 else [x]
+    weights = zip(*(w.chunk(parts) for w in weights)) if parts > 1 else [weights]
+    arriving = arriving.view(ep, parts, -1).unbind(1)  # (ep, E/ep/parts) of each part
+    # The parts take turns: while the rows of one travel, the device computes the other's experts, and the shared experts.
+    turns = [travel(*part) for part in zip(x, arriving, sent, received, weights)]
+    for turn in turns:
+        next(turn)
     shared()
-    expert = torch.arange(len(counts) // ep, device=x.device).repeat(ep)
-    order = expert.short().repeat_interleave(arriving, output_size=sum(received)).argsort(stable=True)
-    back, rows = inverse(order), arriving.view(ep, -1).sum(0)  # to the order of arrival; of each expert
-    x = Arrive.apply(*travelling, group, sent, received)  # sorted by (rank, expert)
-    y = experts.compute(Spread.apply(x, order, back[:, None]), rows, *weights)
-    travelling = Depart.apply(Spread.apply(y, back, order[:, None]), group, received, sent)
-    weigh()  # while the results travel back
-    return Arrive.apply(*travelling, group, received, sent)
+    for turn in turns:
+        next(turn)
+    weigh()  # while results travel home
+    results = [next(turn) for turn in turns]
+    return torch.cat(results) if parts > 1 else results[0]
 
 
 def prefetch_units(stage, blocks) -> None:

@@ -26,7 +26,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 import distributed.layout
 import parallel
 from distributed import checks, refusals
-from distributed.experts import balance_experts
+from distributed.experts import PARTS, balance_experts
 from distributed.layout import AXES, all_blocks, local_tensor
 from distributed.pipeline import ZERO_BUBBLE, Schedule, n_microbatches
 from models.loss import CHUNK_ELEMENTS
@@ -42,15 +42,17 @@ class DryWatch(Watch):
 
     def __init__(self, layout):
         super().__init__(layout)
-        self.rows, self.ep = 1, layout.ep
+        self.rows, self.pieces = 1, layout.ep * PARTS["cpu"]
 
     def run(self, func, *args, **kwargs):
         if func is torch.ops.aten.scatter_add_.default and args[0].dtype == torch.int64:  # models.moe.Balance.count
             self.rows = args[2].numel()
         if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.int64:
-            return self.rows // self.ep  # tokens to and from each ep rank
+            return self.rows // self.pieces  # tokens to and from each ep rank, of a part of its experts
+        if func is torch.ops.aten.split_with_sizes.default and sum(args[1]) < len(args[0]):  # what the division leaves
+            args = args[0], [*args[1][:-1], len(args[0]) - sum(args[1][:-1])]
         if func is torch.ops.aten.repeat_interleave.Tensor:  # the expert of each token
-            return args[0].new_empty(self.rows)
+            return args[0].new_empty(kwargs["output_size"])
         if func is torch.ops.aten._grouped_mm.default:  # torch's own rule for the shape accepts bf16 only
             x, w, experts = args[0], args[1], kwargs.get("offs", args[2] if len(args) > 2 else None)
             return x.new_empty((x.shape[0], w.shape[-1]) if w.dim() == 3 else (len(experts), x.shape[0], w.shape[1]))
@@ -119,8 +121,9 @@ def dry_world(main, cfg, pp_rank: int):
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, RANK=str(rank), WORLD_SIZE=str(world_size)))
-        if cfg.device != "cpu":  # fake tensors are on the CPU, but the loss must take chunks as large as on a GPU
-            stack.enter_context(mock.patch.dict(CHUNK_ELEMENTS, cpu=CHUNK_ELEMENTS["cuda"]))
+        if cfg.device != "cpu":  # fake tensors are on the CPU, but the loss must take chunks as large as on a GPU, and so on
+            for table in CHUNK_ELEMENTS, PARTS:
+                stack.enter_context(mock.patch.dict(table, cpu=table["cuda"]))
         for owner, name, value in [
             *[(module, "local_slice", unwatched(distributed.layout.local_slice)) for module in (parallel, muon)],
             (DeviceMesh, "__getitem__", unwatched(DeviceMesh.__getitem__)),

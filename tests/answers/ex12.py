@@ -4,7 +4,7 @@
 def answer(order="kind.argsort(stable=True)", undo="y[torch.argsort(order)]", home="received, sent",
            sizes="arriving.view(ep, -1).sum(0)", travel="AllToAll.apply"):
     return f"""
-def exchange_tokens(experts, group, x, counts, shared=None, weigh=None):
+def exchange_tokens(experts, group, x, counts, shared=None, weigh=None, parts=1):
     def plain(x, group, sent=None, received=None):
         out = x.new_empty(sum(received), *x.shape[1:])
         dist.all_to_all_single(out, x.detach(), received, sent, group=group)
@@ -25,7 +25,7 @@ RIGHT = [
     answer(),
     # the pieces are cut and put together expert by expert, without a sort
     """
-def exchange_tokens(experts, group, x, counts, shared=None, weigh=None):
+def exchange_tokens(experts, group, x, counts, shared=None, weigh=None, parts=1):
     ep = dist.get_world_size(group)
     tables = [torch.empty_like(counts) for _ in range(ep)]
     dist.all_gather(tables, counts, group=group)

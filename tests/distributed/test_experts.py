@@ -1,11 +1,12 @@
 """Experts, models/moe.py and distributed/experts.py: grouped against a loop, routing against transformers, loads per layer."""
 from functools import partial
+from unittest import mock
 
 import layouts
 import pytest
 import torch
 import torch.nn.functional as F
-from layouts import build, clear_seed, drawn, global_batch, local_batch, without_inductor
+from layouts import build, clear_seed, compare, drawn, global_batch, local_batch, without_inductor
 from pool import pool
 from runs import MODEL, launch, run
 from saves import refuses
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import models.moe
 import parallel
-from distributed.experts import balance_experts, compiled_experts
+from distributed.experts import PARTS, balance_experts, compiled_experts
 from distributed.layout import Layout
 from models.moe import Balance, Experts, apply_experts, load_statistics, swiglu_experts
 from models.qwen3 import MoE, Qwen3, Qwen3Config
@@ -108,6 +109,20 @@ def test_a_rank_without_tokens(use_kernel, monkeypatch):
     assert out.shape == (0, 16)
     for grad, leaf in zip(torch.autograd.grad(out.sum(), (x, w1, w2, w3)), (x, w1, w2, w3), strict=True):
         assert torch.equal(grad, torch.zeros_like(leaf))
+
+
+def in_two_parts():
+    return mock.patch.dict(PARTS, cpu=PARTS["cuda"])
+
+
+@pytest.mark.parametrize("processes, flags, kind", [
+    (2, dict(ep=2), "qwen3_moe"), (4, dict(tp=2, ep=4), "deepseek"),
+    *(pytest.param(*row, marks=pytest.mark.slow) for row in [
+        (4, dict(ep=4, ac="op"), "qwen3_moe"), (4, dict(tp=2, ep=2, etp=2), "qwen3_moe"), (2, dict(ep=2, ac="full"), "mtp"),
+        (4, dict(pp=2, ep=2, pp_schedule="ZBVZeroBubble"), "qwen3_moe"), (4, dict(cp=2, ep=2), "deepseek")])], ids=str)
+def test_rows_travel_in_two_parts_on_gpus(processes, flags, kind):
+    """And on a CPU in one: here it takes the way of a GPU. Loss, gradients and weights equal one process."""
+    assert compare(processes, flags, dict(n=8, b=2, **layouts.KINDS[kind]), in_two_parts) == ""
 
 
 EXPERTS = dict(n_experts=8, top_k=3, moe_ffn_dim=24)

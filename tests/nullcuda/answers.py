@@ -77,7 +77,7 @@ def answer() -> None:
     around(rl.engines, "make_batch", before=lambda *args: Log.mark(f"generator on {torch.cuda.current_device()}"))
 
     # How many rows travel between ranks that share the experts: as many from each to each. The tensors that ask are the rows
-    # per rank, (2, ep), and the rows per expert, (E,).
+    # per part and rank, (2, parts, ep), and the rows per expert, (E,).
     rows = [0]
 
     def count(known):
@@ -90,10 +90,10 @@ def answer() -> None:
     def tolist(known):
         def answered(self):
             values = known(self)
-            if self.is_cuda and self.dtype == torch.int64 and self.dim() in (1, 2):
-                n = self.shape[-1]
-                even = [rows[0] // n + (i < rows[0] % n) for i in range(n)]
-                return even if self.dim() == 1 else [even] * len(self)
+            if self.is_cuda and self.dtype == torch.int64 and self.dim() in (1, 3):
+                n = self[0].numel() if self.dim() == 3 else len(self)
+                even = torch.tensor([rows[0] // n + (i < rows[0] % n) for i in range(n)])
+                return even.tolist() if self.dim() == 1 else [known(even.view(self.shape[1:]))] * len(self)
             return values
 
         return answered

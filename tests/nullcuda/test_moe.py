@@ -7,33 +7,32 @@ MODEL = "n_layers=2,dim=256,n_heads=4,n_kv_heads=2,head_dim=64,ffn_dim=256,moe_f
 QWEN3 = ("train_qwen3.py", "--flavor", "debug_moe", "--model_args", MODEL)
 
 
-@pytest.mark.parametrize("nproc, flags, sorts", [(1, [], 1), (2, ["--ep", "2"], 2)], ids=str)
-def test_tokens_are_sorted_once_and_added_up_without_atomics(device, tmp_path, nproc, flags, sorts):
-    """Per layer one sort, of 16 bits, and one where they arrive from other ranks. torch's own gradients of indexing sort once
-    more, or add with atomics."""
+@pytest.mark.parametrize("nproc, flags", [(1, []), (2, ["--ep", "2"])], ids=str)
+def test_tokens_are_sorted_once_and_added_up_without_atomics(device, tmp_path, nproc, flags):
+    """Per layer one sort, of 16 bits (a part's arriving rows are few here, and another kernel sorts them). torch's gradients
+    of indexing sort once more, or add with atomics."""
     done = device.run(tmp_path, *QWEN3, *flags, nproc=nproc, empty_weights=True)
     for rank in range(nproc):
         kernels = [line for line in done.step(2, rank) if line.startswith(("kernel", "triton"))]
         passes = [line for line in kernels if "RadixSortOnesweep" in line]
-        assert len(passes) == 2 * 2 * sorts  # layers, bytes
+        assert len(passes) == 2 * 2  # layers, bytes
         assert not [line for line in kernels if re.search("indexFunc|index_put|indexing_backward", line)]
 
 
 DEEPSEEK = ("train_deepseek.py", "--flavor", "debug", "--model_args", "n_layers=2,n_experts=16")
 
 
-@pytest.mark.parametrize("recipe, kernels, matmuls", [
-    (QWEN3, [9, 2, 5, 0], [0, 0, 0, 0]), (DEEPSEEK, [9, 9, 9, 2], [3, 0, 0, 6])], ids=["qwen3", "deepseek"])
-def test_what_is_computed_while_rows_travel(device, tmp_path, recipe, kernels, matmuls):
-    """Between an exchange of bf16 rows (type 9) and the wait for it: the order of the rows, the experts' weights, the shared
-    experts. The exchanges of the last layer: there, back, and their gradients."""
+@pytest.mark.parametrize("recipe, forward, backward", [
+    (QWEN3, [0, 3, 3, 0], [0, 6, 6, 0]), (DEEPSEEK, [3, 6, 3, 0], [0, 6, 12, 6])], ids=["qwen3", "deepseek"])
+def test_what_is_computed_while_rows_travel(device, tmp_path, recipe, forward, backward):
+    """Matmuls between an exchange of bf16 rows (type 9) and the wait for it, of a layer's four exchanges in the forward: two
+    parts there, two parts home; in the backward as well. A part's experts multiply three times, and so do shared experts."""
     step, found = device.run(tmp_path, *recipe, "--ep", 2, nproc=2, empty_weights=True).step(2), []
     for i in [i for i, line in enumerate(step) if line == "nccl group_end" and "type=9" in step[i - 1]]:
         arrived = step.index(f"wait stream=0 {step[i + 1].split()[-1]}", i)
-        found.append([sum(line.startswith(kind) for line in step[i:arrived]) for kind in ("kernel stream=0", "gemm")])
-    layers = len(found) // 4
-    launched, multiplied = zip(*found[2 * (layers - 1) : 2 * (layers + 1)])
-    assert list(multiplied) == matmuls and all(n >= least for n, least in zip(launched, kernels, strict=True)), found
+        found.append(sum(line.startswith("gemm") or "GroupProblemShape" in line for line in step[i:arrived]))
+    layers = len(found) // 8
+    assert found == forward * layers + backward * layers and layers > 0
 
 
 @pytest.mark.parametrize("nproc, flags", [(1, []), (2, ["--tp", "2"])], ids=str)
