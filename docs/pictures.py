@@ -14,13 +14,14 @@ import train_llama3
 import train_qwen3
 from distributed.pipeline import split_stages, stage_ids
 from exercises import figures
+from exercises.figures import arrow, lines
 from models.loss import IGNORE
 from parallel import replicas, sequence_index
 from tools import svg
 from tools.dryrun import dry_world, human, make_report
 from tools.explain import axis_groups, count_block, held_part, list_collectives, place_of, shown_parameters, tokens_of
 from tools.schedule import bubble, rows_of, simulate
-from tools.svg import arrow, document, label, legend, lines, rect
+from tools.svg import document, label, legend, rect
 
 HERE = Path(__file__).parent / "pictures"
 WIDTH, LEFT = 860, 170  # width of a picture, left edge of the first rank's column

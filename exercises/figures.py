@@ -3,7 +3,7 @@ over time, in SVG. The page turns the classes of tools/svg.py into style rules, 
 """
 from tools.dryrun import human
 from tools.explain import MOVES
-from tools.svg import COLORS, LOOKS, arrow, label, lines, rect
+from tools.svg import COLORS, LOOKS, decimals, label, rect
 
 
 def variables(dark: bool) -> str:
@@ -16,6 +16,15 @@ def style_rules() -> str:
         return "; ".join(f"{name}: var(--{value})" if value in COLORS else f"{name}: {value}" for name, value in look.items())
 
     return "\n".join(f".{name} {{{rule(look)}}}" for name, look in LOOKS.items())
+
+
+def lines(x, y, texts, look="", anchor="start", step=15) -> str:
+    return "".join(label(x, y + i * step, text, look, anchor) for i, text in enumerate(texts))
+
+
+def arrow(x1, y1, x2, y2, look="line") -> str:
+    ends = f'x1="{decimals(x1)}" y1="{decimals(y1)}" x2="{decimals(x2)}" y2="{decimals(y2)}"'
+    return f'<line class="{look}" {ends} marker-end="url(#tip)"/>\n'
 
 
 # ---------------------------------------------------------------- tensors

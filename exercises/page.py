@@ -46,7 +46,7 @@ def draw_holding(shapes: dict, parameters: dict, layout, place: dict, seq_len: i
         else:
             out, says = out + svg.rect(x, y, w, h, "whole"), ["not on this rank"]
         out += svg.label(x, y + h + 15, name.removesuffix(".weight"), "small bold")
-        out += svg.lines(x, y + h + 30, [" x ".join(f"{n:,}" for n in shape), *says], "small")
+        out += figures.lines(x, y + h + 30, [" x ".join(f"{n:,}" for n in shape), *says], "small")
     n, y = layout.global_batch_size, y + PITCH + 50
     out += svg.label(0, y - 38, f"Activations: the tokens of the global batch, {n:,} sequences (rows) x {seq_len:,} tokens "
                                 "(columns)", "bold")
@@ -56,7 +56,7 @@ def draw_holding(shapes: dict, parameters: dict, layout, place: dict, seq_len: i
     says = [f"sequences {spans([mine['sequences']])}", f"positions {spans(mine['between'])}",
             f"in attention and FFN {spans(mine['inside'])}"]
     out += figures.tokens(0, y, 560, high, mine, (n, seq_len))
-    out += svg.lines(575, y + 14, says, "small")
+    out += figures.lines(575, y + 14, says, "small")
     return figure(out, y + max(high, 50) + 10, "what this rank holds")
 
 

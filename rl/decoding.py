@@ -24,6 +24,7 @@ from parallel import whole_vocab
 PREFILL_CHUNK = 512  # prompt tokens per forward: activations of a whole long prompt would need more memory than its cache
 KEY_BUCKET = 64  # attention runs over a multiple of so many keys: few shapes, and all of them even for a GPU's kernels
 DRAW_CHUNK = 64  # tokens of the vocabulary with one sum, see draw()
+CANDIDATES = 1024  # likeliest tokens among which top_p is looked for before the whole vocabulary is sorted
 FEWEST = 8  # --batch_invariant: from 8 rows on, the rounding of a matrix product did not depend on the number of rows
 
 
@@ -158,14 +159,14 @@ def read_prompts(model, cache: RowCache, prompts: list[list[int]], rows: Tensor,
 
 def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     """logits (R, V) with -inf for all but the top_k likeliest tokens, and the fewest tokens with probability top_p together."""
-    ranked, order = logits.sort(dim=-1, descending=True, stable=True)
-    drop = torch.zeros_like(ranked, dtype=torch.bool)
-    if top_k > 0:
-        drop[:, top_k:] = True
+    n = min(top_k or CANDIDATES, logits.shape[-1])
+    ranked, order = logits.topk(n)
     if top_p < 1:
-        p = ranked.softmax(dim=-1)
-        drop |= p.cumsum(dim=-1) - p >= top_p  # the likelier tokens reach top_p already; never true for the first
-    return logits.masked_fill(torch.zeros_like(drop).scatter(-1, order, drop), -torch.inf)
+        p = (ranked - ranked[:, :1]).exp().double() / (logits - ranked[:, :1]).exp().sum(-1, keepdim=True, dtype=torch.float64)
+        if not top_k and n < logits.shape[-1] and (p.sum(-1) < top_p).any():  # a rare row so flat, or a top_p so near 1
+            return truncate(logits, logits.shape[-1], top_p)
+        ranked = ranked.masked_fill(p.cumsum(-1) - p >= top_p, -torch.inf)  # the likelier tokens reach top_p already
+    return torch.full_like(logits, -torch.inf).scatter_(-1, order, ranked)
 
 
 def first_above(sums: Tensor, share: Tensor) -> Tensor:
@@ -204,7 +205,7 @@ def draw(logits: Tensor, u: Tensor, temperature: float, top_k=0, top_p=1.0) -> t
 @torch.no_grad()
 def rollout(
     model, prompts: list[list[int]], noise: Tensor, temperature: float, eot: int | list[int], *, max_len: int, rows=512,
-    top_k=0, top_p=1.0, reply=None, tp_mesh=None, batch_invariant=False, agree=lambda *numbers: numbers,
+    top_k=0, top_p=1.0, reply=None, ended=lambda *s: None, tp_mesh=None, batch_invariant=False, agree=lambda *numbers: numbers,
 ) -> list[dict]:
     """G samples of each of P prompts, as dicts(ids, logprobs, mask, truncated), samples of a prompt next to each other.
 
@@ -217,6 +218,7 @@ def rollout(
     one of these, and other rows go on until it has come. Asked after each token of the model, not after tokens of a reply. The
     sample is a dict with its `index`, its `ids` so far, and `begin`, the place of the first id after the last reply. After an
     `eot` a sample goes on only if there is something to read.
+    ended(index, ids, truncated): called for each sample at its end, while others go on.
     model.unknown_ids: ids that are never sampled, or None.
     tp_mesh: for a tensor parallel model. All its ranks get the same arguments and sample the same.
     batch_invariant: every matrix product has shapes whose rounding does not depend on the batch, for exact equality with a
@@ -252,7 +254,9 @@ def rollout(
 
         # 2. Free the rows of ended samples. Give free rows to new prompts, in whole groups, and to several groups at once,
         # because each refill is a forward.
-        running = [s if s and (s["reply"] or not s["done"] and len(s["ids"]) < s["room"]) else None for s in running]
+        for row, s in enumerate(running):
+            if s and not s["reply"] and (s["done"] or len(s["ids"]) >= s["room"]):
+                running[row] = ended(s["index"], s["ids"], not s["done"])
         n_busy = sum(s is not None for s in running)
         n = min((len(running) - n_busy) // G, len(waiting))
         n = n if n >= min(len(waiting), n_rows // G // 4) else 0

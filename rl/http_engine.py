@@ -238,15 +238,20 @@ class HTTPEngine:
         self.cursor = batch["cursor"]
         return batch
 
-    def draw(self, cfg, env, text, layout, model, tasks, prompts, group_size: int, temperature: float):
+    def draw(self, cfg, env, text, layout, model, tasks, prompts, group_size: int, temperature: float,
+             ended):
         """(2) by the server, in place of rollouts.draw_samples: a request for each prompt, or for each turn of each sample."""
         turns = Turns(env, text, [task for _, task, _ in tasks for _ in range(group_size)], cfg.reward_threads)
         asks = [partial(self.ask, name, prompt, group_size, temperature) for (name, *_), prompt in zip(tasks, prompts)]
         if turns.reply:
             asks = [partial(self.play, turns, i, f"{tasks[i // group_size][0]}/{i % group_size}", prompts[i // group_size],
                             temperature) for i in range(len(turns.calls))]
+        found = []
         try:
-            found = sum(self.requests.map(lambda ask: ask(), asks, timeout=self.server.timeout), [])
+            for some in self.requests.map(lambda ask: ask(), asks, timeout=self.server.timeout):
+                for s in some:
+                    ended(len(found), s["ids"], s["truncated"])
+                    found.append(s)
         except TimeoutError:
             self.server.fail(f"{len(tasks)} prompts took longer than --rollout_timeout_s {self.server.timeout:g}")
         self.server.check_version()

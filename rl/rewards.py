@@ -10,6 +10,7 @@ import math
 import queue
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -43,7 +44,7 @@ def pay(env, prompt: str, completions: list[str], truncated: list[bool]) -> list
         rewards = [float(sum(value.values()) if isinstance(value, dict) else value) for value in values]
         if wrong := [value for reward, value in zip(rewards, values) if not math.isfinite(reward)]:
             raise ValueError(f"it is {wrong[0]}")
-    except BaseException as error:  # also SystemExit: pay_all waits for an answer of each thread
+    except BaseException as error:  # also SystemExit: Payments waits for an answer of each thread
         return [Paid(None, no_reward(prompt, text, repr(error))) for text in completions]
     parts = [{name: float(x) for name, x in value.items()} if isinstance(value, dict) else {} for value in values]
     return [Paid(reward, "", part) for reward, part in zip(rewards, parts)]
@@ -58,30 +59,45 @@ def short(text: str) -> str:
     return repr(text if len(text) <= 400 else f"{text[:200]} ... {text[-200:]}")
 
 
-def pay_all(env, jobs: list[tuple], cfg: RewardConfig) -> list[Paid]:
-    """What pay() returns for each job (prompt, completions, truncated), one after the other. A failure that ends the run comes
-    back alone. Threads are daemons, because the process must not wait for a late reward at exit."""
-    waiting, running, results, ended = list(range(len(jobs)))[::-1], {}, {}, queue.SimpleQueue()
+class Payments:
+    """Pays n jobs (prompt, completions, truncated), in threads, as soon as they are added. Threads are daemons, because the
+    process must not wait for a late reward at exit."""
 
-    def work(i):
-        ended.put((i, pay(env, *jobs[i])))
+    def __init__(self, env, n: int, cfg: RewardConfig):
+        self.env, self.n, self.cfg, self.news, self.results = env, n, cfg, queue.SimpleQueue(), {}
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread.start()
 
-    while waiting or running:
-        while waiting and len(running) < cfg.reward_threads:
-            i = waiting.pop()
-            running[i] = time.monotonic() + (cfg.reward_timeout_s or 1e9)
-            threading.Thread(target=work, args=(i,), daemon=True).start()
-        first = min(running, key=running.get)
-        try:
-            i, result = ended.get(timeout=max(running[first] - time.monotonic(), 0))
-        except queue.Empty:
-            reason = f"it takes longer than --reward_timeout_s {cfg.reward_timeout_s:g}"
-            i, result = first, [Paid(None, no_reward(jobs[first][0], text, reason)) for text in jobs[first][1]]
-        if running.pop(i, None) is not None:  # else given up before
-            results[i] = result
-            if result[0].failure and cfg.failed_reward is None:
-                return result[:1]
-    return sum((results[i] for i in range(len(jobs))), [])
+    def add(self, i: int, job: tuple) -> None:
+        self.news.put((i, job, None))
+
+    def run(self) -> None:
+        waiting, running = deque(), {}
+        while len(self.results) < self.n:
+            while waiting and len(running) < self.cfg.reward_threads:
+                i, job = waiting.popleft()
+                running[i] = time.monotonic() + (self.cfg.reward_timeout_s or 1e9), job
+                work = lambda i=i, job=job: self.news.put((i, None, pay(self.env, *job)))  # noqa: E731
+                threading.Thread(target=work, daemon=True).start()
+            end, i = min(((end, i) for i, (end, _) in running.items()), default=(None, None))
+            try:
+                i, job, result = self.news.get(timeout=end and max(end - time.monotonic(), 0))
+            except queue.Empty:
+                prompt, completions, _ = running[i][1]
+                reason = f"it takes longer than --reward_timeout_s {self.cfg.reward_timeout_s:g}"
+                job, result = None, [Paid(None, no_reward(prompt, text, reason)) for text in completions]
+            if job:
+                waiting.append((i, job))
+            elif running.pop(i, None):  # else given up before
+                self.results[i] = result
+                if result[0].failure and self.cfg.failed_reward is None:
+                    self.results = {i: result[:1]}
+                    return
+
+    def wait(self) -> list[Paid]:
+        """What pay() returns for each job, one after the other. A failure that ends the run comes back alone."""
+        self.thread.join()
+        return sum((self.results[i] for i in sorted(self.results)), [])
 
 
 # ---------------------------------------------------------------- evaluation

@@ -22,7 +22,7 @@ from distributed.agree import gather
 from rl.datasets import DatasetConfig
 from rl.decoding import draw_noise, rollout
 from rl.environments import Turns, draw_task
-from rl.rewards import Paid, RewardConfig, pay_all
+from rl.rewards import Paid, Payments, RewardConfig
 from support.files import read_json
 
 NUMBERS = {"prompt": "i", "ids": "i", "logprobs": "f", "mask": "f"}  # values per token of a sample: the kinds of their arrays
@@ -95,13 +95,14 @@ def lockstep(layout, timeout_s: int, tool=None):
     return agree
 
 
-def draw_samples(cfg, env, text, layout, model, tasks: list[tuple], prompts: list[list[int]], group_size, temperature):
-    """(2) on this rank, with whole weights: (group_size samples of each of this rank's prompts, failures)."""
+def draw_samples(cfg, env, text, layout, model, tasks: list[tuple], prompts: list[list[int]], group_size, temperature, ended):
+    """(2) on this rank, with whole weights: (group_size samples of each of this rank's prompts, failures). ended: see
+    rollout()."""
     noise = draw_noise([f"{cfg.seed}/{name}" for name, *_ in tasks], group_size, cfg.max_new_tokens)
     turns = Turns(env, text, [task for _, task, _ in tasks for _ in range(group_size)], cfg.reward_threads)
     samples = rollout(
         model, prompts, noise, temperature, text.ends, max_len=cfg.seq_len, rows=cfg.rollout_rows, reply=turns.reply,
-        tp_mesh=layout.mesh["tp"] if layout.tp > 1 else None, batch_invariant=cfg.batch_invariant,
+        ended=ended, tp_mesh=layout.mesh["tp"] if layout.tp > 1 else None, batch_invariant=cfg.batch_invariant,
         agree=lockstep(layout, cfg.rollout_timeout_s, turns.reply))
     return turns.close(samples), turns.failed
 
@@ -117,16 +118,26 @@ def sample_groups(cfg, env, text, layout, model, tasks: list[tuple], group_size,
     group = patient_group(dist.group.WORLD, cfg.rollout_timeout_s) if layout.world_size > 1 else None
     mine = range(len(tasks))[layout.data_rank :: layout.data_ranks]
     prompts = [text.prompt(tasks[i][1]) for i in mine]
-    samples, failed = draw(cfg, env, text, layout, model, [tasks[i] for i in mine], prompts, group_size, temperature)
     # (3) rewards: the environment sees text. Training uses the sampled ids, because encoding the text may give other ids.
+    size = group_size if hasattr(env, "group_reward") else 1  # samples that are paid together, when the last of them has ended
+    pays, texts, cut = hasattr(env, "reward") or hasattr(env, "group_reward"), {}, {}
+    payments = Payments(env, len(mine) * group_size // size if pays else 0, cfg)
+
+    def ended(j: int, ids: list[int], truncated: bool) -> None:
+        texts[j], cut[j] = text.decode(ids), truncated
+        together = range(j - j % size, j - j % size + size)
+        if pays and all(i in texts for i in together):
+            payments.add(j // size, (tasks[mine[j // group_size]][1], *([of[i] for i in together] for of in (texts, cut))))
+
+    # A tool, a step and a reward are never called at once beyond --reward_threads: with the former two, rewards come later.
+    beside = (lambda *sample: None) if hasattr(env, "tool") or hasattr(env, "step") else ended
+    samples, failed = draw(cfg, env, text, layout, model, [tasks[i] for i in mine], prompts, group_size, temperature, beside)
     for j, s in enumerate(samples):
-        s["group"], s["prompt"], s["text"] = mine[j // group_size], prompts[j // group_size], text.decode(s["ids"])
+        if j not in texts:
+            ended(j, s["ids"], s["truncated"])
+        s["group"], s["prompt"], s["text"] = mine[j // group_size], prompts[j // group_size], texts[j]
         s["answer"] = tasks[s["group"]][2]
-    size = group_size if hasattr(env, "group_reward") else 1  # samples that are paid together
-    together = [samples[j : j + size] for j in range(0, len(samples), size)]
-    jobs = [(tasks[some[0]["group"]][1], *([s[name] for s in some] for name in ("text", "truncated"))) for some in together]
-    pays = hasattr(env, "reward") or hasattr(env, "group_reward")
-    paid = pay_all(env, jobs, cfg) if pays else [Paid(s["earned"]) for s in samples]
+    paid = payments.wait() if pays else [Paid(s["earned"]) for s in samples]
     for j, (s, (reward, failure, parts)) in enumerate(zip(samples, paid)):
         name, s["failed"], s["reward"] = tasks[s["group"]][0], failure, cfg.failed_reward if failure else reward
         s["parts"] = parts

@@ -123,6 +123,20 @@ def test_truncate():
     assert kept(9, 0.999) == [True] * 4
 
 
+@pytest.mark.parametrize("scale, top_p, sorts", [(8.0, 0.9, False), (0.5, 0.9, True), (3.0, 0.999999, True)])
+def test_top_p_sorts_the_vocabulary_only_where_it_must(scale, top_p, sorts, monkeypatch):
+    """Among 20,000 tokens: the kept ones are those of a whole sort, whose probability in fp64 is summed up to top_p."""
+    logits = torch.randn(4, 20_000, generator=torch.Generator().manual_seed(0)) * scale
+    calls, truncate = [], decoding.truncate
+    monkeypatch.setattr(decoding, "truncate", lambda *args: calls.append(args[1]) or truncate(*args))
+    got = decoding.truncate(logits, 0, top_p)
+    assert calls == [0, 20_000][: 1 + sorts]
+    ranked, order = logits.double().sort(dim=-1, descending=True)
+    p = ranked.softmax(-1)
+    want = torch.zeros_like(p).scatter(-1, order, (p.cumsum(-1) - p < top_p).double()).bool()
+    assert (got.isfinite() != want).sum() <= 4 and torch.equal(got[got.isfinite()], logits[got.isfinite()])
+
+
 def test_rows_end_at_eot_and_the_loop_ends_with_the_last_row(model):
     greedy = generate(model, PROMPTS, 20, temperature=0)
     eot = greedy[0][4]

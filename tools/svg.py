@@ -52,15 +52,6 @@ def label(x, y, text, look="", anchor="start") -> str:
     return f'<text class="{look}" x="{decimals(x)}" y="{decimals(y)}" text-anchor="{anchor}">{escape(str(text))}</text>\n'
 
 
-def lines(x, y, texts, look="", anchor="start", step=15) -> str:
-    return "".join(label(x, y + i * step, text, look, anchor) for i, text in enumerate(texts))
-
-
-def arrow(x1, y1, x2, y2, look="line") -> str:
-    ends = f'x1="{decimals(x1)}" y1="{decimals(y1)}" x2="{decimals(x2)}" y2="{decimals(y2)}"'
-    return f'<line class="{look}" {ends} marker-end="url(#tip)"/>\n'
-
-
 def legend(x, y, entries) -> str:
     """A line of coloured boxes with text. entries: [(class, text)]."""
     out = ""

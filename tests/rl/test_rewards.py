@@ -15,8 +15,11 @@ from rl import rewards
 
 
 def paid(reward, texts, **flags) -> list:
-    jobs, cfg = [("1 2", [text], [False]) for text in texts], rewards.RewardConfig(**{"failed_reward": 0.0, **flags})
-    return [failure or reward for reward, failure, _ in rewards.pay_all(SimpleNamespace(reward=reward), jobs, cfg)]
+    cfg = rewards.RewardConfig(**{"failed_reward": 0.0, **flags})
+    payments = rewards.Payments(SimpleNamespace(reward=reward), len(texts), cfg)
+    for i in random.Random(0).sample(range(len(texts)), len(texts)):  # samples end in any order
+        payments.add(i, ("1 2", [texts[i]], [False]))
+    return [failure or reward for reward, failure, _ in payments.wait()]
 
 
 def test_a_reward_that_hangs_is_given_up_and_the_others_go_on():

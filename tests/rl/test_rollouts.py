@@ -2,6 +2,7 @@
 import json
 import math
 import shutil
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -53,6 +54,27 @@ def test_a_sample_depends_on_its_noise_and_not_on_its_row():
         assert [s["ids"] for s in again] == [s["ids"] for s in together]
         for a, b in zip(again, together):
             assert torch.allclose(torch.tensor(a["logprobs"]), torch.tensor(b["logprobs"]), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["reward", "group_reward", "tool"])
+def test_rewards_begin_while_other_samples_go_on(monkeypatch, kind):
+    """After the first sample has ended, no forward goes on before its reward has begun; of a group, after its last sample. With
+    a tool rewards come after all, so that a single thread calls one of the two at a time."""
+    model, added, begun, seen = sharp_model(), threading.Event(), threading.Event(), []
+    pays = lambda prompt, text: begun.set() or 1.0  # noqa: E731
+    env = SimpleNamespace(reward=pays) if kind != "group_reward" else SimpleNamespace(
+        group_reward=lambda prompt, texts: [pays(prompt, text) for text in texts])
+    if kind == "tool":
+        env.tool, env.TOOL_END = str, "never"
+    add = rollouts.Payments.add
+    monkeypatch.setattr(rollouts.Payments, "add", lambda *args: (add(*args), added.set()))
+    model.register_forward_pre_hook(lambda *_: seen.append(begun.wait(30)) if added.is_set() else None)
+    cfg = Config(rollout_rows=3, max_new_tokens=9, seq_len=16)
+    layout = SimpleNamespace(world_size=1, data_rank=0, data_ranks=1, cp=1, tp=1, ep=1, rank=0)
+    text = SimpleNamespace(prompt=lambda task: [1, 2, int(task)], decode=str, ends=[0])
+    samples = rollouts.sample_groups(cfg, env, text, layout, model, [(f"train/0/{i}", str(i), "") for i in range(6)], 3, 1.0)
+    assert len(samples) == 18 and all(s["reward"] == 1 and s["text"] == str(list(s["ids"])) for s in samples)
+    assert bool(seen) == (kind != "tool") and all(seen) and begun.is_set()
 
 
 def test_prompts_are_read_once_for_their_group_and_rows_are_refilled():

@@ -49,7 +49,7 @@ from distributed.layout import local_tensor
 from distributed.pipeline import split_stages
 from rl import rollouts
 from rl.datasets import open_task
-from rl.rewards import pay_all
+from rl.rewards import Payments
 from sft.lora import is_adapter
 from support import metrics
 from support.config import option_groups
@@ -334,9 +334,10 @@ def paid(program: str, cfg) -> float:
 
 def payments(program: str, cfg) -> list:
     """Of two samples, or "late"."""
-    jobs = [("", [text], [False]) for text in ("slow", "quick")]
-    results = pay_all(open_task(cfg), jobs, dataclasses.replace(cfg, failed_reward=0.0))
-    return ["late" if failure else reward for reward, failure, _ in results]
+    payments = Payments(open_task(cfg), 2, dataclasses.replace(cfg, failed_reward=0.0))
+    for i, completion in enumerate(("slow", "quick")):
+        payments.add(i, ("", [completion], [False]))
+    return ["late" if failure else reward for reward, failure, _ in payments.wait()]
 
 
 def split(program: str, cfg) -> list:
