@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import json
 import os
+import runpy
 import sys
 import types
 
@@ -253,6 +254,8 @@ def program(argv: list[str], options: dict):
     """Runs a recipe, `argv` its file and its flags, and ends this process with its status. options: those of run.py."""
     answer()
     cudnn_attention()
+    if change := options.get("change"):
+        runpy.run_path("benchmarks/changed.py")["CHANGES"][change]()
     file = os.path.abspath(argv[0])
     folder, name = os.path.split(file.removesuffix(".py"))
     name = f"forks.{name}" if os.path.basename(folder) == "forks" else name

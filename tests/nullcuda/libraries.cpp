@@ -86,6 +86,19 @@ ncclResult_t ncclCommCount(const ncclComm_t comm, int* n) { *n = comm->size; ret
 ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank) { *rank = comm->rank; return ncclSuccess; }
 ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t* error) { *error = ncclSuccess; return ncclSuccess; }
 
+cudaError_t cudaMalloc(void**, size_t);
+cudaError_t cudaFree(void*);
+ncclResult_t ncclMemAlloc(void** p, size_t n) {
+    null_log("nccl mem_alloc bytes=%zu", n);
+    return cudaMalloc(p, n);
+}
+ncclResult_t ncclMemFree(void* p) { return cudaFree(p); }
+ncclResult_t ncclCommRegister(ncclComm_t, void*, size_t, void** handle) { *handle = (void*)null_handle(); return ncclSuccess; }
+ncclResult_t ncclCommWindowRegister(ncclComm_t, void*, size_t, void** window, int) {
+    *window = (void*)null_handle();
+    return ncclSuccess;
+}
+
 // count: elements as the call names them, of this rank's part where ranks send different ones; type: nccl.h's ncclDataType_t
 static ncclResult_t log_call(const char* name, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t s) {
     null_log("nccl %s comm=%u size=%d rank=%d peer=%d count=%zu type=%d stream=%ld", name, comm->id, comm->size, comm->rank, peer,

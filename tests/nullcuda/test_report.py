@@ -41,6 +41,21 @@ def test_rows_on_two_gpus(tmp_path):
     assert "| eager |" in (tmp_path / "report" / "report.md").read_text()
 
 
+def test_a_recipe_with_nccls_memory(device, tmp_path):
+    """FSDP's buffers come from NCCL, once: from the second step on no more of it is asked for."""
+    done = device.run(tmp_path, "train_llama3.py", nproc=2, empty_weights=True, change="nccl_memory")
+    made = [i for i, line in enumerate(done.logs[0]) if line.startswith("nccl mem_alloc")]
+    assert made and max(made) < done.logs[0].index("mark step 2")
+
+
+def test_a_recipe_whose_experts_wait(device, tmp_path):
+    """The tokens of each of the 6 layers travel four times in a step, in one part, and not eight times."""
+    flags = ("train_qwen3.py", "--flavor", "debug_moe", "--ep", 2)
+    for change, n in ("", 8), ("one_part", 4):
+        step = device.run(tmp_path / str(n), *flags, nproc=2, empty_weights=True, change=change).step(2)
+        assert sum(line == "nccl group_end" and "type=9" in step[i - 1] for i, line in enumerate(step)) == n * 6
+
+
 def test_ctrl_c(tmp_path):
     """Nothing that the report has started outlives it."""
     program = start(tmp_path, "--only", "loss on", devices=1)
