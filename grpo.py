@@ -431,7 +431,10 @@ def main(cfg: Config, Trainer=Trainer):
     Model, model_config = model_of(cfg, text.tokenizer.get_vocab_size())
     left_out = leave_out_long(env, text, cfg.seq_len)
     held_out = held_out_tasks(env, cfg.eval_n, partial(text.fits, seq_len=cfg.seq_len)) if cfg.eval_every else []
-    n_trainers = int(os.environ.get("WORLD_SIZE", 1)) - cfg.gen_ranks
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    if (n_trainers := world_size - cfg.gen_ranks) < 1:
+        raise ValueError(f"--gen_ranks {cfg.gen_ranks} must leave a process to train: {world_size} were started, use torchrun "
+                         "--nproc_per_node")
     layout = check_layout(
         cfg, model_config, seq_len=cfg.seq_len, local_batch_size=cfg.local_batch_size, global_batch_size=-1, device=cfg.device,
         world_size=n_trainers)

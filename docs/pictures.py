@@ -13,15 +13,13 @@ import torch
 import train_llama3
 import train_qwen3
 from distributed.pipeline import split_stages, stage_ids
-from exercises import figures
-from exercises.figures import arrow, lines
+from exercises import svg
+from exercises.svg import arrow, document, label, legend, lines, rect
 from models.loss import IGNORE
 from parallel import replicas, sequence_index
-from tools import svg
 from tools.dryrun import dry_world, human, make_report
 from tools.explain import axis_groups, count_block, held_part, list_collectives, place_of, shown_parameters, tokens_of
 from tools.schedule import bubble, rows_of, simulate
-from tools.svg import document, label, legend, rect
 
 HERE = Path(__file__).parent / "pictures"
 WIDTH, LEFT = 860, 170  # width of a picture, left edge of the first rank's column
@@ -151,21 +149,21 @@ def holds(stages, layout, rows, seq_len=8192) -> tuple[str, int]:
         out += label(LEFT + r * step, 18, f"rank {r}", "title") + label(LEFT + r * step, 34, named, "small soft")
     for says, name, gathered in rows:
         p = parameters.get(name)
-        w, h = (step - 30, 15 * layout.global_batch_size) if p is None else figures.box_size(p.shape, longest, 92)
+        w, h = (step - 30, 15 * layout.global_batch_size) if p is None else svg.box_size(p.shape, longest, 92)
         out += lines(10, y + 14, says[:1], "bold") + lines(10, y + 30, says[1:], "small")
         deepest = 0
         for r, place in enumerate(places):
             x = LEFT + r * step
             if p is None:
                 mine, shape = tokens_of(layout, place, seq_len), (layout.global_batch_size, seq_len)
-                out += figures.tokens(x, y, w, h, mine, shape)
+                out += svg.tokens(x, y, w, h, mine, shape)
                 first, end = mine["sequences"]
                 spans = [f"{a:,}-{b - 1:,}" for a, b in mine["between"] if b - a < seq_len]
                 under = [f"sequence {first}" if end == first + 1 else f"sequences {first}-{end - 1}", *spans]
             else:
                 part = held_part(p, place)
-                out += figures.tensor(x, y, w, h, p.shape, part, held_part(p, place, True) if gathered else None)
-                under = figures.words_for(part, p.shape).split(", ")
+                out += svg.tensor(x, y, w, h, p.shape, part, held_part(p, place, True) if gathered else None)
+                under = svg.words_for(part, p.shape).split(", ")
             out += lines(x, y + h + 15, under, "small", step=14)
             deepest = max(deepest, len(under))
         y += max(h + 15 + 14 * deepest, 30 + 15 * len(says)) + 16
@@ -187,7 +185,7 @@ def chapter(says: str, rows, recipe=train_llama3, halves=("attention", "FFN"), e
     if extra:
         drawn, high = extra(layout)
         out, y = out + f'<g transform="translate(0 {y})">\n{drawn}</g>\n', y + high
-    drawn, high = figures.timeline(list_collectives(count_block(recipe.main, cfg)[3]), halves, WIDTH - 20)
+    drawn, high = svg.timeline(list_collectives(count_block(recipe.main, cfg)[3]), halves, WIDTH - 20)
     return document(WIDTH, y + high + 8, f'{out}<g transform="translate(10 {y + 8})">\n{drawn}</g>\n', says)
 
 
@@ -430,12 +428,12 @@ def norm() -> str:
         out += label(LEFT + r * 172, 34, f"dp_shard {place['dp_shard']} tp {place['tp']}", "small soft")
     for name in (WQ, "block attn.wo.weight", "block attn_norm.weight"):
         p = parameters[name]
-        w, h = figures.box_size(p.shape, 4096, 80)
+        w, h = svg.box_size(p.shape, 4096, 80)
         n = replicas(p, layout)  # a finished gradient has the parameter's placements
         out += lines(10, y + 14, ["gradient of", name.split()[1].removesuffix(".weight")], "bold")
         for r in range(4):
             x = LEFT + r * 172
-            out += figures.tensor(x, y, w, h, p.shape, held_part(p, place_of(layout, r)))
+            out += svg.tensor(x, y, w, h, p.shape, held_part(p, place_of(layout, r)))
             out += lines(x + max(w, 20) + 8, y + 34, [f"squares x 1/{n}", f"held by {n} rank{'s' * (n > 1)}"], "small")
         y += h + 22
     out += label(10, y + 8, "One all-reduce adds up the weighted squares of all ranks: each number of a gradient counts once.")

@@ -8,8 +8,8 @@ from html import escape
 from pathlib import Path
 from string import Template
 
-from exercises import figures
-from tools import explain, svg
+from exercises import svg
+from tools import explain
 from tools.dryrun import human
 from tools.schedule import DOES, bubble, duration, simulate
 
@@ -38,15 +38,15 @@ def draw_holding(shapes: dict, parameters: dict, layout, place: dict, seq_len: i
     out = svg.legend(0, 12, [("kept", "kept all the time"), ("gathered", f"here {gathered}"), ("whole", "held by other ranks")])
     for i, (name, shape) in enumerate(shapes.items()):
         x, y = i % (WIDTH // CELL) * CELL, 30 + i // (WIDTH // CELL) * PITCH
-        w, h = figures.box_size(shape, longest)
+        w, h = svg.box_size(shape, longest)
         if name in parameters:
             part = explain.held_part(parameters[name], place)
-            out += figures.tensor(x, y, w, h, shape, part, explain.held_part(parameters[name], place, gathered=True))
-            says = figures.words_for(part, shape).split(", ")
+            out += svg.tensor(x, y, w, h, shape, part, explain.held_part(parameters[name], place, gathered=True))
+            says = svg.words_for(part, shape).split(", ")
         else:
             out, says = out + svg.rect(x, y, w, h, "whole"), ["not on this rank"]
         out += svg.label(x, y + h + 15, name.removesuffix(".weight"), "small bold")
-        out += figures.lines(x, y + h + 30, [" x ".join(f"{n:,}" for n in shape), *says], "small")
+        out += svg.lines(x, y + h + 30, [" x ".join(f"{n:,}" for n in shape), *says], "small")
     n, y = layout.global_batch_size, y + PITCH + 50
     out += svg.label(0, y - 38, f"Activations: the tokens of the global batch, {n:,} sequences (rows) x {seq_len:,} tokens "
                                 "(columns)", "bold")
@@ -55,8 +55,8 @@ def draw_holding(shapes: dict, parameters: dict, layout, place: dict, seq_len: i
     high, mine = min(112, max(28, 14 * n)), explain.tokens_of(layout, place, seq_len)
     says = [f"sequences {spans([mine['sequences']])}", f"positions {spans(mine['between'])}",
             f"in attention and FFN {spans(mine['inside'])}"]
-    out += figures.tokens(0, y, 560, high, mine, (n, seq_len))
-    out += figures.lines(575, y + 14, says, "small")
+    out += svg.tokens(0, y, 560, high, mine, (n, seq_len))
+    out += svg.lines(575, y + 14, says, "small")
     return figure(out, y + max(high, 50) + 10, "what this rank holds")
 
 
@@ -112,8 +112,7 @@ def make_page(cfg, report, counted, command: str) -> str:
     traffic = "<p>Not counted: needs three layers on the first device, to compare three with two of them.</p>"
     if counted:
         has_experts = any(name.startswith("moe.") for name, *_ in counted[2])
-        names = "attention", "experts" if has_experts else "FFN"
-        drawn, height = figures.timeline(explain.list_collectives(counted[3]), names)
+        drawn, height = svg.timeline(explain.list_collectives(counted[3]), ("attention", "experts" if has_experts else "FFN"))
         traffic = figure(svg.TIP + drawn, height, "what travels when")
     times, owner = simulate(report.rows), {i: pp for pp, rank in enumerate(report.ranks) for i in rank.ids}
     size = cfg.pp_microbatch_size * cfg.seq_len // layout.cp // layout.tp * report.ranks[0].stages[0].config.dim
@@ -123,7 +122,7 @@ def make_page(cfg, report, counted, command: str) -> str:
     data = dict(groups=explain.axis_groups(layout), ticks=ticks, unit=unit, inner=layout.cp * layout.tp)
     values = dict(
         TITLE=escape(f"{vars(cfg).get('flavor', 'model')} on {layout.world_size:,} devices: {layout}"),
-        COMMAND=escape(command), LIGHT=figures.variables(False), DARK=figures.variables(True), RULES=figures.style_rules(),
+        COMMAND=escape(command), LIGHT=svg.variables(False), DARK=svg.variables(True), RULES=svg.style_rules(),
         SHOWN=f"Shown: {cut}." * bool(cut), GRID=draw_grid(layout, ranks),
         AXES="; ".join(f"{axis}: {explain.AXIS_WORDS[axis]}" for axis in explain.axis_groups(layout)),
         RANKS=rank_sections(layout, report, ranks, cfg.seq_len), TRAFFIC=traffic,

@@ -2,7 +2,7 @@
 
 The recipe's own parallelisation code runs under a fake process group of any size, on tensors without memory. The dry run counts
 bytes, collectives, FLOPs and the pipeline's bubble, for the first device of each pipeline rank. --plot and --explain start
-from the same numbers (layout_plots.py, explain.py).
+from the same numbers (exercises/layout_plots.py, explain.py).
 """
 import math
 import os
@@ -53,6 +53,8 @@ class DryWatch(Watch):
             args = args[0], [*args[1][:-1], len(args[0]) - sum(args[1][:-1])]
         if func is torch.ops.aten.repeat_interleave.Tensor:  # the expert of each token
             return args[0].new_empty(kwargs["output_size"])
+        if func is torch.ops.aten.index.Tensor and args[1][0].dtype == torch.bool:  # ids that grpo.py never samples: all
+            return args[0].clone()
         if func is torch.ops.aten._grouped_mm.default:  # torch's own rule for the shape accepts bf16 only
             x, w, experts = args[0], args[1], kwargs.get("offs", args[2] if len(args) > 2 else None)
             return x.new_empty((x.shape[0], w.shape[-1]) if w.dim() == 3 else (len(experts), x.shape[0], w.shape[1]))
@@ -74,7 +76,7 @@ def build(main, cfg, connect, **stand_ins):
 
     data = SimpleNamespace(vocab_size=0, n_val_samples=1, fingerprint={}, tokenizer_file=None)
     # check_groups, of forks/ft.py, would ask a server
-    stand_ins |= dict.fromkeys(("check_groups", "source_tokenizer", "StopSignal", "set_timeouts"), do_nothing)
+    stand_ins |= dict.fromkeys(("check_groups", "source_tokenizer", "StopSignal", "set_timeouts", "warm_up"), do_nothing)
     stand_ins |= dict(open_data=lambda *args: data, connect=connect, make_mesh=make_mesh)
     with mock.patch.multiple(parallel, **{name: value for name, value in stand_ins.items() if hasattr(parallel, name)}):
         _, made = stop_main(main, cfg, "Checkpoints", **stand_ins, loaded_later=lambda cfg: lambda fqn: False)
@@ -103,7 +105,7 @@ def dry_world(main, cfg, pp_rank: int):
 
     def connect(layout, *args, **kwargs):
         # compiled or not, the same bytes travel; the order of the micro-batches is not run but simulated (schedule.py)
-        order = layout.schedule if cfg.pp_schedule_csv else SIMPLE_ORDER.get(cfg.pp_schedule, cfg.pp_schedule)
+        order = SIMPLE_ORDER.get(layout.schedule, layout.schedule)
         dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
         return replace(layout, schedule=order, memory=int(DEVICES[0] * 1e9) * (cfg.device != "cpu"),
                        compute_dtype=torch.float32 if cfg.compute_dtype == "float32" else torch.bfloat16)

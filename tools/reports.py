@@ -29,6 +29,12 @@ class PlotConfig:
 
 
 @dataclass(kw_only=True)
+class GrpoReports(PlotConfig):
+    TITLE = "in place of training"
+    dry_run: bool = False  # no device, no launcher: report the memory of an update and of a rollout
+
+
+@dataclass(kw_only=True)
 class ReportConfig(PlotConfig):
     TITLE = "in place of training"  # of the section of --help
     dry_run: bool = False  # no device, no launcher: report memory, collectives, FLOPs and bubble of the layout
@@ -54,6 +60,8 @@ def run_report(main, Config, argv=None) -> int:
         main(parse_config(Config, argv))
         return 0
     Reports, report = (ReportConfig, report_or_train) if is_recipe else (PlotConfig, train)
+    if "update_policy" in main.__globals__:
+        Reports, report = GrpoReports, report_grpo_or_train
     given = vars(parse_config(with_report_flags(Config, Reports), argv))
     options = Reports(**{field.name: given[field.name] for field in fields(Reports)})
     return report(main, Config(**{field.name: given[field.name] for field in fields(Config)}), options)
@@ -66,6 +74,17 @@ def train(main, cfg, options: PlotConfig) -> int:
     if options.plot and own_rank() == 0:
         print(draw_curves(panels_of(read_lines(f"{cfg.out}/metrics.jsonl")), f"{cfg.out}/loss.png"), flush=True)
     return status
+
+
+def report_grpo_or_train(main, cfg, options: GrpoReports) -> int:
+    if not options.dry_run:
+        return train(main, cfg, options)
+    refuse([("RANK" in os.environ, "--dry_run starts from one process: use python, not torchrun"),
+            (options.plot, "--plot draws the curves of a run, and --dry_run trains nothing: leave one out")])
+    from tools.dry_grpo import dry_run
+
+    dry_run(main, cfg)
+    return 0
 
 
 def panels_of(lines) -> list[tuple[str, dict]]:
@@ -108,11 +127,11 @@ def report_or_train(main, cfg, options: ReportConfig) -> int:
 
 def report_layout(main, cfg, options: ReportConfig) -> int:
     """--dry_run, --explain and --plot of a recipe; returns the exit status."""
+    from exercises.layout_plots import plot
     from exercises.page import write_page
     from forks.best_layouts import print_best
     from tools.dryrun import make_report, print_report
     from tools.explain import count_block, explain
-    from tools.layout_plots import plot
 
     if cfg.float8 != "off":
         raise ValueError(f"--float8 {cfg.float8} is not in the dry run, which would count bf16; leave it out")

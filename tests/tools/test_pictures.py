@@ -1,4 +1,4 @@
-"""--plot: schedules and meshes are drawn right, as text and as SVG, against tools/layout_plots.py."""
+"""--plot: schedules and meshes are drawn right, as text and as SVG, against exercises/layout_plots.py."""
 import importlib
 import xml.etree.ElementTree as xml
 from types import SimpleNamespace
@@ -9,12 +9,12 @@ from dry import config, recipe_of, world
 from layouts import Flags, layouts_of, row_name
 
 from distributed.pipeline import ONE_STAGE_PER_RANK
+from exercises.layout_plots import draw_mesh, pipeline_peers, plot
+from exercises.svg import LOOKS
 from models.llama3 import Llama3Config
 from tools import dryrun
 from tools.dryrun import bubble, rows_of, simulate
 from tools.explain import axis_groups
-from tools.layout_plots import draw_mesh, pipeline_peers, plot
-from tools.svg import LOOKS
 
 BUBBLES = dict(GPipe=3 / 11, LoopedBFS=3 / 19, Interleaved1F1B=3 / 19, InterleavedZeroBubble=1 / 17, ZBVZeroBubble=1 / 17,
                DualPipeV=1 / 17) | {"1F1B": 3 / 11}

@@ -2,7 +2,7 @@
 from pathlib import Path
 
 from distributed.pipeline import embeds_at_both_ends
-from tools import svg
+from exercises import svg
 from tools.explain import AXIS_WORDS, axis_groups, shown_ranks
 from tools.schedule import bubble, duration, simulate
 
