@@ -25,6 +25,7 @@ CASES = {  # world, GiB of a device, recipe and flags
     "70B on 64, accumulation": (64, 80, *SEVENTY, "--compile", "--ac", "full", "--global_batch_size", 128),
     "70B on 64, tp 8": (64, 80, *SEVENTY, "--compile", "--ac", "op", "--tp", 8),
     "30B-A3B on 8": (8, 140, "train_qwen3", "--flavor", "30B-A3B", *LONG, "--ac", "op", "--compile"),
+    "30B-A3B on 8, ep": (8, 140, "train_qwen3", "--flavor", "30B-A3B", *LONG, "--ac", "op", "--compile", "--ep", 8),
     "16B on 8": (8, 80, "train_deepseek", "--flavor", "16B", *LONG, "--ac", "op", "--compile"),
 }
 QUICK = [name for name in CASES if "layers" in name]
