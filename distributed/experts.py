@@ -39,7 +39,8 @@ def expert_parallel(stage, layout: Layout, *, aux_coef: float = 0.0, force_balan
                 setattr(experts, name, nn.Parameter(w, p.requires_grad))
             n, parts = balance.n_experts // layout.ep, PARTS[layout.device.type]
             parts = parts if layout.ep > 1 and n % parts == 0 else 1
-            experts.turn = lambda index, n=n, E=balance.n_experts, parts=parts: index % n * parts // n * E + index
+            if parts > 1:  # sort by the part within the rank's n experts, then by expert
+                experts.turn = lambda index, n=n, E=balance.n_experts, parts=parts: index % n * parts // n * E + index
             experts.forward = partial(exchange_tokens, experts, mesh["ep"].get_group(), parts=parts)
         if etp > 1:
             block.moe.forward = partial(gathered_moe, block.moe.forward, layout.group("tp"))
