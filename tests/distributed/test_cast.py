@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import parallel
 from distributed.cast import CastUnit
+from distributed.experts import PARTS
 
 BF16 = dict(compute_dtype="bfloat16")
 MOE, MTP = KINDS["qwen3_moe"], KINDS["mtp"]
@@ -55,8 +56,10 @@ def everything_of_two_steps(under_fsdp: bool, problem: dict, flags: dict, traine
     def forward(x, *args, usual):
         return x.clone() if next(numbers) in skipping else usual(x, *args)
 
+    flags = dict(flags)
+    parts = mock.patch.dict(PARTS, cpu=flags.pop("parts", 1))
     fsdp = mock.patch.multiple(parallel, cast_weights=parallel.wrap_units, cast_experts=fully_shard_experts)
-    with fsdp if under_fsdp else nullcontext(), without_inductor() if "compile" in flags else nullcontext():
+    with parts, fsdp if under_fsdp else nullcontext(), without_inductor() if "compile" in flags else nullcontext():
         with mock.patch.object(parallel, "shard", freeze_and_shard):
             stages, layout = build(config(**problem), flags, n, 2)
         assert isinstance(stages[0], parallel.FSDPModule) == (under_fsdp or layout.world_size > 1)
@@ -90,7 +93,7 @@ EP = [(MOE, BF16 | dict(ep=2)), (MOE, BF16 | dict(ep=2, etp=1, tp=2, ac="op")), 
       (MTP, BF16 | dict(ep=2, reduce_dtype="bfloat16")), (MOE, BF16 | dict(ep=2), "*", [2]),
       (MOE, BF16 | dict(ep=2, param_dtype="bfloat16")), (MOE, BF16 | dict(ep=2, reshard_after_forward="never")),
       (MOE, dict(ep=2, reduce_dtype="bfloat16")), (MOE, BF16 | dict(ep=2), "*w?.weight"),
-      (MOE, BF16 | dict(ep=2, compile=True))]
+      (MOE, BF16 | dict(ep=2, compile=True)), (MOE, BF16 | dict(ep=2, parts=2, ac="full"))]
 
 
 @pytest.mark.parametrize("case", [*EP[:3], *(pytest.param(case, marks=pytest.mark.slow) for case in EP[3:])], ids=str)
