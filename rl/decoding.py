@@ -256,7 +256,8 @@ def rollout(
         # because each refill is a forward.
         for row, s in enumerate(running):
             if s and not s["reply"] and (s["done"] or len(s["ids"]) >= s["room"]):
-                running[row] = ended(s["index"], s["ids"], not s["done"])
+                ended(s["index"], s["ids"], not s["done"])
+                running[row] = None
         n_busy = sum(s is not None for s in running)
         n = min((len(running) - n_busy) // G, len(waiting))
         n = n if n >= min(len(waiting), n_rows // G // 4) else 0

@@ -42,11 +42,13 @@ class DryWatch(Watch):
 
     def __init__(self, layout):
         super().__init__(layout)
-        self.rows, self.pieces = 1, layout.ep * PARTS["cpu"]
+        self.rows, self.pieces = 1, 1
 
     def run(self, func, *args, **kwargs):
         if func is torch.ops.aten.scatter_add_.default and args[0].dtype == torch.int64:  # models.moe.Balance.count
             self.rows = args[2].numel()
+        if func is torch.ops.aten.sum.dim_IntList and args[0].dim() == 4 and args[0].dtype == torch.int64:
+            self.pieces = args[0].shape[1] * args[0].shape[2]  # exchange_tokens: (2, ep, parts, experts)
         if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.int64:
             return self.rows // self.pieces  # tokens to and from each ep rank, of a part of its experts
         if func is torch.ops.aten.split_with_sizes.default and sum(args[1]) < len(args[0]):  # what the division leaves

@@ -107,6 +107,17 @@ def test_another_plan_is_another_report(monkeypatch, left_out):
     assert grown == 5 * 3 * 64 * 128 * 4 // 2 // 2  # two FSDP ranks have half each, and no longer a quarter
 
 
+@pytest.mark.parametrize("ep, parts", [(4, 2), (8, 1)])  # of 8 experts: two on each rank, or one, which cannot be cut
+def test_tokens_travel_in_parts_on_gpus(ep, parts):
+    """As many bytes as on a CPU, where rows travel in one part, in as many times the exchanges, but for those of the counts."""
+    def exchanges(device):
+        step = report_of("train_qwen3", model_args=MOE, dp_shard=8, ep=ep, device=device).ranks[0].step
+        return dryrun.totals({key[1:]: n for key, n in step.items() if key[0] == "moved"})["ep", "all_to_all"]
+
+    (on_cpu, size), (on_gpu, same) = exchanges("cpu"), exchanges("cuda")
+    assert (on_cpu, on_gpu) == (5 * 5, 5 * (1 + 4 * parts)) and same == size
+
+
 def test_bound_counts_causal_attention_at_half():
     report = report_of(seq_len=256, local_batch_size=1)
     layers, heads, head_dim = 5, 4, 16
