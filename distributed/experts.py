@@ -18,7 +18,7 @@ PARTS = {"cuda": 2, "cpu": 1}
 
 def expert_parallel(stage, layout: Layout, *, aux_coef: float = 0.0, force_balance: bool = False) -> None:
     """Split the experts over ep (and each expert over etp). Per layer and direction two all-to-alls of B*T/tp*k*D elements:
-    each token travels to its k experts, and their results travel back.
+    each token travels to its k experts, and their results travel back; on GPUs in two parts, see PARTS.
 
     Between the layers a tp rank holds T/tp of the sequence. With etp 1 it routes these tokens by itself. With etp = tp the tp
     ranks all-gather the tokens first, each computes its part of every expert's hidden width, and a reduce-scatter adds them up.
