@@ -82,6 +82,8 @@ def environment() -> dict[str, str]:
     return {
         "LD_PRELOAD": f"{folder}/libcuda.so.1", "LD_LIBRARY_PATH": folder, "TRITON_LIBCUDA_PATH": folder,
         "TORCHINDUCTOR_COMPILE_THREADS": "1",  # its pool of processes would be started anew by every run
+        # Kernels of this environment only: what one that has the package dill compiled cannot be loaded by one that has not.
+        "TORCHINDUCTOR_CACHE_DIR": f"{Path(folder).parent}/compiled",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
 
