@@ -44,8 +44,9 @@ from corpus.tokenizer import ChatConfig
 from distributed.checks import check_tp_plan
 from distributed.launch import LaunchConfig, connect, run, set_timeouts
 from distributed.layout import ExpertConfig, Layout, ParallelConfig
-from distributed.pipeline import PipelineConfig, pipeline_forward, pipeline_stages
+from distributed.pipeline import PipelineConfig, pipeline_stages
 from distributed.refusals import check_layout, refuse, runs_on_cuda
+from distributed.schedule import pipeline_forward
 from models.loss import IGNORE, no_reduce, token_logprobs
 from parallel import make_mesh
 from rl.answers import KINDS as RIGHT

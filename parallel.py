@@ -18,7 +18,7 @@ Whatever the grid, the same model is trained, because of five rules:
     5. same rounding       one device casts weights and gradients where FSDP does, to the same bits (shard, distributed/cast.py)
 
 This file stands on distributed/: flags and numbers of a layout (layout.py), refusals (refusals.py), start and end of processes
-(launch.py), pipelines (pipeline.py), experts (experts.py), matmuls in 8 bits (float8.py).
+(launch.py), pipelines (pipeline.py, schedule.py), experts (experts.py), matmuls in 8 bits (float8.py).
 """
 import fnmatch
 import math
@@ -47,7 +47,7 @@ from distributed.checks import check_split
 from distributed.initial import draw_block, initial_values
 from distributed.launch import usable_cores
 from distributed.layout import AllGather, AllToAll, Layout, all_blocks, local_slice, local_tensor, reduces_always
-from distributed.pipeline import ZERO_BUBBLE, pipeline_forward, pipeline_forward_backward, tied_copy
+from distributed.pipeline import ZERO_BUBBLE, tied_copy
 from models.attention import causal_attention, lower_right_mask, sdpa
 from models.layers import places_of, takes_places
 from models.loss import IGNORE, linear_cross_entropy, softmax_loss
@@ -472,6 +472,8 @@ def forward_backward(stages, batch, layout: Layout) -> Tensor:
     the global batch's mean loss, and the rank's part of its data rank's own mean."""
     loss_denom, mine = count_tokens(batch.labels, layout)
     if layout.pp > 1:  # gradient accumulation is nothing but more micro-batches
+        from distributed.schedule import pipeline_forward_backward
+
         total = pipeline_forward_backward(stages, inputs(stages[0], batch, None, layout), loss_denom, layout)
     else:
         model, total = stages[0], torch.zeros((), device=layout.device)
@@ -516,6 +518,8 @@ def evaluate(stages, batches, layout: Layout) -> tuple[float, float | None, dict
     nn.ModuleList(stages).eval()
     for batch in batches:
         if layout.pp > 1:
+            from distributed.schedule import pipeline_forward
+
             losses = pipeline_forward(stages, inputs(stages[0], batch, None, layout), layout)
         else:
             losses = [stages[0](**inputs(stages[0], batch, a, layout)) for a in range(batch.tokens.shape[0])]

@@ -1,15 +1,13 @@
-"""Pipeline parallelism: the layers of a rank, torch's schedules, and the weight shared by two stages."""
+"""Pipeline parallelism: the layers of a rank. distributed/schedule.py runs them; only runs with --pp load that file."""
 import copy
 import math
 import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from distributed.layout import Layout, ParallelConfig, local_tensor
+from distributed.layout import Layout, ParallelConfig
 from support.config import Need, flag
 
 Schedule = Literal["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
@@ -116,7 +114,7 @@ def pipeline_stages(model, layout: Layout, cfg: PipelineConfig) -> list[nn.Modul
         for name in [n for n in stage.blocks if f"blocks.{n}" not in split[i]]:
             del stage.blocks[name]
         stages.append(stage)
-    stages[0].schedules = {}  # torch's schedule by the shape of the batch: see pipeline_schedule
+    stages[0].schedules = {}  # torch's schedule by the shape of the batch: see distributed/schedule.py
     return stages
 
 
@@ -142,102 +140,3 @@ def tied_copy(stage):
     """The last stage's copy of the embedding's weight under pp, or None."""
     is_copy = stage.index == stage.n_stages - 1 > 0 and stage.tok_embeddings is not None
     return stage.tok_embeddings.weight if is_copy else None
-
-
-def sum_tied_gradients(stages, layout: Layout) -> None:
-    """Give the embedding's weight and its copy in the last stage the sum of their two gradients. The first and the last
-    pipeline rank send each other V/tp*D elements (FSDP: shards); the ranks between send nothing. stages: the rank's; under a
-    V schedule both ends may be among the stages."""
-    first = next((s.tok_embeddings.weight for s in stages if s.index == 0), None)
-    last = next((w for s in stages if (w := tied_copy(s)) is not None), None)
-    mine = [local_tensor(w.grad) for w in (first, last) if w is not None and w.requires_grad]  # both may be frozen
-    if len(mine) == 2:  # a V schedule: both ends are on this rank
-        mine[0].add_(mine[1])
-        mine[1].copy_(mine[0])
-    elif len(mine) == 1:
-        group = layout.group("pp")
-        ends = dist.get_process_group_ranks(group)
-        peer = ends[-1] if last is None else ends[0]
-        theirs = torch.empty_like(mine[0])
-        ops = [dist.P2POp(dist.isend, mine[0].clone(), peer, group), dist.P2POp(dist.irecv, theirs, peer, group)]
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
-        mine[0].add_(theirs)
-
-
-def pipeline_schedule(stages, layout: Layout, T: int, kwargs: dict):
-    """torch's schedule for sequences of T tokens on this rank, made once per shape, because its buffers have fixed shapes.
-    kwargs: arguments of every stage. Tensors are cut into micro-batches, except loss_denom, a number."""
-    key, made = (n_microbatches(layout), T), stages[0].schedules
-    if key in made:
-        return made[key]
-    from torch.distributed.pipelining import PipelineStage, schedules
-    from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
-
-    B, D, device = layout.microbatch_size, stages[0].config.dim, layout.device
-    # The shapes are given, not inferred: inference runs a real forward on garbage, and resets FSDP's gradients.
-    tokens = torch.empty(B, T, dtype=torch.int64, device=device)
-    h = torch.empty(B, T // layout.tp, D, dtype=layout.compute_dtype, device=device, requires_grad=True)
-    loss = torch.empty((), dtype=torch.float32, device=device, requires_grad=True)
-    parts = []
-    for s in stages:
-        takes, gives = tokens if s.index == 0 else h, loss if s.index == s.n_stages - 1 else h
-        parts.append(PipelineStage(s, s.index, s.n_stages, device, (takes,), (gives,), group=layout.group("pp")))
-    # The last stage's forward returns the loss, because FSDP gathers the head's weight only for that forward. The loss is
-    # divided by the tokens of the global batch already; with scale_grads torch would divide by the micro-batches too.
-    options = dict(n_microbatches=n_microbatches(layout), loss_fn=lambda loss, target: loss, scale_grads=False)
-    name = layout.schedule
-    if name not in get_args(Schedule):
-        schedule = schedules._PipelineScheduleRuntime(parts, **options)
-        schedule._load_csv(name, format="compute_only")
-    else:
-        schedule = schedules.get_schedule_class(name)(parts[0] if name in ONE_STAGE_PER_RANK else parts, **options)
-    # set afterwards, because LoopedBFS has no such option
-    schedule._kwargs_chunk_spec = {name: _Replicate if name == "loss_denom" else TensorChunkSpec(0) for name in kwargs}
-    made[key] = schedule
-    return schedule
-
-
-def pipeline_forward_backward(stages, kwargs: dict[str, Tensor], loss_denom: Tensor, layout: Layout) -> Tensor:
-    """Run one step of the schedule over all micro-batches, and complete the gradients. kwargs: the model's arguments,
-    (sequences, T). Returns the loss on the rank of the last stage, divided by loss_denom, elsewhere 0."""
-    tokens, losses, kwargs = kwargs.pop("tokens"), [], kwargs | {"loss_denom": loss_denom}
-    schedule = pipeline_schedule(stages, layout, tokens.shape[1], kwargs)
-    args = [tokens] if stages[0].index == 0 else []
-    if any(s.index == s.n_stages - 1 for s in stages):
-        kwargs = kwargs | dict(target=kwargs["labels"], losses=losses)  # the schedule fills losses
-    schedule.step(*args, return_outputs=False, **kwargs)
-    if embeds_at_both_ends(stages[0].config):
-        sum_tied_gradients(stages, layout)
-    return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=layout.device)
-
-
-def pipeline_forward(stages, kwargs: dict[str, Tensor], layout: Layout) -> list[Tensor]:
-    """Forward only, for evaluation. Returns the result of each micro-batch on the rank of the last stage, elsewhere [].
-
-    A relay: all micro-batches pass one stage, then travel to the rank of the next stage. So every send has a receiving partner,
-    and nothing hangs if a send waits for its receive (NCCL). The ranks are idle in turn, but the first ranks can
-    begin with the next batch. torch's own schedule.eval fails on V schedules and on a loss computed inside the stage.
-    """
-    pieces = zip(*(x.split(layout.microbatch_size) for x in kwargs.values()), strict=True)
-    microbatches = [dict(zip(kwargs, values, strict=True)) for values in pieces]
-    group = layout.group("pp")
-    ranks = dist.get_process_group_ranks(group)
-    n_stages, mine, by_index = stages[0].n_stages, layout.coordinate("pp"), {s.index: s for s in stages}
-    owner = {i: r for r in range(layout.pp) for i in stage_ids(layout, n_stages, r)}
-    B, T = microbatches[0]["tokens"].shape
-    shape = (B, T // layout.tp, stages[0].config.dim)
-    h = []  # per micro-batch the input of the stage, then its output
-    for i in range(n_stages):
-        if owner[i] != mine:
-            if i + 1 < n_stages and owner[i + 1] == mine:
-                h = [torch.empty(shape, dtype=layout.compute_dtype, device=layout.device) for _ in microbatches]
-                for x in h:
-                    dist.recv(x, ranks[owner[i]], group)
-            continue
-        arguments = [b if i == 0 else b | {"tokens": x} for b, x in zip(microbatches, h if i else microbatches, strict=True)]
-        h = [by_index[i](**a) for a in arguments]
-        if i + 1 < n_stages and owner[i + 1] != mine:
-            for x in h:
-                dist.send(x.contiguous(), ranks[owner[i + 1]], group)
-    return h if owner[n_stages - 1] == mine else []

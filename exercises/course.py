@@ -46,7 +46,7 @@ COURSE = {number: Exercise(number, title, blanks) for number, title, blanks in [
     (8, "all-gather attention for context parallelism", {"parallel.py": ("all_gather_attention",)}),
     (9, "all-to-all attention", {"parallel.py": ("all_to_all_attention",)}),
     (10, "stage split and 1F1B order", {"hand10.py": ("split_layers", "order_of_rank")}),
-    (11, "tied embeddings over stages", {"distributed/pipeline.py": ("sum_tied_gradients",)}),
+    (11, "tied embeddings over stages", {"distributed/schedule.py": ("sum_tied_gradients",)}),
     (12, "expert exchange", {"distributed/experts.py": ("exchange_tokens",)}),
     (13, "the gradient norm over meshes", {"parallel.py": ("replicas", "clip_grad_norm")}),
     (14, "layout-invariant initial weights", {"distributed/initial.py": ("draw_block",)}),
@@ -58,7 +58,7 @@ COURSE = {number: Exercise(number, title, blanks) for number, title, blanks in [
     (20, "predict, then measure", {"hand20.py": ("seconds", "fsdp_traffic", "bound")}),
 ]}
 # Files of the capstone: what a training step needs. (Not initial weights: a right answer may draw others than the reference.)
-IN_TRAINING = "parallel.py", "models/", "distributed/layout", "distributed/pipeline", "distributed/experts"
+IN_TRAINING = "parallel.py", "models/", "distributed/layout", "distributed/schedule", "distributed/experts"
 COURSE[21] = Exercise(21, "everything at once", {file: sum((exercise.blanks.get(file, ()) for exercise in COURSE.values()), ())
                                                  for exercise in [*COURSE.values()] for file in exercise.blanks
                                                  if file.startswith(IN_TRAINING)})

@@ -3,8 +3,9 @@ import layouts
 import torch
 from feedback import Wrong, compare, on_ranks
 
-from distributed import pipeline
+from distributed import schedule
 from distributed.layout import local_tensor
+from distributed.pipeline import tied_copy
 
 TIED = dict(tie_embeddings=True)
 LAYOUTS = [  # processes, flags, the layout in words
@@ -20,14 +21,14 @@ def ends_after(flags: dict) -> list[tuple[str, float, float]]:
     pipe, ends = layout.rank % (layout.world_size // layout.pp), []
     for s in stages:
         weights = {"first": s.tok_embeddings.weight} if s.index == 0 else {}
-        if (copy := pipeline.tied_copy(s)) is not None:
+        if (copy := tied_copy(s)) is not None:
             weights["last"] = copy
         for end, weight in weights.items():
             weight.grad = torch.zeros_like(weight)
             value = {"first": 3.0, "last": 5.0}[end] + 100 * pipe  # other numbers in each pipeline
             local_tensor(weight.grad).fill_(value)
             ends.append((end, value, weight))
-    pipeline.sum_tied_gradients(stages, layout)
+    schedule.sum_tied_gradients(stages, layout)
     return [(end, value, spread(local_tensor(weight.grad))) for end, value, weight in ends]
 
 

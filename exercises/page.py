@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from string import Template
 
-from exercises import svg
+from exercises import parts, svg
 from tools import explain
 from tools.dryrun import human
 from tools.schedule import DOES, bubble, duration, simulate
@@ -40,8 +40,8 @@ def draw_holding(shapes: dict, parameters: dict, layout, place: dict, seq_len: i
         x, y = i % (WIDTH // CELL) * CELL, 30 + i // (WIDTH // CELL) * PITCH
         w, h = svg.box_size(shape, longest)
         if name in parameters:
-            part = explain.held_part(parameters[name], place)
-            out += svg.tensor(x, y, w, h, shape, part, explain.held_part(parameters[name], place, gathered=True))
+            part = parts.held_part(parameters[name], place)
+            out += svg.tensor(x, y, w, h, shape, part, parts.held_part(parameters[name], place, gathered=True))
             says = svg.words_for(part, shape).split(", ")
         else:
             out, says = out + svg.rect(x, y, w, h, "whole"), ["not on this rank"]
@@ -52,7 +52,7 @@ def draw_holding(shapes: dict, parameters: dict, layout, place: dict, seq_len: i
                                 "(columns)", "bold")
     out += svg.legend(0, y - 14, [("token", "between the blocks"), ("tokens", "also in attention and FFN"),
                                   ("whole", "tokens of other ranks")])
-    high, mine = min(112, max(28, 14 * n)), explain.tokens_of(layout, place, seq_len)
+    high, mine = min(112, max(28, 14 * n)), parts.tokens_of(layout, place, seq_len)
     says = [f"sequences {spans([mine['sequences']])}", f"positions {spans(mine['between'])}",
             f"in attention and FFN {spans(mine['inside'])}"]
     out += svg.tokens(0, y, 560, high, mine, (n, seq_len))
@@ -66,15 +66,15 @@ def spans(parts: list[tuple[int, int]]) -> str:
 
 def rank_sections(layout, report, ranks, seq_len: int) -> str:
     """HTML: for each shown rank a hidden section with place, memory and holding."""
-    out, parameters = "", [explain.shown_parameters(rank.stages) for rank in report.ranks]
+    out, parameters = "", [parts.shown_parameters(rank.stages) for rank in report.ranks]
     shapes = {name: tuple(p.shape) for found in parameters for name, p in found.items()}
     for pp, columns in enumerate(ranks):
         rank = report.ranks[pp]
-        layers = spans(explain.ranges([int(number) for stage in rank.stages for number in stage.blocks]))
+        layers = spans(parts.ranges([int(number) for stage in rank.stages for number in stage.blocks]))
         sizes = ", ".join(f"{what} {human(rank.step[what])}" for what in ("parameters", "gradients", "optimizer"))
         says = f"layers {layers}; below, as block: layer {explain.shown_block(rank.stages)[0]}. In bytes: {sizes}"
         for r in (r for column in columns for r in column):
-            place = explain.place_of(layout, r)
+            place = parts.place_of(layout, r)
             named = ", ".join(f"{axis} {place[axis]}" for axis in layout.degrees if layout.degrees[axis] > 1)
             out += f'<section id="rank{r}" hidden><p>{named or "one process"}; {says}</p><div class="scroll">'
             out += draw_holding(shapes, parameters[pp], layout, place, seq_len) + "</div></section>\n"
@@ -108,7 +108,7 @@ def figure(body: str, height: float, says: str) -> str:
 def make_page(cfg, report, counted, command: str) -> str:
     """The page as text. counted: see explain.count_block."""
     layout = report.layout
-    ranks, cut = explain.shown_ranks(layout)
+    ranks, cut = parts.shown_ranks(layout)
     traffic = "<p>Not counted: needs three layers on the first device, to compare three with two of them.</p>"
     if counted:
         has_experts = any(name.startswith("moe.") for name, *_ in counted[2])
@@ -119,12 +119,12 @@ def make_page(cfg, report, counted, command: str) -> str:
     ticks, unit = list_ticks(times, owner, human(size * layout.compute_dtype.itemsize)), (WIDTH - 60) / duration(times)
     picture, height = svg.schedule(times)
     picture += svg.rect(58, -3, unit, height + 2, "mark", id="now") + svg.schedule_legend(58, height + 18, times)
-    data = dict(groups=explain.axis_groups(layout), ticks=ticks, unit=unit, inner=layout.cp * layout.tp)
+    data = dict(groups=parts.axis_groups(layout), ticks=ticks, unit=unit, inner=layout.cp * layout.tp)
     values = dict(
         TITLE=escape(f"{vars(cfg).get('flavor', 'model')} on {layout.world_size:,} devices: {layout}"),
         COMMAND=escape(command), LIGHT=svg.variables(False), DARK=svg.variables(True), RULES=svg.style_rules(),
         SHOWN=f"Shown: {cut}." * bool(cut), GRID=draw_grid(layout, ranks),
-        AXES="; ".join(f"{axis}: {explain.AXIS_WORDS[axis]}" for axis in explain.axis_groups(layout)),
+        AXES="; ".join(f"{axis}: {explain.AXIS_WORDS[axis]}" for axis in parts.axis_groups(layout)),
         RANKS=rank_sections(layout, report, ranks, cfg.seq_len), TRAFFIC=traffic,
         PIPELINE="" if layout.pp > 1 else "hidden", ORDER=escape(cfg.pp_schedule_csv or cfg.pp_schedule),
         BUBBLE=f"{bubble(times):.1%}", SCHEDULE=figure(picture, height + 30, "schedule"), LAST=str(len(ticks) - 1),

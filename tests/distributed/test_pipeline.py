@@ -1,4 +1,4 @@
-"""Pipelines apart from their place in a layout: schedules from a file, and evaluation, against distributed/pipeline.py."""
+"""Pipelines apart from their place in a layout: schedules from a file, and evaluation, against distributed/schedule.py."""
 from collections import deque
 from contextlib import ExitStack
 from unittest import mock

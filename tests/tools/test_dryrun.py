@@ -23,7 +23,7 @@ from saves import refuses
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import parallel
-from distributed import experts, launch, pipeline
+from distributed import experts, launch, pipeline, schedule
 from distributed import layout as layouts
 from distributed.layout import AXES
 from distributed.pipeline import n_microbatches
@@ -254,7 +254,7 @@ def test_the_support_matrix_is_that_of_the_tests():
 
 
 def test_the_guide_names_functions_that_exist():
-    rooms = [parallel, pipeline, experts, launch, layouts]
+    rooms = [parallel, pipeline, schedule, experts, launch, layouts]
     named = [name for line in GUIDE.read_text().split("Function")[1:] for name in re.findall(r"`(\w+)`", line.split(".")[0])]
     assert len(named) > 8 and [name for name in named if not any(hasattr(m, name) for m in rooms)] == ["tp_plan"]
     pictures = re.findall(r"!\[\w+\]\((\S+)\)", GUIDE.read_text())

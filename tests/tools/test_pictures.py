@@ -10,11 +10,11 @@ from layouts import Flags, layouts_of, row_name
 
 from distributed.pipeline import ONE_STAGE_PER_RANK
 from exercises.layout_plots import draw_mesh, pipeline_peers, plot
+from exercises.parts import axis_groups
 from exercises.svg import LOOKS
 from models.llama3 import Llama3Config
 from tools import dryrun
 from tools.dryrun import bubble, rows_of, simulate
-from tools.explain import axis_groups
 
 BUBBLES = dict(GPipe=3 / 11, LoopedBFS=3 / 19, Interleaved1F1B=3 / 19, InterleavedZeroBubble=1 / 17, ZBVZeroBubble=1 / 17,
                DualPipeV=1 / 17) | {"1F1B": 3 / 11}
