@@ -52,7 +52,7 @@ from rl.policy import FLAVORS, build_policy, keep_reference, model_of
 from rl.rewards import RewardConfig, held_out_numbers
 from sft.base import load_base
 from sft.chat import open_chat
-from sft.lora import LoraConfig, base_model, is_frozen, lora_counts
+from sft.lora import LORA, LoraConfig, base_model, is_frozen, lora_counts
 from storage.resume import lock_run, wait_for_run
 from support.config import Need, flag
 from support.files import step_folders
@@ -99,6 +99,7 @@ class Config(ParallelConfig, ExpertConfig, LaunchConfig, LoraConfig, CheckpointC
     async_steps: int = 0  # batches sampled ahead, so that rollouts and training overlap; samples are so many updates old
     engine: str = ""  # vLLM or SGLang at this address samples, e.g. http://127.0.0.1:8000; "" = the processes of this run do
     engine_weights: str = flag("", SERVER)  # folder for weights, with the same path on the server's machine; "" = <out>/engine
+    engine_adapters: bool = flag(False, LORA, SERVER)  # send adapters alone to vLLM, which has the weights of --init_from
     engine_seed: bool = flag(False, SERVER)  # vLLM draws by seeds of our own: the same samples again, but one kernel per sample
     gen_ranks: int = flag(0, IN_PLACE)  # the last ranks only sample, each with a whole model; 0 = all ranks sample, in place
     rollout_timeout_s: int = 7200  # a rank that waits longer for others' samples, tools or rewards ends the run
@@ -347,7 +348,7 @@ def prove(proofs: list[dict], abort_k3: float) -> dict:
     proof = {name: weighted_mean(proofs, name, "tokens") for name in ("logprob_k3", "ratio_outside", "entropy")}
     if abort_k3 and proof["logprob_k3"] > abort_k3:
         raise RuntimeError(f"logprob_k3 {proof['logprob_k3']:.3g} is above --abort_k3 {abort_k3}: the generator does not "
-                           "sample from the policy that is trained")
+                           "sample from the policy that is trained (--engine_adapters: is the server's base --init_from?)")
     return proof | {"logprob_max_diff": max(p["logprob_max_diff"] for p in proofs)}
 
 

@@ -65,28 +65,32 @@ def read_merged(read, adapters: dict[str, tuple], name: str, offset: tuple, shap
     return merged_weight(part, a[:, column : column + columns], b[row : row + rows], scale)
 
 
-def write_peft(out: str, path: str, table, model, beside: dict[str, bytes]) -> None:
-    """Write the adapters of a step folder to the folder `out`, in peft's format. path, table: the step folder and its tensors;
-    model: the full model, on meta; beside: {name: content} of the tokenizer's files."""
+def export_peft(out: str, path: str, table, model, beside: dict[str, bytes]) -> None:
+    """Write the adapters of a step folder to the folder `out`. path, table: the step folder and its tensors; beside: {name:
+    content} of the tokenizer's files."""
     about, adapters = read_json(path, "state.json"), read_adapters(table, path)
     lora, base = about["identity"]["lora"], about["base"]["folder"]
     base = base if is_hf_folder(base) and base == weights_folder(base) else ""  # peft reads no run of ours, nor two adapters
+    write_peft(out, adapters, lora["rank"], lora["alpha"], model, base, beside)
+    print(f"checkpoint: exported {out} ({len(adapters)} tensors of adapters; the weights below them: {base or 'not named'})")
+
+
+def write_peft(out: str, adapters: dict[str, Tensor], rank: int, alpha: float, model, base: str, beside: dict) -> None:
+    """Write adapters {fqn: whole tensor} to the folder `out`, in peft's format. model: has hf_keys(), and may be on meta; base:
+    the folder of the weights below, "": not named; beside: see export_peft."""
     hf, tensors, chosen = model.hf_keys(), {}, set()  # chosen: their names of the linears
     for fqn, t in adapters.items():
         linear, _, letter = fqn.removesuffix(".weight").rpartition(".lora_")
-        name = hf[f"{linear}.weight"].removesuffix(".weight")
-        chosen.add(name)
+        chosen.add(name := hf[f"{linear}.weight"].removesuffix(".weight"))
         tensors[f"base_model.model.{name}.lora_{letter.upper()}.weight"] = t.contiguous()
-    if getattr(model.config, "n_experts", 0) and (theirs_too := {name.rpartition(".")[2] for name in chosen} & EXPERTS):
-        raise ValueError(f"peft takes {', '.join(sorted(theirs_too))} for weights of experts; leave out --adapter")
-    config = dict(
-        peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=base, r=lora["rank"], lora_alpha=lora["alpha"],
-        target_modules=sorted(chosen), bias="none", lora_dropout=0.0, fan_in_fan_out=False,
-        use_rslora=False, use_dora=False, init_lora_weights=True, modules_to_save=None, inference_mode=True)
+    if getattr(model.config, "n_experts", 0) and (odd := {name.rpartition(".")[2] for name in chosen} & EXPERTS):
+        raise ValueError(f"peft takes {brief(sorted(odd))} for weights of experts; leave out --adapter or --engine_adapters")
+    config = dict(peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=base, r=rank, lora_alpha=alpha,
+                  target_modules=sorted(chosen), bias="none", lora_dropout=0.0, fan_in_fan_out=False, use_rslora=False,
+                  use_dora=False, init_lora_weights=True, modules_to_save=None, inference_mode=True)
     temporary = f"{os.path.abspath(out)}.tmp-{os.getpid()}"
     os.makedirs(temporary)
-    ours = {ADAPTER: json_bytes(config), "adapter_model.safetensors": save(tensors, {"format": "pt"})}
-    for name, content in (beside | ours).items():
+    weights = save(tensors, {"format": "pt"})
+    for name, content in {**beside, ADAPTER: json_bytes(config), "adapter_model.safetensors": weights}.items():
         write_file(os.path.join(temporary, name), content)
     publish(temporary, out)
-    print(f"checkpoint: exported {out} ({len(tensors)} tensors of adapters; the weights below them: {base or 'not named'})")

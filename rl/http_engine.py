@@ -1,6 +1,7 @@
 """--engine http://127.0.0.1:8000: a server of vLLM or SGLang samples for grpo.py. docs/grpo.md, "Another engine", starts one.
 
-    weights   all ranks write a new folder in Hugging Face's format; rank 0 tells the server to read the folder
+    weights   all ranks write a new folder in Hugging Face's format, with --engine_adapters a small one in peft's; rank 0 tells
+              the server to read the folder
     prompts   rank 0 sends token ids, for --rollout_rows samples at once; ids and log-probabilities come back
     rewards   on rank 0, in the thread that waits for the server, while the trainer trains (rl/rollouts.py)
 
@@ -22,12 +23,14 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from distributed.agree import on_rank_0
-from distributed.layout import Layout
+from distributed.layout import Layout, named_tensors
 from rl.decoding import noise_seed
 from rl.environments import Turns
-from rl.rollouts import make_batch, patient_group, sample_groups
+from rl.rollouts import make_batch, patient_group, reshard, sample_groups
+from sft.lora import is_adapter
 from storage.hf import save_hf
 
 ANSWER_LIMIT = 1 << 28  # bytes; a batch of samples with log-probabilities has a few million
@@ -37,24 +40,28 @@ ANSWER_LIMIT = 1 << 28  # bytes; a batch of samples with log-probabilities has a
 class Server:
     """One server, in a few calls. Each call raises ValueError with one line."""
 
-    def __init__(self, url: str, timeout_s: float):
-        """Ask the server for its kind ("vllm" or "sglang"), the name of its model and its longest sequence."""
+    def __init__(self, url: str, timeout_s: float, adapters=False):
+        """Ask the server for its kind ("vllm" or "sglang"), the name of its model and its longest sequence. adapters: load()
+        gets folders of adapters."""
         self.url = url if "://" in url else f"http://{url}"
         self.timeout, self.version = min(timeout_s, 60.0), None
         card = self.call("/v1/models", take=lambda answer: dict(answer["data"][0]))
         self.kind, self.name, self.max_len = card.get("owned_by"), card.get("id"), card.get("max_model_len")
         if self.kind not in ("vllm", "sglang"):
             self.fail(f"/v1/models says owned_by {self.kind!r}; it must be a server of vLLM or SGLang")
+        self.adapters = adapters
+        if adapters and self.kind != "vllm":
+            self.fail(f"--engine_adapters is for vLLM, and this is {self.kind}; leave it out, and all weights are sent, merged")
         # SGLang names the version of its weights with each sample, a new vLLM at this address
-        self.tells = self.kind == "vllm" and self.call("/weight_info", optional=True) is not None
+        self.tells = self.kind == "vllm" and not adapters and self.call("/weight_info", optional=True) is not None
         self.timeout = timeout_s
 
     def fail(self, what: str):
         raise ValueError(f"--engine {self.url}: {what}")
 
     def call(self, path: str, body: dict | None = None, take=lambda answer: answer, hint="", optional=False):
-        """take(the server's JSON answer), None without content; GET without a body, else POST. hint: end of a message about a
-        wrong answer. optional: return None if the server does not know the path."""
+        """take(the server's JSON answer), None without content; GET without a body, else POST. take None: any answer will do.
+        hint: end of a message about a wrong answer. optional: return None if the server does not know the path."""
         url, content = urlsplit(self.url), None if body is None else json.dumps(body)
         Connection = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
         try:
@@ -70,7 +77,7 @@ class Server:
         if answer.status >= 400:
             self.fail(f"{path} answers with status {answer.status}: {content[:300]!r}{hint}")
         try:
-            return take(json.loads(content) if content.strip() else None)
+            return take and take(json.loads(content) if content.strip() else None)
         except (KeyError, IndexError, TypeError, AttributeError, ValueError, RecursionError) as error:
             self.fail(f"{path} answers in another form, {type(error).__name__} {error} in {content[:200]!r}{hint}")
 
@@ -87,7 +94,13 @@ class Server:
 
     def load(self, folder: str, version: str):
         """Make the server read the weights of this folder, under the name `version`."""
-        if self.kind == "sglang":  # SGLang empties its cache of prompts as well
+        if self.adapters:  # a request names them, so neither a sample nor a cached prompt can be of another version
+            hint = "; vLLM has this path with --enable-lora --max-lora-rank and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+            self.call("/v1/load_lora_adapter", {"lora_name": version, "lora_path": folder}, None, hint)
+            if self.version:
+                self.call("/v1/unload_lora_adapter", {"lora_name": self.version}, None)
+            self.name = version
+        elif self.kind == "sglang":  # SGLang empties its cache of prompts as well
             answer = self.call("/update_weights_from_disk", {"model_path": folder, "weight_version": version}, dict)
             if answer.get("success") is not True:
                 self.fail(f"it did not read {folder}: {answer.get('message')}")
@@ -162,7 +175,7 @@ def wrong_sample(ids, logprobs, reason, room: int, ends: list[int], n_vocab: int
 
 def find_server(cfg):
     """Check that the server runs and can serve this run. Raises ValueError before anything is built."""
-    server = Server(cfg.engine, cfg.rollout_timeout_s)
+    server = Server(cfg.engine, cfg.rollout_timeout_s, cfg.engine_adapters)
     if (server.max_len or cfg.seq_len) < cfg.seq_len:
         server.fail(f"its sequences have at most {server.max_len} tokens; start it with --max-model-len (SGLang: "
                     f"--context-length) {cfg.seq_len}, which is --seq_len")
@@ -190,8 +203,8 @@ class HTTPEngine:
         os.makedirs(self.folder, exist_ok=True)
         for path in Path(self.folder).glob(f"{self.mine}-*"):
             shutil.rmtree(path, ignore_errors=True)
-        server = Server(self.cfg.engine, self.cfg.rollout_timeout_s)
-        if server.kind == "vllm" and not server.tells:
+        server = Server(self.cfg.engine, self.cfg.rollout_timeout_s, self.cfg.engine_adapters)
+        if server.kind == "vllm" and not server.tells and not server.adapters:
             print(f"--engine {server.url} cannot tell which weights it has; watch logprob_k3", flush=True)
         if server.kind == "vllm" and not self.cfg.engine_seed:
             print("vLLM draws without seeds, so the same command draws other samples; --engine_seed is slower", flush=True)
@@ -199,11 +212,21 @@ class HTTPEngine:
 
     def write_weights(self) -> str:
         """Write the current policy, on all ranks, unless this version was written before; returns the folder."""
-        folder = f"{self.folder}/{self.mine}-{self.start}-{self.trainer.policy_version}"
-        if folder != self.written:
-            self.written = folder
-            save_hf(self.trainer.model, folder, self.trainer.layout.compute_dtype, tokenizer_file=self.text.file,
-                    group=self.group, quiet=True)
+        folder, cfg = f"{self.folder}/{self.mine}-{self.start}-{self.trainer.policy_version}", self.cfg
+        if folder == self.written:
+            return folder
+        self.written, model = folder, self.trainer.model
+        if cfg.engine_adapters:
+            from forks.peft_folder import write_peft
+
+            reshard(model)  # FSDP may hold gathered weights from before the optimizer's step
+            adapters = {fqn: (p.full_tensor() if isinstance(p, DTensor) else p).detach().cpu()
+                        for fqn, p in named_tensors(model).items() if is_adapter(fqn)}
+            on_rank_0(lambda: write_peft(folder, adapters, cfg.lora_rank, cfg.lora_alpha, model, cfg.init_from, {}),
+                      self.group)
+        else:
+            save_hf(model, folder, self.trainer.layout.compute_dtype, tokenizer_file=self.text.file, group=self.group,
+                    quiet=True)
         return folder
 
     def submit(self):

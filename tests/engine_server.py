@@ -21,7 +21,7 @@ class Engine:
 
     def __init__(self, kind: str, fault=None, tells=True):
         self.kind, self.fault, self.tells = kind, fault or (lambda path, answer: answer), tells
-        self.model, self.version, self.folders = None, "default", []
+        self.model, self.version, self.folders, self.name = None, "default", [], "policy"
 
     def read(self, folder: str):
         self.model, self.folders = load_hf_model(folder, dtype=torch.float32)[0], [*self.folders, folder]
@@ -50,7 +50,7 @@ class Engine:
                 "output_token_logprobs": [[x, i, None] for x, i in zip(s["logprobs"], s["ids"])],
                 **({"weight_version": self.version} if self.tells else {})}} for s in samples]
         if path == "/v1/completions" and not sglang:
-            assert body["return_token_ids"] and body["model"] == "policy" and (body["top_p"], body["top_k"]) == (1.0, -1)
+            assert body["return_token_ids"] and body["model"] == self.name and (body["top_p"], body["top_k"]) == (1.0, -1)
             samples = self.draw(body["prompt"], body["n"], body["max_tokens"], body["temperature"], body["stop_token_ids"],
                                 body.get("seed"), body.get("logit_bias"), body.get("stop"))
             return 200, {"choices": [
@@ -64,6 +64,12 @@ class Engine:
             assert body["method"] == "reload_weights"
             self.read(body["kwargs"]["weights_path"])
             return 200, {"results": [None]}
+        if path == "/v1/load_lora_adapter" and not sglang:
+            self.read(body["lora_path"])  # with the weights that adapter_config.json names
+            self.name, before = body["lora_name"], self.name
+            return (400, "loaded already") if self.name == before else (200, b"Success: no JSON")
+        if path == "/v1/unload_lora_adapter" and not sglang:
+            return (200, b"Success: no JSON") if body["lora_name"] != self.name else (404, "in use")
         if path == "/reset_prefix_cache" and not sglang:
             return 200, None
         if path == "/update_weight_version" and self.tells and not sglang:

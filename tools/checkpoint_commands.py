@@ -7,7 +7,7 @@ import torch
 import checkpoint
 from distributed.layout import named_tensors
 from forks.checkpoints import diff, mean_of_steps
-from forks.peft_folder import write_peft
+from forks.peft_folder import export_peft
 from storage.dcp import read_tensor
 from storage.hf import HF_DTYPES, check_export, check_same_model, file_kinds, load_hf_model, save_hf, say_lost, write_hf
 from storage.manifest import Damaged, read_manifest, verify
@@ -58,7 +58,7 @@ def to_hf(folder: str, out: str, dtype="bfloat16", max_shard_gb=5.0, adapter=Fal
     file = os.path.join(path, "tokenizer.json")
     tokenizer_file = file if os.path.isfile(file) else None
     if adapter:
-        return write_peft(out, path, table, model, checkpoint.tokenizer_and_beside(tokenizer_file) if tokenizer_file else {})
+        return export_peft(out, path, table, model, checkpoint.tokenizer_and_beside(tokenizer_file) if tokenizer_file else {})
     if checkpoint.has_adapters(path):
         return save_hf(checkpoint.load_model(path)[0], out, getattr(torch, dtype), max_shard_gb, tokenizer_file)
     kinds = file_kinds(named_tensors(model), model, getattr(torch, dtype))

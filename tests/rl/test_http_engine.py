@@ -67,14 +67,17 @@ def test_turns_go_on_behind_the_reply_of_the_environment(tmp_path, kind, env):
     assert kind == "sglang" or any("712" in s for s in drawn) and not any(re.search("7(?!12|1?$)", s) for s in drawn)
 
 
-@pytest.mark.slow
-def test_adapters_reach_the_server_merged(tmp_path):
+@pytest.mark.parametrize("processes, alone", [
+    pytest.param(1, [], marks=pytest.mark.slow), (2, ["--engine_adapters"])], ids=["merged", "alone, of two FSDP ranks"])
+def test_adapters_reach_the_server(tmp_path, processes, alone):
     hf_folder(tmp_path / "hf", "llama", std=0.3)
     flags = [*TINY[:2], *TINY[4:], "--init_from", tmp_path / "hf", "--seq_len", 64, "--max_new_tokens", 12, "--steps", 3,
              "--eval_every", 0, "--lora_rank", 4, "--lr", "1e-2", "--warmup_steps", 0]
     engine = Engine("vllm")
     with serving(engine) as url:
-        run(1, *flags, "--engine", url, "--engine_seed", "--engine_weights", tmp_path / "weights", "--out", tmp_path / "server")
+        run(processes, *flags, *alone, "--engine", url, "--engine_seed", "--engine_weights", tmp_path / "weights", "--out",
+            tmp_path / "server")
+    assert (engine.name == os.path.basename(engine.folders[-1])) == bool(alone)  # of a request's model
     assert all(os.path.dirname(folder) == str(tmp_path / "weights") for folder in engine.folders) and len(engine.folders) == 3
     run(1, *flags, "--out", tmp_path / "place")
     assert_same(steps_of(tmp_path / "server"), steps_of(tmp_path / "place"), 1e-5)

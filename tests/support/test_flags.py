@@ -716,7 +716,7 @@ ELSEWHERE = {
     "tests/support/test_metrics.py": ["plot"],
     "tests/sft/test_asking.py": ["chat", "system", "template_args"],  # need a model with a chat template
     "tests/rl/test_rollouts.py": ["gen_ranks"],  # needs several processes
-    "tests/rl/test_http_engine.py": ["engine", "engine_seed", "engine_weights"],  # need a server
+    "tests/rl/test_http_engine.py": ["engine", "engine_adapters", "engine_seed", "engine_weights"],  # need a server
 }
 
 
