@@ -73,7 +73,7 @@ def observe_rollout(model, watch, layout, cfg, held: int, samplers: int) -> Phas
 def observe_phases(main, cfg) -> tuple:
     """(layout, parameters of the model, bytes of a trainer's parameters, reference and optimizer, {name: Phase})"""
     with tempfile.TemporaryDirectory() as out:  # main makes the folder, and writes its tokenizer
-        trainers = replace(cfg, out=out, gen_ranks=0, async_steps=0, engine="", eval_every=0)
+        trainers = replace(cfg, out=out, gen_ranks=0, async_steps=0, eval_every=0)
         with dry_world(main, trainers, 0) as ([model], optimizer, layout):
             parameters, watch, phases = size_of(model.parameters()), DryWatch(layout), {}
             reference = parameters if cfg.kl_coef and not cfg.lora_rank else 0

@@ -77,8 +77,9 @@ def build(main, cfg, connect, **stand_ins):
         return layouts[0]
 
     data = SimpleNamespace(vocab_size=0, n_val_samples=1, fingerprint={}, tokenizer_file=None)
-    # check_groups, of forks/ft.py, would ask a server
-    stand_ins |= dict.fromkeys(("check_groups", "source_tokenizer", "StopSignal", "set_timeouts", "warm_up"), do_nothing)
+    # check_groups, of forks/ft.py, and find_server, of grpo.py, would ask a server
+    stand_ins |= dict.fromkeys(
+        ("check_groups", "find_server", "source_tokenizer", "StopSignal", "set_timeouts", "warm_up"), do_nothing)
     stand_ins |= dict(open_data=lambda *args: data, connect=connect, make_mesh=make_mesh)
     with mock.patch.multiple(parallel, **{name: value for name, value in stand_ins.items() if hasattr(parallel, name)}):
         _, made = stop_main(main, cfg, "Checkpoints", **stand_ins, loaded_later=lambda cfg: lambda fqn: False)

@@ -76,7 +76,7 @@ def test_generators_references_and_engines():
     assert both[2][:2] == (whole // 2, whole // 2) and phases["update"].held == whole
     assert list(phases) == ["update", "generator"] and phases["generator"].held == 4 * n_params == whole
     assert phases["generator"].cache * 2 == usual[3]["rollout"].cache == 2 * 2 * 2 * 8 * 4 * 32 * 64  # k, v, layers ... keys
-    remote = observe_phases(grpo.main, config(engine="http://127.0.0.1:1"))
+    remote = observe_phases(grpo.main, config(engine="http://127.0.0.1:1", engine_seed=True))
     assert list(remote[3]) == ["update"]
 
 
