@@ -46,7 +46,6 @@ from distributed.launch import LaunchConfig, connect, run, set_timeouts
 from distributed.layout import ExpertConfig, Layout, ParallelConfig
 from distributed.pipeline import PipelineConfig, pipeline_stages
 from distributed.refusals import check_layout, refuse, runs_on_cuda
-from distributed.schedule import pipeline_forward
 from models.loss import IGNORE, no_reduce, token_logprobs
 from parallel import make_mesh
 from rl.answers import KINDS as RIGHT
@@ -301,7 +300,12 @@ def score(stages: list[nn.Module], layout: Layout, requests: list[tuple]) -> lis
         # All data ranks run as many micro-batches as the first, which has the most, because the collectives need all ranks.
         rows = -(-len(first) // multiple) * multiple
         kwargs = pack_requests([requests[i] for i in mine] + [NOTHING] * (rows - len(mine)), layout)
-        logprobs = pipeline_forward(stages, kwargs, layout) if layout.pp > 1 else [stages[0](**kwargs)]
+        if layout.pp > 1:
+            from distributed.schedule import pipeline_forward
+
+            logprobs = pipeline_forward(stages, kwargs, layout)
+        else:
+            logprobs = [stages[0](**kwargs)]
         if logprobs and mine and layout.coordinate("tp") == 0:  # all tp ranks have the same numbers, cp ranks a part each
             sums[mine] = torch.cat(logprobs).sum(1, dtype=torch.float64)[: len(mine)]
         report(size * layout.data_ranks)

@@ -348,7 +348,8 @@ def prove(proofs: list[dict], abort_k3: float) -> dict:
     proof = {name: weighted_mean(proofs, name, "tokens") for name in ("logprob_k3", "ratio_outside", "entropy")}
     if abort_k3 and proof["logprob_k3"] > abort_k3:
         raise RuntimeError(f"logprob_k3 {proof['logprob_k3']:.3g} is above --abort_k3 {abort_k3}: the generator does not "
-                           "sample from the policy that is trained (--engine_adapters: is the server's base --init_from?)")
+                           "sample from the policy that is trained; with --engine_adapters, see that the server has "
+                           "the weights of --init_from")
     return proof | {"logprob_max_diff": max(p["logprob_max_diff"] for p in proofs)}
 
 
