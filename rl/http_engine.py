@@ -52,6 +52,14 @@ class Server:
         self.adapters = adapters
         if adapters and self.kind != "vllm":
             self.fail(f"--engine_adapters is for vLLM, and this is {self.kind}; leave it out, and all weights are sent, merged")
+        self.takes, how = "/update_weights_from_disk", ""  # the path for new weights, and how a server gets the path
+        if adapters:
+            self.takes = "/v1/load_lora_adapter"
+            how = "; start vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank"
+        elif self.kind == "vllm":
+            self.takes, how = "/collective_rpc", "; start vLLM with VLLM_SERVER_DEV_MODE=1"
+        if self.call(self.takes, optional=True) is None:
+            self.fail(f"it does not know {self.takes}{how}")
         # SGLang names the version of its weights with each sample, a new vLLM at this address
         self.tells = self.kind == "vllm" and not adapters and self.call("/weight_info", optional=True) is not None
         self.timeout = timeout_s
@@ -59,9 +67,9 @@ class Server:
     def fail(self, what: str):
         raise ValueError(f"--engine {self.url}: {what}")
 
-    def call(self, path: str, body: dict | None = None, take=lambda answer: answer, hint="", optional=False):
+    def call(self, path: str, body: dict | None = None, take=lambda answer: answer, optional=False):
         """take(the server's JSON answer), None without content; GET without a body, else POST. take None: any answer will do.
-        hint: end of a message about a wrong answer. optional: return None if the server does not know the path."""
+        optional: return None if the server does not know the path, {} if it takes no GET there."""
         url, content = urlsplit(self.url), None if body is None else json.dumps(body)
         Connection = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
         try:
@@ -72,14 +80,14 @@ class Server:
         except (OSError, http.client.HTTPException) as error:
             self.fail(f"no answer to {path} ({type(error).__name__}: {error}; the limit is {self.timeout:g} s); if the server "
                       "does not run, start it, then this run again")
-        if answer.status == 404 and optional:
-            return None
+        if optional and answer.status in (404, 405):
+            return None if answer.status == 404 else {}
         if answer.status >= 400:
-            self.fail(f"{path} answers with status {answer.status}: {content[:300]!r}{hint}")
+            self.fail(f"{path} answers with status {answer.status}: {content[:300]!r}")
         try:
             return take and take(json.loads(content) if content.strip() else None)
         except (KeyError, IndexError, TypeError, AttributeError, ValueError, RecursionError) as error:
-            self.fail(f"{path} answers in another form, {type(error).__name__} {error} in {content[:200]!r}{hint}")
+            self.fail(f"{path} answers in another form, {type(error).__name__} {error} in {content[:200]!r}")
 
     def read_all(self, answer, path: str) -> bytes:
         """The content of an answer, limited in time and bytes: a server might never end."""
@@ -95,18 +103,16 @@ class Server:
     def load(self, folder: str, version: str):
         """Make the server read the weights of this folder, under the name `version`."""
         if self.adapters:  # a request names them, so neither a sample nor a cached prompt can be of another version
-            hint = "; vLLM has this path with --enable-lora --max-lora-rank and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
-            self.call("/v1/load_lora_adapter", {"lora_name": version, "lora_path": folder}, None, hint)
+            self.call(self.takes, {"lora_name": version, "lora_path": folder}, None)
             if self.version:
                 self.call("/v1/unload_lora_adapter", {"lora_name": self.version}, None)
             self.name = version
         elif self.kind == "sglang":  # SGLang empties its cache of prompts as well
-            answer = self.call("/update_weights_from_disk", {"model_path": folder, "weight_version": version}, dict)
+            answer = self.call(self.takes, {"model_path": folder, "weight_version": version}, dict)
             if answer.get("success") is not True:
                 self.fail(f"it did not read {folder}: {answer.get('message')}")
         else:
-            body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
-            self.call("/collective_rpc", body, hint="; vLLM has this path with VLLM_SERVER_DEV_MODE=1")
+            self.call(self.takes, {"method": "reload_weights", "kwargs": {"weights_path": folder}})
             # the cache of prompts was computed with the previous weights
             if self.call("/reset_prefix_cache", {}, lambda answer: dict(answer or {})).get("success") is False:
                 self.fail("/reset_prefix_cache did not succeed: other requests run there; the server must be this run's alone")

@@ -38,6 +38,8 @@ class Engine:
     def answer(self, path: str, body: dict | None):
         """(status, content of the answer)"""
         sglang = self.kind == "sglang"
+        if body is None and path in (["/update_weights_from_disk"] if sglang else ["/collective_rpc", "/v1/load_lora_adapter"]):
+            return 405, {"detail": "Method Not Allowed"}
         if path == "/v1/models":
             return 200, {"data": [{"id": "policy", "owned_by": self.kind, "max_model_len": 64}]}
         if path == "/generate" and sglang:

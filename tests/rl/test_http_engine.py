@@ -217,13 +217,16 @@ def test_an_older_vllm_cannot_tell_its_version(weights):
         assert not Server(url, 20.0).tells and len(ask(url, weights)) == 4
 
 
-def test_vllm_needs_its_development_mode(weights):
+@pytest.mark.parametrize("kind, adapters, words", [
+    ("vllm", False, "know /collective_rpc; start vLLM with VLLM_SERVER_DEV_MODE=1$"), ("sglang", False, "_from_disk$"),
+    ("vllm", True, "know /v1/load_lora_adapter; start vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora")])
+def test_a_server_that_takes_no_weights_is_refused_before_anything_is_built(kind, adapters, words):
     class Plain(Engine):
         def answer(self, path, body):
-            return (404, {"detail": "Not Found"}) if path == "/collective_rpc" else super().answer(path, body)
+            return (404, {"detail": "Not Found"}) if path != "/v1/models" else super().answer(path, body)
 
-    with serving(Plain("vllm")) as url, pytest.raises(ValueError, match="status 404: .*VLLM_SERVER_DEV_MODE=1"):
-        ask(url, weights)
+    with serving(Plain(kind)) as url:
+        refuses(words, Server, url, 20.0, adapters)
 
 
 def test_ids_that_the_tokenizer_lacks_are_never_sampled(weights):
