@@ -31,7 +31,7 @@ from corpus.mixture import PACKED, format_of
 from corpus.tokenizer import check_hf_tokenizer, encoding_of, ends_of, has_bos, load_tokenizer, read_special_tokens, text_folder
 from distributed.refusals import refuse
 from rl.answers import KINDS, is_right, never_right
-from rl.environments import load_own, open_env
+from rl.environments import ask_for_two, load_own, open_env
 from support.config import Need, flag
 from support.files import step_folders
 
@@ -225,7 +225,7 @@ class Text:
             self.tokenizer.save(self.file)
 
     def prompt(self, task: str) -> list[int]:
-        text = self.env.reset(task)[1] if hasattr(self.env, "step") else self.messages.get(task, task)
+        text = ask_for_two(self.env, "reset", task)[1] if hasattr(self.env, "step") else self.messages.get(task, task)
         if isinstance(text, list) and not self.chat:
             raise ValueError(f"the prompt {task[:60]!r} is a list of messages, which needs the chat template of an --init_from")
         return self.ids(self.chat(text) if self.chat else text, self.bos and not self.chat) or [self.eot]

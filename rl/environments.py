@@ -34,9 +34,8 @@ import string
 import sys
 import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
-from rl.rewards import short
+from rl.rewards import finite, short
 
 
 class Reverse:
@@ -55,10 +54,10 @@ EXAMPLES = ("sum_digits", "wordle", "calculator")  # files in forks/, written li
 
 def open_env(name: str):
     """The environment for --env; rl/datasets.py has the environments for problems in files. Raises ValueError."""
-    path = f"{Path(__file__).parent.parent}/forks/{name}.py" if name in EXAMPLES else name
+    path = f"{os.path.dirname(os.path.dirname(os.path.abspath(__file__)))}/forks/{name}.py" if name in EXAMPLES else name
     env = Reverse if name == "reverse" else load_own("env", path, ["reverse", *EXAMPLES, "dataset", "gsm8k"])
     wanted = ["make"] * (not hasattr(env, "problems"))
-    wanted += ["reset"] if hasattr(env, "step") else ["reward"] * (not hasattr(env, "group_reward"))
+    wanted += ["reset", "step"] if {"reset", "step"} & {*dir(env)} else ["reward"] * (not hasattr(env, "group_reward"))
     wanted += ["TOOL_END"] * hasattr(env, "tool")
     if missing := [word for word in wanted if not hasattr(env, word)]:
         raise ValueError(f"--env {name} does not define {' and '.join(missing)}; rl/environments.py says what it needs")
@@ -86,12 +85,20 @@ def is_held_out(prompt: str) -> bool:
 @functools.lru_cache(8)
 def shuffled(env, split: str, epoch: int) -> list[tuple[str, str]]:
     """The problems of a split, each prompt once, in the order of pass number `epoch`."""
-    tasks = dict(env.problems).items()
     if hasattr(env, "eval_problems"):
-        tasks = dict(env.eval_problems).items() if split == "eval" else tasks
+        tasks = dict(env.eval_problems if split == "eval" else env.problems).items()
     else:
-        tasks = [task for task in tasks if is_held_out(task[0]) == (split == "eval")]
+        tasks = [task for task in dict(env.problems).items() if is_held_out(task[0]) == (split == "eval")]
     return random.Random(f"{split}/{epoch}").sample([*tasks], len(tasks))
+
+
+def ask_for_two(env, name: str, given) -> tuple:
+    """The two values of env.make(rng) or env.reset(task). Raises RuntimeError, which prints the line of the user's file."""
+    try:
+        first, second = getattr(env, name)(given)
+    except Exception as error:
+        raise RuntimeError(f"--env: {name} fails, or does not return two values: {error!r}") from error
+    return first, second
 
 
 def draw_task(env, split: str, index: int, fits=lambda prompt: True) -> tuple[str, str]:
@@ -106,7 +113,7 @@ def draw_task(env, split: str, index: int, fits=lambda prompt: True) -> tuple[st
     else:
         rng = random.Random(f"{split}/{index}")
         for _ in range(10_000):
-            prompt, answer = env.make(rng)
+            prompt, answer = ask_for_two(env, "make", rng)
             if is_held_out(prompt) == (split == "eval") and fits(prompt):
                 return prompt, answer
     raise ValueError(f"{env.__name__} gives no prompts for the split {split}: too few are different and fit into --seq_len")
@@ -148,7 +155,7 @@ class Turns:
         """tasks: of each sample. threads: calls that run at once, while other samples go on."""
         self.env, self.text, self.failed, self.threads = env, text, [], ThreadPoolExecutor(threads)
         self.has_state, self.end = hasattr(env, "step"), getattr(env, "TURN_END", getattr(env, "TOOL_END", ""))
-        self.states = [env.reset(task)[0] for task in tasks if self.has_state]
+        self.states = [ask_for_two(env, "reset", task)[0] for task in tasks if self.has_state]
         self.calls, self.earned = [0] * len(tasks), [0.0] * len(tasks)
         self.reply = self.answer if self.has_state or hasattr(env, "tool") else None  # for rollout()
 
@@ -175,7 +182,7 @@ class Turns:
             if not self.has_state:
                 return self.text.ids(self.env.tool(completion[: completion.rindex(self.end) + len(self.end)]))
             said, done, reward = self.env.step(self.states[i], turn.split(self.end)[0] if self.end else turn)
-            self.earned[i] += float(reward)
+            self.earned[i] += finite(reward)
             return None if done else self.text.ids(said)
         except Exception as error:  # raising now would leave other ranks waiting in their next forward
             self.failed.append(f"the {'step' if self.has_state else 'tool'} fails at completion {short(completion)}: {error!r}")

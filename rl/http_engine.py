@@ -54,8 +54,7 @@ class Server:
             self.fail(f"--engine_adapters is for vLLM, and this is {self.kind}; leave it out, and all weights are sent, merged")
         self.takes, how = "/update_weights_from_disk", ""  # the path for new weights, and how a server gets the path
         if adapters:
-            self.takes = "/v1/load_lora_adapter"
-            how = "; start vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank"
+            self.takes, how = "/v1/load_lora_adapter", "; start vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora"
         elif self.kind == "vllm":
             self.takes, how = "/collective_rpc", "; start vLLM with VLLM_SERVER_DEV_MODE=1"
         if self.call(self.takes, optional=True) is None:
@@ -169,8 +168,7 @@ def wrong_sample(ids, logprobs, reason, room: int, ends: list[int], n_vocab: int
         return f"it must have between 1 and {room} ids, and a log-probability for each"
     if outside := [i for i in ids if type(i) is not int or not 0 <= i < n_vocab]:
         return f"the id {outside[:1]} is none of the model's {n_vocab}"
-    strange = [x for x in logprobs if type(x) not in (int, float) or not x <= 1e-3 or x == -math.inf]
-    if strange and not greedy:
+    if not greedy and (strange := [x for x in logprobs if type(x) not in (int, float) or not x <= 1e-3 or x == -math.inf]):
         return f"{strange[:1]} is no log-probability; vLLM needs --logprobs-mode processed_logprobs"
     is_cut = reason == "length" and len(ids) == room
     if set(ids[:-1]) & set(ends) or reason not in ("stop", "length") or not (ids[-1] in ends or is_cut or is_turn(ids)):

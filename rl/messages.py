@@ -24,7 +24,7 @@ def check_flags(cfg):
     check_range(cfg, 1, math.inf, "steps", "prompts_per_step", "minibatches", "max_new_tokens", "local_batch_size",
                 "rollout_rows", "rollout_timeout_s", "eval_k", "reward_threads")
     check_range(cfg, 0, math.inf, "lr", "sft_lr", "eps", "weight_decay", "max_norm", "kl_coef", "tis", "clip_low",
-                "clip_high", "async_steps")
+                "clip_high", "async_steps", "gen_ranks")
     check_range(cfg, 0, 1e9, "reward_timeout_s")
     check_range(cfg, 2, math.inf, "group_size")  # an advantage is a reward compared with others of its prompt
     check_range(cfg, 0, 1, "beta1", "beta2", "min_lr_ratio", "proof_share")
@@ -50,7 +50,6 @@ def check_flags(cfg):
         (n_pack % step, f"--pack_tokens {n_pack} is not a multiple of {step}, the pieces into which --tp {cfg.tp} and --cp "
          f"{cfg.cp} cut a sequence; use --pack_tokens {-(-n_pack // step) * step}"),
         (cfg.eval_n == 0, "--eval_n 0: evaluate on one prompt or more, or never, with --eval_every 0"),
-        (cfg.gen_ranks < 0, f"--gen_ranks {cfg.gen_ranks} is negative: 0 samples in place"),
     ])
 
 

@@ -30,6 +30,13 @@ class Paid(NamedTuple):
     parts: dict = {}
 
 
+def finite(reward: float) -> float:
+    """The reward as a float. Raises ValueError if it is nan or infinite."""
+    if not math.isfinite(reward := float(reward)):
+        raise ValueError(f"the reward is {reward}")
+    return reward
+
+
 def pay(env, prompt: str, completions: list[str], truncated: list[bool]) -> list[Paid]:
     """Pay the samples of a prompt: all samples of the group at once for a group_reward, else one sample. All fail together, for
     instance if a reward is not finite."""
@@ -41,9 +48,7 @@ def pay(env, prompt: str, completions: list[str], truncated: list[bool]) -> list
         values = function(prompt, completions, **given) if together else [function(prompt, completions[0], **given)]
         if len(values) != len(completions):
             raise ValueError(f"{len(values)} rewards for {len(completions)} samples")
-        rewards = [float(sum(value.values()) if isinstance(value, dict) else value) for value in values]
-        if wrong := [value for reward, value in zip(rewards, values) if not math.isfinite(reward)]:
-            raise ValueError(f"it is {wrong[0]}")
+        rewards = [finite(sum(value.values()) if isinstance(value, dict) else value) for value in values]
     except BaseException as error:  # also SystemExit: Payments waits for an answer of each thread
         return [Paid(None, no_reward(prompt, text, repr(error))) for text in completions]
     parts = [{name: float(x) for name, x in value.items()} if isinstance(value, dict) else {} for value in values]

@@ -1,4 +1,5 @@
 """Tasks and rewards, against rl/environments.py: paid answers, drawn prompts and held-out prompts."""
+import math
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -112,6 +113,9 @@ def test_a_tool_is_asked_once_where_a_token_goes_on_after_its_mark():
         assert heard[-2:] == ["1+1</code>", f"1+1</{words[last]}21+1</code>"]
     env.tool = lambda completion: 1 / 0
     assert turns.reply(dict(index=0, begin=0, ids=[1, 2, 3])).result() is None and "ZeroDivisionError" in turns.failed[0]
+    game = SimpleNamespace(TURN_END="</code>", reset=lambda task: (task, ""), step=lambda state, said: ("", False, math.nan))
+    turns = environments.Turns(game, text, ["task"])
+    assert turns.reply(dict(index=0, begin=0, ids=[1, 2, 3])).result() is None and "the reward is nan" in turns.failed[0]
 
 
 def test_an_environment_with_state_plays_each_sample_by_itself():
@@ -139,6 +143,14 @@ def test_an_environment_with_state_plays_each_sample_by_itself():
 def test_own_environments(tmp_path):
     (tmp_path / "mine.py").write_text("def make(rng):\n    return str(rng.random()), 'x'\n")
     refuses("mine.py does not define reward", environments.open_env, str(tmp_path / "mine.py"))
+    (tmp_path / "game.py").write_text("def make(rng):\n    return 'x'\n\ndef reset(task):\n    return {}, int(task)\n")
+    refuses("game.py does not define step", environments.open_env, str(tmp_path / "game.py"))
+    (tmp_path / "game.py").write_text((tmp_path / "game.py").read_text() + "\ndef step(state, text):\n    return 1\n")
+    game = environments.open_env(str(tmp_path / "game.py"))
+    with pytest.raises(RuntimeError, match="^--env: make fails, or does not return two values: ValueError"):
+        environments.draw_task(game, "train", 0)
+    with pytest.raises(RuntimeError, match="^--env: reset fails, or .*: ValueError.*invalid literal"):
+        grpo.Text("", env=game).prompt("x")
     text = grpo.Text("", alphabet=environments.Reverse.ALPHABET)
     refuses("'é' in '1é>' is not in the ALPHABET of --env; add it there", text.prompt, "1é>")
     refuses("--env n is no file ending in .py and none of reverse.*calculator, dataset, gsm8k", environments.open_env, "n")

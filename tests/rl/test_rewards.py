@@ -50,7 +50,7 @@ def test_threads_give_the_rewards_of_one():
         results = paid(reward, texts, reward_threads=n, reward_timeout_s=limit)
         failed = {i: str(result) for i, result in enumerate(results) if isinstance(result, str)}
         assert [i for i, result in enumerate(results) if i != result] == [7, 13] == sorted(failed)
-        assert "completion '7': ValueError('it is nan')" in failed[7] and "\n" not in failed[13]
+        assert "completion '7': ValueError('the reward is nan')" in failed[7] and "\n" not in failed[13]
 
 
 def test_together_is_shorter():
@@ -70,7 +70,7 @@ def test_named_parts_are_added_up_and_logged_and_a_group_is_paid_at_once(tmp_pat
     for line in steps_of(tmp_path / "run"):
         assert line["reward_part_size"] == 0.5 and 0.25 <= line["reward_part_longest"] <= 1
         assert math.isclose(line["reward_mean"], line["reward_part_longest"] + 0.5, abs_tol=1e-6)
-    for value, message in ([1.0], "1 rewards for 2 samples"), ([1.0, math.inf], "it is inf"), ([{}, {"a": "x"}], "TypeError"):
+    for value, message in ([1.0], "1 rewards for 2 samples"), ([1.0, math.inf], "is inf"), ([{}, {"a": "x"}], "TypeError"):
         group = SimpleNamespace(group_reward=lambda prompt, completions: value)  # noqa: B023
         paid = rewards.pay(group, "1", ["a", "b"], [False, False])
         assert all(p.reward is None and message in p.failure for p in paid) and "completion 'b'" in paid[1].failure
