@@ -56,10 +56,10 @@ def open_env(name: str):
     """The environment for --env; rl/datasets.py has the environments for problems in files. Raises ValueError."""
     path = f"{os.path.dirname(os.path.dirname(os.path.abspath(__file__)))}/forks/{name}.py" if name in EXAMPLES else name
     env = Reverse if name == "reverse" else load_own("env", path, ["reverse", *EXAMPLES, "dataset", "gsm8k"])
-    wanted = ["make"] * (not hasattr(env, "problems"))
-    wanted += ["reset", "step"] if {"reset", "step"} & {*dir(env)} else ["reward"] * (not hasattr(env, "group_reward"))
-    wanted += ["TOOL_END"] * hasattr(env, "tool")
-    if missing := [word for word in wanted if not hasattr(env, word)]:
+    given = {*dir(env)}
+    wanted = ["make"] * ("problems" not in given) + ["TOOL_END", "tool"] * bool(given & {"TOOL_END", "tool"})
+    wanted += ["reset", "step"] if given & {"reset", "step", "TURN_END"} else ["reward"] * ("group_reward" not in given)
+    if missing := [word for word in wanted if word not in given]:
         raise ValueError(f"--env {name} does not define {' and '.join(missing)}; rl/environments.py says what it needs")
     return env
 
@@ -116,7 +116,7 @@ def draw_task(env, split: str, index: int, fits=lambda prompt: True) -> tuple[st
             prompt, answer = ask_for_two(env, "make", rng)
             if is_held_out(prompt) == (split == "eval") and fits(prompt):
                 return prompt, answer
-    raise ValueError(f"{env.__name__} gives no prompts for the split {split}: too few are different and fit into --seq_len")
+    raise ValueError(f"--env gives no prompts for the split {split}: too few are different and fit into --seq_len")
 
 
 def held_out_tasks(env, n: int, fits=lambda prompt: True) -> dict[str, str]:
