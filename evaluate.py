@@ -293,19 +293,13 @@ def score(stages: list[nn.Module], layout: Layout, requests: list[tuple]) -> lis
     for stage in stages:  # a forward with labels now returns their log-probabilities
         stage.token_loss = by_label
     sums = torch.zeros(len(requests), dtype=torch.float64, device=layout.device)
-    multiple, size = layout.microbatch_size if layout.pp > 1 else 1, layout.local_batch_size
+    size = layout.local_batch_size
     plan = in_rows([len(a) + len(b) for a, b in requests], size, layout.data_ranks)
     for first, own in zip(plan[0], plan[layout.data_rank]):
         mine = [i for row in own for i in row]
-        # All data ranks run as many micro-batches as the first, which has the most, because the collectives need all ranks.
-        rows = -(-len(first) // multiple) * multiple
-        kwargs = pack_requests([requests[i] for i in mine] + [NOTHING] * (rows - len(mine)), layout)
-        if layout.pp > 1:
-            from distributed.schedule import pipeline_forward
-
-            logprobs = pipeline_forward(stages, kwargs, layout)
-        else:
-            logprobs = [stages[0](**kwargs)]
+        # All data ranks run as many rows as the first, which has the most, because the collectives need all ranks.
+        kwargs = pack_requests([requests[i] for i in mine] + [NOTHING] * (len(first) - len(mine)), layout)
+        logprobs = parallel.run_forwards(stages, kwargs, layout)
         if logprobs and mine and layout.coordinate("tp") == 0:  # all tp ranks have the same numbers, cp ranks a part each
             sums[mine] = torch.cat(logprobs).sum(1, dtype=torch.float64)[: len(mine)]
         report(size * layout.data_ranks)

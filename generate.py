@@ -42,10 +42,8 @@ def check_request(config, prompts, max_new_tokens, temperature, top_k, top_p):
     refuse(rules)
 
 
-def generate(
-    model, prompts: list[list[int]], max_new_tokens: int, temperature=1.0, top_k=0, top_p=1.0, seed=0,
-    eot: int | list[int] | None = None,
-) -> list[list[int]]:
+def generate(model, prompts: list[list[int]], max_new_tokens: int, temperature=1.0, top_k=0, top_p=1.0, seed=0,
+             eot: int | list[int] | None = None) -> list[list[int]]:
     """Continue each prompt (token ids, any lengths) by up to max_new_tokens; return a list of new ids per prompt.
 
     A row ends with its first `eot` (or any of several), included in the result. Temperature 0 takes the likeliest token.
@@ -89,9 +87,8 @@ def open_checkpoint(folder: str, device="cpu"):
     return model, load_tokenizer(Path(path, "tokenizer.json")), ends
 
 
-def continue_texts(
-    model, tokenizer, ends: list[int], texts: list[str], max_new_tokens: int, bos=False, chat=None, **options
-) -> list[str]:
+def continue_texts(model, tokenizer, ends: list[int], texts: list[str], max_new_tokens: int, bos=False, chat=None,
+                   **options) -> list[str]:
     """The model's continuation of each text.
 
     bos: begin each text with the tokenizer's first token; False, because our training text has no such token. chat: from

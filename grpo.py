@@ -41,14 +41,15 @@ from corpus.tokenizer import ChatConfig
 from distributed.checks import check_replicas
 from distributed.experts import balance_experts
 from distributed.launch import LaunchConfig, StopSignal, connect, disconnect, run, set_timeouts
-from distributed.layout import ExpertConfig, ParallelConfig, local_tensor
+from distributed.layout import ExpertConfig, ParallelConfig, local_tensor, reshard
+from distributed.pipeline import embeds_at_both_ends
 from distributed.refusals import check_layout
 from parallel import clip_grad_norm, make_mesh, next_backward, reduce_loss
 from rl import engines, messages, packing, rollouts
 from rl.datasets import DatasetConfig, Text, open_task
 from rl.environments import draw_task, held_out_tasks, leave_out_long, supervised_sample
 from rl.http_engine import find_server
-from rl.policy import FLAVORS, build_policy, keep_reference, model_of
+from rl.policy import FLAVORS, backward_of_pipeline, build_policy, forward, keep_reference, model_of
 from rl.rewards import RewardConfig, held_out_numbers
 from sft.base import load_base
 from sft.chat import open_chat
@@ -74,7 +75,10 @@ ROWS = Need("with --pack_tokens: a forward is one packed sequence", lambda c: no
 @dataclass(kw_only=True)
 class Config(ParallelConfig, ExpertConfig, LaunchConfig, LoraConfig, CheckpointConfig, MetricsConfig, DatasetConfig,
              RewardConfig, ChatConfig):
-    REFUSED = ("pp", "loss_parallel", "load_only", "exclude_from_loading")  # not in --help: rl/messages.py says why
+    REFUSED = ("loss_parallel", "load_only", "exclude_from_loading")  # not in --help: rl/messages.py says why
+    # --pp in grpo.py: a stage per rank, and the forwards of an update are the micro-batches
+    pp_schedule, pp_schedule_csv, pp_microbatch_size, pp_layers_per_stage = "1F1B", "", 1, None
+    pp_first_stage_less_layers, pp_last_stage_less_layers, pp_stage_fqns = 1, 1, ""
     flavor: Literal[tuple(FLAVORS)] = flag("debug", NEW_MODEL)  # a small Llama 3, or Qwen3 with experts
     model_args: str = ""  # fields of the flavor to change: "n_layers=4,dim=128"
     out: str = "runs/grpo"  # folder for all files of the run; the same folder again continues the run
@@ -173,7 +177,7 @@ def compare_policies(lp, entropy, b):
     fp32's rounding of 1."""
     d = ((lp - b["mu"]) * b["sampled"]).double()
     sums = [x.sum().double() for x in (d.expm1() - d, d.expm1().abs() > 0.1, entropy * b["sampled"], b["sampled"])]
-    return torch.stack(sums), d.abs().max().float()
+    return torch.stack([*sums, d.abs().max()])
 
 
 def weighted_mean(parts: list[dict], name: str, weight: str) -> float:
@@ -235,18 +239,14 @@ class Trainer:
         """This data rank's share: (samples, tensors) of each forward, as rl/packing.py plans them."""
         return packing.forwards_of(samples, self.cfg, self.layout)
 
-    def forward(self, model, b):
-        """(log-probabilities, entropy) of the labels, (B, T/cp) each."""
-        return model(b["tokens"], labels=b["labels"], positions=b["positions"], doc_ids=b.get("doc_ids"))
-
     @torch.no_grad()
     def reference_logprobs(self, b):
         """Log-probabilities of the reference. Of --kl_coef: the initial policy; with LoRA the model without adapters, so no
         second copy is needed."""
         if self.reference is not None:
-            return self.forward(self.reference, b)[0]
+            return forward(self.reference, b, self.layout)[0]
         with base_model(self.model):
-            return self.forward(self.model, b)[0]
+            return forward(self.model, b, self.layout)[0]
 
     def divergence(self, d):
         """KL divergence of the policy from the reference, per token, estimated from d = log(reference / policy): k3, 2402.03300
@@ -260,10 +260,10 @@ class Trainer:
         found, n = [], [len(s["ids"]) for s in samples]
         old = torch.zeros(sum(n) + 1, device=self.layout.device)  # the last number is for prompts and padding
         for _, b in self.microbatches(samples):
-            lp, entropy = self.forward(self.model, b)
+            lp, entropy = forward(self.model, b, self.layout)
             found.append(compare_policies(lp, entropy, b))
             old[b["at"]] = lp
-        rollouts.reshard(self.model)
+        reshard(self.model)
         if self.cfg.tis and self.cfg.minibatches > 1:
             if self.layout.coordinate("tp"):  # all tp ranks have the same numbers
                 old.zero_()
@@ -274,7 +274,9 @@ class Trainer:
 
     def proof(self, found) -> dict:
         """Results of compare_policies() for the micro-batches of all ranks, as means over `tokens` sampled tokens."""
-        sums, worst = sum(sums for sums, _ in found), torch.stack([worst for _, worst in found]).max()
+        # (micro-batches, 5); a row of zeros, because a pipeline's first stages compare nothing
+        table = torch.stack([torch.zeros(5, dtype=torch.float64, device=self.layout.device), *found])
+        sums, worst = table[:, :4].sum(0), table[:, 4].max()
         dist.all_reduce(sums)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         *sums, tokens = sums.tolist()
@@ -299,13 +301,14 @@ class Trainer:
         usual = CLIP.get(kind, (0.0, 0.0))
         clip = [default if given is None else given for given, default in zip((cfg.clip_low, cfg.clip_high), usual)]
         tis, kl_coef = ((0.0, ""), 0.0) if kind == "sft" else ((cfg.tis, cfg.tis_mode), cfg.kl_coef)
-        batches, found = list(self.microbatches(samples)), []
-        sums = torch.zeros(4, dtype=torch.float64, device=layout.device)
-        for i, (_, b) in enumerate(batches):
-            # the reference first, because with LoRA the reference is the same model
-            ref = self.reference_logprobs(b) if self.compares and kind != "sft" else None
-            next_backward(model, i == len(batches) - 1, layout)
-            lp, entropy = self.forward(model, b)
+        parts, batches = zip(*self.microbatches(samples))
+        # the reference first, because with LoRA the reference is the same model
+        refs = [self.reference_logprobs(b) if self.compares and kind != "sft" else None for b in batches]
+        reshard(self.reference or model)  # before the backward takes its memory
+        sums, found = torch.zeros(4, dtype=torch.float64, device=layout.device), []
+
+        def summed_loss(i, lp, entropy):
+            b, ref = batches[i], refs[i]
             assert lp.dtype == torch.float32, lp.dtype
             mask, mu, old = b["mask"], b["mu"], lp.detach() if tis[0] and cfg.minibatches == 1 else b["old"]
             of_sample = partial(self.sequence_sum, segment=b["segment"])
@@ -314,12 +317,19 @@ class Trainer:
             if ref is not None:  # with the weights of the loss
                 kl = self.divergence(ref - lp) * mask
                 per_token = per_token + kl_coef * kl / (b["n"] if kind in ("grpo", "gspo") else 1)
-            per_token.sum().backward()
-            sums += torch.stack([x.detach().sum().double() for x in (per_token, clipped, torch.ones_like(clipped), kl)])
+            sums.add_(torch.stack([x.detach().sum().double() for x in (per_token, clipped, torch.ones_like(clipped), kl)]))
             found.append(compare_policies(lp.detach(), entropy, b))
+            return per_token.sum()
+
+        if layout.pp > 1:
+            backward_of_pipeline(model, batches, summed_loss, layout)
+        else:
+            for i, b in enumerate(batches):
+                next_backward(model, i == len(batches) - 1, layout)
+                summed_loss(i, *forward(model, b, layout)).backward()
         z = loss_denominator(kind, counted or samples, cfg.max_new_tokens)
         self.denominator += z
-        mine = loss_denominator(kind, [s for part, _ in batches for s in part], cfg.max_new_tokens)
+        mine = loss_denominator(kind, sum(parts, []), cfg.max_new_tokens)
         total, loss_max = reduce_loss(torch.stack([sums[0], sums[0] / max(mine, 1)]) / layout.tp, layout)
         dist.all_reduce(sums)
         proof, fed = self.proof(found), sums[2].item() / layout.tp
@@ -329,6 +339,10 @@ class Trainer:
 
     def optim_step(self, lr: float, update=True) -> dict:
         """(6) One update with the gradients of all calls since the last update, then zero_grad; (7) the next version."""
+        if self.layout.pp > 1 and embeds_at_both_ends(self.model.config):
+            from distributed.schedule import sum_tied_gradients
+
+            sum_tied_gradients([self.model], self.layout)
         grads = [local_tensor(p.grad) for p in self.model.parameters() if p.grad is not None]
         torch._foreach_mul_(grads, 1 / max(self.denominator, 1))
         norm = clip_grad_norm([self.model], self.cfg.max_norm, self.layout)
@@ -438,8 +452,8 @@ def main(cfg: Config, Trainer=Trainer):
         raise ValueError(f"--gen_ranks {cfg.gen_ranks} must leave a process to train: {world_size} were started, use torchrun "
                          "--nproc_per_node")
     layout = check_layout(
-        cfg, model_config, seq_len=cfg.seq_len, local_batch_size=cfg.local_batch_size, global_batch_size=-1, device=cfg.device,
-        world_size=n_trainers)
+        cfg, model_config, seq_len=cfg.seq_len, local_batch_size=cfg.local_batch_size * cfg.pp, global_batch_size=-1,
+        device=cfg.device, world_size=n_trainers)
     if cfg.batch_invariant or "OMP_NUM_THREADS" not in os.environ and model_config.dim < 512:
         os.environ["OMP_NUM_THREADS"] = "1"  # several threads slow down so small a model: they mostly wait
         torch.set_num_threads(1)

@@ -33,20 +33,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.utils.checkpoint import checkpoint
 
 from distributed.cast import cast_experts, cast_weights
 from distributed.checks import check_split
 from distributed.initial import draw_block, initial_values
 from distributed.launch import usable_cores
-from distributed.layout import AllGather, AllToAll, Layout, all_blocks, local_slice, local_tensor, reduces_always
+from distributed.layout import AllGather, AllToAll, Layout, all_blocks, local_slice, local_tensor, reduces_always, reshard
 from distributed.pipeline import ZERO_BUBBLE, tied_copy
 from models.attention import causal_attention, lower_right_mask, sdpa
 from models.layers import places_of, takes_places
@@ -508,6 +503,16 @@ def reduce_loss(part: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     return table[0].sum(), table[1].max()
 
 
+def run_forwards(stages, kwargs: dict[str, Tensor], layout: Layout) -> list[Tensor]:
+    """A list with the model's result; or in a pipeline, where no backward can follow, with the results of the micro-batches of
+    kwargs on the rank of the last stage, elsewhere []. kwargs: the model's arguments, (sequences, T/cp)."""
+    if layout.pp == 1:
+        return [stages[0](**kwargs)]
+    from distributed.schedule import pipeline_forward  # torch's pipelines take 0.7 s to load
+
+    return pipeline_forward(stages, kwargs, layout)
+
+
 @torch.no_grad()
 def evaluate(stages, batches, layout: Layout) -> tuple[float, float | None, dict[str, float]]:
     """(loss in nats per token, in bits per byte or None if the bytes are unknown, {part of a mixture: loss}) over all batches
@@ -517,21 +522,14 @@ def evaluate(stages, batches, layout: Layout) -> tuple[float, float | None, dict
     n_bytes_known = True
     nn.ModuleList(stages).eval()
     for batch in batches:
-        if layout.pp > 1:
-            from distributed.schedule import pipeline_forward
-
-            losses = pipeline_forward(stages, inputs(stages[0], batch, None, layout), layout)
-        else:
-            losses = [stages[0](**inputs(stages[0], batch, a, layout)) for a in range(batch.tokens.shape[0])]
+        losses = run_forwards(stages, inputs(stages[0], batch, None, layout), layout)
         part = sums.setdefault(batch.part, torch.zeros(3, dtype=torch.float64, device=layout.device))
         part[0] += sum(losses) / (layout.tp if layout.loss_parallel else 1)
         part[1] += (batch.labels != IGNORE).sum() / copies
         part[2] += (batch.n_bytes or 0) / copies
         n_bytes_known = n_bytes_known and batch.n_bytes is not None
-    for stage in stages:
-        for module in stage.train().modules():
-            if hasattr(module, "reshard"):  # FSDP's modules, or the units of distributed/cast.py
-                module.reshard()  # without a backward nothing else frees the gathered weights
+    nn.ModuleList(stages).train()
+    reshard(*stages)
     found = torch.stack([*sums.values()])  # every rank has batches of every part
     dist.all_reduce(found)
     found = found.tolist()

@@ -27,7 +27,7 @@ import torch.distributed as dist
 @contextmanager
 def gathered_with_hooks(model):
     """whole_weights() as it would be with FSDP's hooks on: they find all weights gathered, and leave them so."""
-    from rl.rollouts import reshard
+    from distributed.layout import reshard
 
     units = [module for module in model.modules() if hasattr(module, "reshard")]
     for unit in units:

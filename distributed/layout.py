@@ -254,6 +254,18 @@ def local_tensor(p: Tensor) -> Tensor:
     return p.to_local() if isinstance(p, DTensor) else p
 
 
+def whole_tensor(p: Tensor) -> Tensor:
+    """The whole of a parameter or gradient, on every rank. Gathering is collective: all ranks call this function."""
+    return p.full_tensor() if isinstance(p, DTensor) else p
+
+
+def reshard(*stages) -> None:
+    """Free the weights that FSDP, or distributed/cast.py, has gathered, as a backward does: after rollouts, and after a forward
+    without a backward."""
+    for module in [module for stage in stages for module in stage.modules() if hasattr(module, "reshard")]:
+        module.reshard()
+
+
 def beside_weight(x: DTensor, weight: DTensor) -> tuple[Placement, Placement]:
     """(placement of the gradient of x, placement of y) where each rank multiplies its own parts of x and of a linear's weight.
     They tell DTensor how to read this rank's part: Partial means that the ranks hold summands."""

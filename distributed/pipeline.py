@@ -114,7 +114,7 @@ def pipeline_stages(model, layout: Layout, cfg: PipelineConfig) -> list[nn.Modul
         for name in [n for n in stage.blocks if f"blocks.{n}" not in split[i]]:
             del stage.blocks[name]
         stages.append(stage)
-    stages[0].schedules = {}  # torch's schedule by the shape of the batch: see distributed/schedule.py
+    stages[0].made_for = None  # the shape of the batches for which stages[0].schedule was made: see distributed/schedule.py
     return stages
 
 

@@ -11,13 +11,12 @@ from distributed.layout import Layout, local_tensor
 from distributed.pipeline import ONE_STAGE_PER_RANK, Schedule, embeds_at_both_ends, n_microbatches, stage_ids, tied_copy
 
 
-def pipeline_schedule(stages, layout: Layout, T: int, kwargs: dict):
-    """torch's schedule for sequences of T tokens on this rank, made once per shape, because its buffers have fixed shapes.
-    kwargs: arguments of every stage. Tensors are cut into micro-batches, except loss_denom, a number."""
-    key, made = (n_microbatches(layout), T), stages[0].schedules
-    if key in made:
-        return made[key]
-    B, D, device = layout.microbatch_size, stages[0].config.dim, layout.device
+def pipeline_schedule(stages, layout: Layout, n: int, shape: torch.Size, kwargs: dict):
+    """torch's schedule for n micro-batches of tokens in `shape`, (B, T/cp) each, kept for the next step, because its buffers
+    have fixed shapes. kwargs: arguments of every stage. Tensors are cut into micro-batches, except loss_denom, a number."""
+    if stages[0].made_for == (n, shape):
+        return stages[0].schedule
+    (B, T), D, device = shape, stages[0].config.dim, layout.device
     # The shapes are given, not inferred: inference runs a real forward on garbage, and resets FSDP's gradients.
     tokens = torch.empty(B, T, dtype=torch.int64, device=device)
     h = torch.empty(B, T // layout.tp, D, dtype=layout.compute_dtype, device=device, requires_grad=True)
@@ -28,7 +27,7 @@ def pipeline_schedule(stages, layout: Layout, T: int, kwargs: dict):
         parts.append(PipelineStage(s, s.index, s.n_stages, device, (takes,), (gives,), group=layout.group("pp")))
     # The last stage's forward returns the loss, because FSDP gathers the head's weight only for that forward. The loss is
     # divided by the tokens of the global batch already; with scale_grads torch would divide by the micro-batches too.
-    options = dict(n_microbatches=n_microbatches(layout), loss_fn=lambda loss, target: loss, scale_grads=False)
+    options = dict(n_microbatches=n, loss_fn=lambda loss, target: loss, scale_grads=False)
     name = layout.schedule
     if name not in get_args(Schedule):
         schedule = schedules._PipelineScheduleRuntime(parts, **options)
@@ -37,19 +36,26 @@ def pipeline_schedule(stages, layout: Layout, T: int, kwargs: dict):
         schedule = schedules.get_schedule_class(name)(parts[0] if name in ONE_STAGE_PER_RANK else parts, **options)
     # set afterwards, because LoopedBFS has no such option
     schedule._kwargs_chunk_spec = {name: _Replicate if name == "loss_denom" else TensorChunkSpec(0) for name in kwargs}
-    made[key] = schedule
+    stages[0].made_for, stages[0].schedule = (n, shape), schedule
     return schedule
 
 
-def pipeline_forward_backward(stages, kwargs: dict[str, Tensor], loss_denom: Tensor, layout: Layout) -> Tensor:
-    """Run one step of the schedule over all micro-batches, and complete the gradients. kwargs: the model's arguments,
-    (sequences, T). Returns the loss on the rank of the last stage, divided by loss_denom, elsewhere 0."""
-    tokens, losses, kwargs = kwargs.pop("tokens"), [], kwargs | {"loss_denom": loss_denom}
-    schedule = pipeline_schedule(stages, layout, tokens.shape[1], kwargs)
+def run_schedule(stages, kwargs: dict[str, Tensor], n: int, layout: Layout) -> list[Tensor]:
+    """Run one step of the schedule over n micro-batches, and add their gradients; those of a weight on two stages need
+    sum_tied_gradients, too. kwargs: the model's arguments, (n * B, T/cp). Returns the losses, on the rank of the last stage."""
+    tokens, losses = kwargs.pop("tokens"), []
+    schedule = pipeline_schedule(stages, layout, n, tokens[: len(tokens) // n].shape, kwargs)
     args = [tokens] if stages[0].index == 0 else []
     if any(s.index == s.n_stages - 1 for s in stages):
         kwargs = kwargs | dict(target=kwargs["labels"], losses=losses)  # the schedule fills losses
     schedule.step(*args, return_outputs=False, **kwargs)
+    return losses
+
+
+def pipeline_forward_backward(stages, kwargs: dict[str, Tensor], loss_denom: Tensor, layout: Layout) -> Tensor:
+    """One step over all micro-batches, with complete gradients. Returns the loss on the rank of the last stage, divided by
+    loss_denom, elsewhere 0."""
+    losses = run_schedule(stages, kwargs | {"loss_denom": loss_denom}, n_microbatches(layout), layout)
     if embeds_at_both_ends(stages[0].config):
         sum_tied_gradients(stages, layout)
     return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=layout.device)
@@ -79,29 +85,25 @@ def sum_tied_gradients(stages, layout: Layout) -> None:
 def pipeline_forward(stages, kwargs: dict[str, Tensor], layout: Layout) -> list[Tensor]:
     """Forward only, for evaluation. Returns the result of each micro-batch on the rank of the last stage, elsewhere [].
 
-    A relay: all micro-batches pass one stage, then travel to the rank of the next stage. So every send has a receiving partner,
-    and nothing hangs if a send waits for its receive (NCCL). The ranks are idle in turn, but the first ranks can
-    begin with the next batch. torch's own schedule.eval fails on V schedules and on a loss computed inside the stage.
+    A relay: a micro-batch passes a stage, then travels to the rank of the next stage. So every send has a receiving partner,
+    and nothing hangs if a send waits for its receive (NCCL). With a stage per rank all ranks work at once, each on another
+    micro-batch. torch's own schedule.eval fails on V schedules and on a loss computed inside the stage.
     """
-    pieces = zip(*(x.split(layout.microbatch_size) for x in kwargs.values()), strict=True)
-    microbatches = [dict(zip(kwargs, values, strict=True)) for values in pieces]
-    group = layout.group("pp")
+    group, results = layout.group("pp"), []
     ranks = dist.get_process_group_ranks(group)
     n_stages, mine, by_index = stages[0].n_stages, layout.coordinate("pp"), {s.index: s for s in stages}
     owner = {i: r for r in range(layout.pp) for i in stage_ids(layout, n_stages, r)}
-    B, T = microbatches[0]["tokens"].shape
-    shape = (B, T // layout.tp, stages[0].config.dim)
-    h = []  # per micro-batch the input of the stage, then its output
-    for i in range(n_stages):
-        if owner[i] != mine:
-            if i + 1 < n_stages and owner[i + 1] == mine:
-                h = [torch.empty(shape, dtype=layout.compute_dtype, device=layout.device) for _ in microbatches]
-                for x in h:
-                    dist.recv(x, ranks[owner[i]], group)
-            continue
-        arguments = [b if i == 0 else b | {"tokens": x} for b, x in zip(microbatches, h if i else microbatches, strict=True)]
-        h = [by_index[i](**a) for a in arguments]
-        if i + 1 < n_stages and owner[i + 1] != mine:
-            for x in h:
-                dist.send(x.contiguous(), ranks[owner[i + 1]], group)
-    return h if owner[n_stages - 1] == mine else []
+    for values in zip(*(x.split(layout.microbatch_size) for x in kwargs.values()), strict=True):
+        b = dict(zip(kwargs, values, strict=True))
+        h, (B, T) = b["tokens"], b["tokens"].shape  # the input of a stage, then its output
+        for i in range(n_stages):
+            if owner[i] == mine:
+                h = by_index[i](**b | {"tokens": h})
+                if i + 1 == n_stages:
+                    results.append(h)
+                elif owner[i + 1] != mine:
+                    dist.send(h.contiguous(), ranks[owner[i + 1]], group)
+            elif i + 1 < n_stages and owner[i + 1] == mine:
+                h = torch.empty(B, T // layout.tp, stages[0].config.dim, dtype=layout.compute_dtype, device=layout.device)
+                dist.recv(h, ranks[owner[i]], group)
+    return results

@@ -53,8 +53,8 @@ class Trainer(grpo.Trainer):
     def __init__(self, cfg, layout, model, reference=None):
         about = replace(cfg, init_from=cfg.teacher, model_args="", lora_rank=0)
         Model, config = model_of(about, 0)
-        check_layout(cfg, config, seq_len=cfg.seq_len, local_batch_size=cfg.local_batch_size, global_batch_size=-1,
-                     device=cfg.device, world_size=layout.world_size)
+        check_layout(cfg, config, seq_len=cfg.seq_len, local_batch_size=cfg.local_batch_size * cfg.pp,
+                     global_batch_size=-1, device=cfg.device, world_size=layout.world_size)
         unknown = Text(cfg.teacher).unknown_ids(config.vocab_size, layout.device)
         teacher = build_policy(about, layout, Model, config, unknown, lambda fqn: True)
         load_weights([teacher], cfg.teacher)

@@ -38,14 +38,13 @@ from corpus.tokenizer import text_folder
 from distributed.checks import check_replicas
 from distributed.experts import balance_experts
 from distributed.launch import LaunchConfig, StopSignal, connect, disconnect, run, set_timeouts
-from distributed.layout import ExpertConfig, ParallelConfig
+from distributed.layout import ExpertConfig, ParallelConfig, reshard
 from distributed.refusals import check_layout, refuse
 from grpo import ROWS, Trainer, lr_at
 from parallel import make_mesh
 from rl.datasets import Text
 from rl.packing import n_read, pieces
-from rl.policy import build_policy, keep_reference, model_of
-from rl.rollouts import reshard
+from rl.policy import build_policy, forward, keep_reference, model_of
 from sft.base import load_base
 from sft.chat import prepare_message, read_template, remove_marks
 from sft.lora import LoraConfig, claim_adapters, is_frozen, lora_counts
@@ -172,7 +171,7 @@ def score_pairs(trainer: Trainer, pairs: list[list[dict]]) -> torch.Tensor:
     n = [len(s["ids"]) for s in samples]
     table = torch.zeros(2, sum(n) + 1, device=layout.device)  # the last number is for prompts and padding
     for _, b in trainer.microbatches(samples):
-        for row, logprobs in zip(table, (trainer.forward(trainer.model, b)[0], trainer.reference_logprobs(b))):
+        for row, logprobs in zip(table, (forward(trainer.model, b, layout)[0], trainer.reference_logprobs(b))):
             row[b["at"]] = logprobs
     for model in filter(None, (trainer.model, trainer.reference)):
         reshard(model)

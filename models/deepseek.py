@@ -297,9 +297,8 @@ class DeepSeek(nn.Module):
         # parallel.py replaces these functions: context_parallel the first, tensor_parallel and compile the other two.
         self.make_attend, self.token_loss, self.logits = causal_attention, linear_cross_entropy, F.linear
 
-    def forward(
-        self, tokens, labels=None, positions=None, doc_ids=None, loss_denom=None, cache=None, next_tokens=None, next_labels=None
-    ):
+    def forward(self, tokens, labels=None, positions=None, doc_ids=None, loss_denom=None, cache=None, next_tokens=None,
+                next_labels=None):
         """tokens (B, T) -> logits (B, T, V) in compute dtype; with labels (B, T): the scalar sum of token losses / loss_denom.
 
         positions (B, T) or (1, T), default 0..T-1; doc_ids (B, T) of the whole sequence: attention stays inside a

@@ -101,9 +101,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         return *scaled, None, None, None, None, None
 
 
-def linear_cross_entropy(
-    h: Tensor, weight: Tensor, labels: Tensor, denom=None, all_reduce=no_reduce, vocab_start=0, kernel=softmax_loss
-) -> Tensor:
+def linear_cross_entropy(h: Tensor, weight: Tensor, labels: Tensor, denom=None, all_reduce=no_reduce, vocab_start=0,
+                         kernel=softmax_loss) -> Tensor:
     """Sum of the token losses / denom, a scalar in fp32. h (..., D), weight (V, D), labels (...) with IGNORE for no loss.
 
     Under vocab parallelism each rank holds `weight` rows from vocab_start up to vocab_start+V/tp-1 and passes an
@@ -172,9 +171,8 @@ class TokenLogprobs(torch.autograd.Function):
         return dh, dw if dw is None else dw.to(weight.dtype), None, None, None, None, None
 
 
-def token_logprobs(
-    h: Tensor, weight: Tensor, labels: Tensor, temperature=1.0, all_reduce=no_reduce, vocab_start=0, unknown=None
-):
+def token_logprobs(h: Tensor, weight: Tensor, labels: Tensor, temperature=1.0, all_reduce=no_reduce, vocab_start=0,
+                   unknown=None):
     """(log-probability of each label, entropy of each token's distribution), both fp32 and shaped like labels (...). The
     entropy has no gradient. h (..., D), weight (V, D); every label must be a token, not IGNORE. Vocab parallelism as in
     linear_cross_entropy. unknown: ids with probability 0, see NEVER."""

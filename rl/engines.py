@@ -20,11 +20,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from distributed.agree import on_rank_0, reason
 from distributed.launch import StopSignal, agree_on_attempt, own_gpu
-from distributed.layout import Layout, dtype_of_compute
+from distributed.layout import Layout, dtype_of_compute, whole_tensor
 from distributed.refusals import runs_on_cuda
 from rl.http_engine import HTTPEngine
 from rl.rollouts import InPlace, make_batch, patient_group
@@ -91,7 +90,7 @@ def list_weights(model, compute_dtype: torch.dtype, again=False) -> list[tuple[T
 def pack_weights(tensors: list[tuple[Tensor, torch.dtype]], keep: bool) -> list[Tensor]:
     """Copy the tensors of list_weights() to the host. All trainer ranks call this function, because gathering a tensor is
     collective; ranks without `keep` return nothing."""
-    gathered = ((t.full_tensor() if isinstance(t, DTensor) else t, dtype) for t, dtype in tensors)  # one after the other
+    gathered = ((whole_tensor(t), dtype) for t, dtype in tensors)  # one after the other
     # page-locked, so that the courier copies to the device without the CPU
     return [torch.empty(t.shape, dtype=dtype, pin_memory=t.is_cuda).copy_(t) for t, dtype in gathered if keep]
 

@@ -17,19 +17,19 @@ import os
 import shutil
 import time
 import uuid
+from collections import ChainMap
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from distributed.agree import on_rank_0
-from distributed.layout import Layout, named_tensors
+from distributed.layout import Layout, named_tensors, reshard, whole_tensor
 from rl.decoding import noise_seed
 from rl.environments import Turns
-from rl.rollouts import make_batch, patient_group, reshard, sample_groups
+from rl.rollouts import make_batch, patient_group, sample_groups
 from sft.lora import is_adapter
 from storage.hf import save_hf
 
@@ -219,17 +219,17 @@ class HTTPEngine:
         folder, cfg = f"{self.folder}/{self.mine}-{self.start}-{self.trainer.policy_version}", self.cfg
         if folder == self.written:
             return folder
-        self.written, model = folder, self.trainer.model
+        self.written, model, layout = folder, self.trainer.model, self.trainer.layout
         if cfg.engine_adapters:
             from forks.peft_folder import write_peft
 
             reshard(model)  # FSDP may hold gathered weights from before the optimizer's step
-            adapters = {fqn: (p.full_tensor() if isinstance(p, DTensor) else p).detach().cpu()
-                        for fqn, p in named_tensors(model).items() if is_adapter(fqn)}
-            on_rank_0(lambda: write_peft(folder, adapters, cfg.lora_rank, cfg.lora_alpha, model, cfg.init_from, {}),
-                      self.group)
+            adapters = {fqn: whole_tensor(p).detach().cpu() for fqn, p in named_tensors(model).items() if is_adapter(fqn)}
+            of_stages = adapters if layout.rank % (layout.world_size // layout.pp) == 0 else {}  # once of each stage
+            on_rank_0(lambda found: write_peft(
+                folder, dict(ChainMap(*found)), cfg.lora_rank, cfg.lora_alpha, model, cfg.init_from, {}), self.group, of_stages)
         else:
-            save_hf(model, folder, self.trainer.layout.compute_dtype, tokenizer_file=self.text.file, group=self.group,
+            save_hf(model, folder, layout.compute_dtype, tokenizer_file=self.text.file, group=self.group,
                     quiet=True)
         return folder
 
@@ -265,8 +265,7 @@ class HTTPEngine:
         self.cursor = batch["cursor"]
         return batch
 
-    def draw(self, cfg, env, text, layout, model, tasks, prompts, group_size: int, temperature: float,
-             ended):
+    def draw(self, cfg, env, text, layout, model, tasks, prompts, group_size: int, temperature: float, ended):
         """(2) by the server, in place of rollouts.draw_samples: a request for each prompt, or for each turn of each sample."""
         turns = Turns(env, text, [task for _, task, _ in tasks for _ in range(group_size)], cfg.reward_threads)
         asks = [partial(self.ask, name, prompt, group_size, temperature) for (name, *_), prompt in zip(tasks, prompts)]

@@ -33,7 +33,7 @@ def check_flags(cfg):
         (cfg.env in HINTS and not cfg.env_data, f"--env {cfg.env} needs --env_data FILE.jsonl, its problems"),
         (not math.isfinite(cfg.failed_reward or 0), f"--failed_reward {cfg.failed_reward} must be a finite number, or none"),
         (max(cfg.beta1, cfg.beta2) == 1, f"--beta1 {cfg.beta1} and --beta2 {cfg.beta2} must be below 1: 1 never moves"),
-        (cfg.pp > 1, f"--pp {cfg.pp}: a new token needs all layers, so a pipeline would idle; use --tp, --dp_shard or --cp"),
+        (cfg.pp > 1 and not cfg.engine, f"--pp {cfg.pp} needs --engine: a new token needs all layers; or use --tp, --cp"),
         (not cfg.loss_parallel, "--no-loss_parallel: under tp log-probabilities are split over the vocabulary; leave it out"),
         (cfg.load_only or cfg.exclude_from_loading, "--load_only, --exclude_from_loading: a run continues whole; leave it out"),
         (cfg.batch_invariant and (cfg.compile or n_pack or cfg.tp * cfg.cp > 1),

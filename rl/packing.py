@@ -22,16 +22,17 @@ def n_read(sample: dict) -> int:
     return len(sample["prompt"]) + len(sample["ids"]) - 1
 
 
-def in_rows(lengths: list[int], size: int, ranks: int) -> list[list[list[list[int]]]]:
-    """For each data rank its forwards: lists of rows, a row being a list of sample numbers, here of one. Like lengths go
-    together. All ranks have equally many forwards, some empty, because the collectives of a forward need all ranks."""
+def in_rows(lengths: list[int], size: int, ranks: int, fewest=1) -> list[list[list[list[int]]]]:
+    """For each data rank its forwards, `fewest` or more: lists of rows, a row being a list of sample numbers, here of one. Like
+    lengths go together. All ranks have equally many forwards, some empty: the collectives of a forward need all ranks."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    forwards = range(max(1, math.ceil(len(order) / (size * ranks))))
+    size = max(1, min(size, math.ceil(len(order) / (fewest * ranks))))
+    forwards = range(max(fewest, math.ceil(len(order) / (size * ranks))))
     shares = [order[rank::ranks] for rank in range(ranks)]
     return [[[[i] for i in share[size * k : size * (k + 1)]] for k in forwards] for share in shares]
 
 
-def in_sequences(lengths: list[int], room: int, ranks: int) -> list[list[list[list[int]]]]:
+def in_sequences(lengths: list[int], room: int, ranks: int, fewest=1) -> list[list[list[list[int]]]]:
     """The same with one row per forward: samples with at most `room` tokens together.
 
     The longest remaining sample goes to the emptiest sequence, so all sequences get about the same number of tokens. If a
@@ -39,9 +40,8 @@ def in_sequences(lengths: list[int], room: int, ranks: int) -> list[list[list[li
     for each other in every forward.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    n = 0
+    n = max(fewest * ranks, math.ceil(sum(lengths) / room))
     while True:
-        n = max(math.ceil(sum(lengths) / room), n + 1 + n // 50)
         n = math.ceil(n / ranks) * ranks
         sequences = [(0, k, []) for k in range(n)]
         for i in order:
@@ -51,6 +51,7 @@ def in_sequences(lengths: list[int], room: int, ranks: int) -> list[list[list[li
             heapq.heapreplace(sequences, (tokens + lengths[i], k, [*samples, i]))
         else:
             break
+        n += 1 + n // 50
     rows = [[samples] if samples else [] for _, _, samples in sorted(sequences, reverse=True)]
     turns = [rows[k : k + ranks] for k in range(0, n, ranks)]
     turns[1::2] = [turn[::-1] for turn in turns[1::2]]  # the rank with the most tokens now has the fewest in the next forward
@@ -76,10 +77,15 @@ def row_length(rows: list[list[int]], lengths: list[int], cfg, layout) -> int:
 
 
 def plan_forwards(lengths: list[int], cfg, layout) -> list[list[tuple[list[list[int]], int]]]:
-    """For each data rank its forwards: (rows of sample numbers, T). A forward without rows feeds a row without training."""
+    """For each data rank its forwards: (rows of sample numbers, T). A forward without rows, and a row without samples, feed a
+    token that is not trained. In a pipeline all forwards have one shape, and each stage has one at a time."""
     share_out, room = (in_sequences, cfg.pack_tokens) if cfg.pack_tokens else (in_rows, cfg.local_batch_size)
-    shares = share_out(lengths, room, layout.data_ranks)
-    return [[(rows, row_length(rows, lengths, cfg, layout)) for rows in share] for share in shares]
+    shares = share_out(lengths, room, layout.data_ranks, layout.pp)
+    plan = [[(rows, row_length(rows, lengths, cfg, layout)) for rows in share] for share in shares]
+    if layout.pp > 1:
+        B, T = map(max, zip(*((len(rows), T) for share in plan for rows, T in share)))
+        plan = [[([*rows, *[[]] * (B - len(rows))], T) for rows, _ in share] for share in plan]
+    return plan
 
 
 # ---------------------------------------------------------------- tensors of a forward
@@ -117,14 +123,17 @@ def forwards_of(samples: list[dict], cfg, layout):
     """Yields (samples, tensors) of each forward of this data rank. segment: number of the token's sample in the forward."""
     plan = plan_forwards(list(map(n_read, samples)), cfg, layout)
     firsts = [0, *accumulate(len(s["ids"]) for s in samples)]
-    # one input token, neither trained nor counted: for a rank without samples
+    # one input token, neither trained nor counted: for a row without samples
     idle = dict(prompt=samples[0]["prompt"][:1], ids=samples[0]["ids"][:1], logprobs=[0.0], mask=[0.0], advantage=0.0)
     for rows, T in plan[layout.data_rank]:
-        values = [[token_values(samples[i], firsts[i]) for i in row] for row in rows] or [[token_values(idle, -1)]]
+        values = [[token_values(samples[i], firsts[i]) for i in row] or [token_values(idle, -1)] for row in rows or [[]]]
         parts = [x for row in values for x in row]
         for n, x in enumerate(parts):
             x["segment"] = torch.full_like(x["tokens"], n)
             if cfg.pack_tokens:
                 x["doc_ids"] = x["segment"]
         fill = {"at": -1, "n": 1.0, "segment": len(parts), "doc_ids": len(parts)}
-        yield [samples[i] for row in rows for i in row], lay_out(values, T, layout, fill)
+        b = lay_out(values, T, layout, fill)
+        if layout.pp > 1 and layout.coordinate("pp") < layout.pp - 1:  # the last stage has the log-probabilities, and counts
+            b |= {name: torch.zeros_like(b[name]) for name in ("mask", "sampled")}
+        yield [samples[i] for row in rows for i in row], b

@@ -9,11 +9,12 @@ import parallel
 from checkpoint import Checkpoints
 from distributed.checks import check_model
 from distributed.experts import expert_parallel
+from distributed.layout import reshard
+from distributed.pipeline import pipeline_stages
 from models.attention import sdpa
 from models.llama3 import Llama3Config
 from models.loss import token_logprobs
 from models.qwen3 import Qwen3Config
-from rl import rollouts
 from sft.base import read_model
 from sft.lora import lora_linears
 from storage.hf import class_of
@@ -54,7 +55,8 @@ def split_model(model, layout, cfg):
 
 
 def build_policy(cfg, layout, Model, model_config, unknown=None, skip=lambda fqn: False):
-    """The model on its devices, for training and sampling. Called with labels: (log-probabilities, entropy), (B, T/cp) each.
+    """The model on its devices, or with --pp this rank's stage, for training and sampling. Called with labels:
+    (log-probabilities, entropy), (B, T/cp) each.
 
     unknown: see Text.unknown_ids. skip: see parallel.init_weights. Log-probabilities are at the sampling temperature; otherwise
     the ratio of a policy to itself would not be 1.
@@ -62,6 +64,8 @@ def build_policy(cfg, layout, Model, model_config, unknown=None, skip=lambda fqn
     with torch.device("meta"):
         model = Model(model_config)
     check_model(model, layout, cfg, parallel.TP_STYLES)
+    if layout.pp > 1:
+        (model,) = pipeline_stages(model, layout, cfg)
     split_model(model, layout, cfg)
     if cfg.lora_rank:
         lora_linears(model, cfg)
@@ -81,6 +85,29 @@ def build_policy(cfg, layout, Model, model_config, unknown=None, skip=lambda fqn
     return model
 
 
+INPUTS = ("tokens", "labels", "positions", "doc_ids")  # those of a forward's tensors that the model takes
+
+
+def forward(model, b: dict, layout):
+    """(log-probabilities, entropy) of the labels of a forward's tensors, (B, T/cp) each. In a pipeline the last stage has
+    them, and the others return zeros."""
+    arguments = {name: b[name] for name in INPUTS if name in b}
+    found = parallel.run_forwards([model], arguments, replace(layout, microbatch_size=len(b["tokens"])))
+    return found[0] if found else b["mu"].new_zeros(2, *b["mu"].shape).unbind()
+
+
+def backward_of_pipeline(stage, batches: list[dict], loss_of, layout):
+    """Add the gradients of loss_of(i, log-probabilities, entropy) of each forward i, by torch's 1F1B. All have one shape, see
+    plan_forwards(). loss_of is called on the ranks of the last stage."""
+    from distributed.schedule import run_schedule
+
+    logprobs, turns = stage.token_loss, iter(range(len(batches)))  # the last stage takes the forwards in this order
+    stage.token_loss = lambda *given: loss_of(next(turns), *logprobs(*given))
+    arguments = {name: torch.cat([b[name] for b in batches]) for name in INPUTS if name in batches[0]}
+    run_schedule([stage], arguments, len(batches), layout)
+    stage.token_loss = logprobs
+
+
 def fixed_shape_attention(positions, doc_ids=None, reach=None):
     """--batch_invariant: the same kernel, mask and number of keys as in rollout()."""
     index = torch.arange(positions.shape[1], device=positions.device)
@@ -92,7 +119,7 @@ def keep_reference(trainer, is_new: bool, about: dict):
     """--kl_coef: the initial policy of this run. A new run writes <out>/reference, a continued run reads the folder."""
     cfg, folder = trainer.cfg, f"{trainer.cfg.out}/reference"
     if is_new:
-        rollouts.reshard(trainer.model)
+        reshard(trainer.model)
         trainer.reference.load_state_dict(trainer.model.state_dict())
         if trainer.layout.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)  # left by a run without a checkpoint

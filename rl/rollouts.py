@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from corpus.tokenizer import ChatConfig
 from distributed.agree import gather
+from distributed.layout import reshard
 from rl.datasets import DatasetConfig
 from rl.decoding import draw_noise, rollout
 from rl.environments import Turns, draw_task
@@ -50,13 +51,6 @@ def whole_weights(model):
     for unit, (before, after) in zip(units, hooks):
         unit._forward_pre_hooks, unit._forward_hooks = before, after
     reshard(model)
-
-
-def reshard(model):
-    """Free the gathered weights, as a backward does: after rollouts, and after a forward without a backward."""
-    for module in model.modules():
-        if hasattr(module, "reshard"):
-            module.reshard()
 
 
 def try_sampling(model, layout) -> None:

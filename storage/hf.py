@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from corpus.tokenizer import check_hf_tokenizer, files_beside, find_tokenizer, load_tokenizer, read_hf_json, weights_folder
 from distributed.agree import brief, fail_together, gather, new_gloo_group, on_rank_0, rank_in, reason
-from distributed.layout import local_slice, local_tensor, named_tensors
+from distributed.layout import local_slice, local_tensor, named_tensors, reshard
 from storage.manifest import Progress
 from support.config import spell, unwrap
 from support.files import check_local, fsync, hf_file, json_bytes, matches, publish, read_json, write_file
@@ -427,9 +427,7 @@ def save_hf(model, folder: str, dtype=torch.bfloat16, max_shard_gb=5.0, tokenize
     """
     modules, tensors, adapted, parts = model if isinstance(model, list) else [model], {}, {}, set()
     for module in modules:
-        for part in module.modules():
-            if hasattr(part, "reshard"):
-                part.reshard()  # FSDP may still hold gathered weights older than the optimizer's last step
+        reshard(module)  # FSDP may still hold gathered weights older than the optimizer's last step
         tensors |= {fqn: tensor for fqn, tensor in named_tensors(module).items() if fqn not in tensors}
         for name, linear in module.named_modules():
             if hasattr(linear, "merged"):

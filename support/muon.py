@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
-from distributed.layout import local_slice, local_tensor
+from distributed.layout import local_slice, local_tensor, whole_tensor
 
 AT_ONCE = 1 << 25  # numbers per call of Newton-Schulz: about 0.5 GB of temporary memory, and enough to keep a GPU busy
 
@@ -73,8 +73,7 @@ class Muon(torch.optim.Muon):
             for i, p in enumerate(chunk):
                 buffer, momentum = self.state[p]["momentum_buffer"], group["momentum"]
                 update = p.grad.lerp(buffer, momentum) if group["nesterov"] else buffer.clone()
-                update = update.bfloat16()  # the dtype of Newton-Schulz, and half the bytes
-                update = update.full_tensor() if isinstance(update, DTensor) else update
+                update = whole_tensor(update.bfloat16())  # the dtype of Newton-Schulz, and half the bytes
                 if i == rank:
                     mine = self.orthogonalize(update, group)
             results = [mine]

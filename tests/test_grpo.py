@@ -425,8 +425,7 @@ def test_own_checkpoints_keep_the_chat_template_and_the_ends(tmp_path, capsys):
         str(tmp_path / "hf"), str(tmp_path / "run")))
     assert theirs.ends == [2, 0] and sorted(ours.ends) == [0, 2] and theirs.bos and ours.bos
     assert theirs.prompt("12>") == ours.prompt("12>") and "user" in ours.tokenizer.decode(ours.prompt("12>"))
-    argv = ["--checkpoint", str(tmp_path / "run"), "--chat", "--prompt", "12>", "--max_new_tokens", "4", "--device", "cpu"]
-    generate.main(argv)
+    generate.main(["--checkpoint", f"{tmp_path}/run", "--chat", "--prompt", "12>", "--max_new_tokens", "4", "--device", "cpu"])
     assert capsys.readouterr().out.endswith("\n")
 
 

@@ -22,10 +22,9 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining.stage import _PipelineStageBase
-from torch.distributed.tensor import DTensor
 
 import parallel
-from distributed.layout import all_blocks, local_slice, local_tensor, named_tensors
+from distributed.layout import all_blocks, local_slice, local_tensor, named_tensors, whole_tensor
 from models.moe import Experts, in_forward
 from tools.costs import tensors_in
 
@@ -198,8 +197,8 @@ def gradients_of_all_steps(folder: str):
     weights, whole, on one rank of each pipeline rank; and every rank's buffers."""
     real, steps = parallel.clip_grad_norm, count()
 
-    def whole(tensor):  # a collective: all ranks call it in the same order
-        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
+    def whole(tensor):
+        return whole_tensor(tensor).detach().cpu().clone()
 
     @wraps(real)
     def record_and_clip(*args, **kwargs):

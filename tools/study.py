@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from support.files import read_json, step_folders
-from support.metrics import read_lines, to_json
+from support.metrics import read_lines
 from tools.significance import ALPHA, add_looks, interval
 
 FAILED = "failed.txt"  # in the folder of a run that ended with an error: the last line of its log
@@ -94,12 +94,6 @@ def curve(lines: list[dict], metric: str, axis: str = "step") -> tuple[np.ndarra
     steps, values = np.array(points, float).reshape(-1, 2).T
     done, tokens = np.array([(0, 0), *((line["step"], line["tokens"]) for line in lines if "tokens" in line)], float).T
     return np.interp(steps, done, tokens) if axis == "tokens" else steps, values
-
-
-def seconds_of(lines: list[dict]) -> float:
-    """Seconds of all training steps: step_time_s is the mean since the last logged step."""
-    done, seconds = np.array([(0, 0), *((x["step"], x["step_time_s"]) for x in lines if "step_time_s" in x)], float).T
-    return float(np.diff(done) @ seconds[1:])
 
 
 def has_died(lines: list[dict], metric: str) -> bool:
@@ -188,24 +182,6 @@ def next_runs(study: dict, folder, tried: set) -> list[tuple[str, int]]:
     runs = {run: lines for run, lines in read_runs(study, folder).items() if lines or run in tried}
     found = look_at_all(study, runs)
     return sorted(dict.fromkeys(run for *_, missing in found.values() for run in missing), key=lambda run: run[1])
-
-
-def verdicts(study: dict, runs: dict) -> list[dict]:
-    """The contents of verdicts.json. difference, low and high are variant minus baseline; null: unknown. level: of the
-    interval. died, baseline_died: seeds with the worst value. budget: of each run, as typed; null: the recipe's steps.
-    differences: of the pairs, in the order of seeds."""
-    values, rows = values_of(study, runs), []
-    sign = -1 if study["best"] == "high" and study["reach"] is None else 1
-    for name, (d, (low, high, level), _) in look_at_all(study, runs).items():
-        verdict = "undecided" if low < 0 < high else "identical" if low == 0 else "better" if sign * low < 0 else "worse"
-        died, base_died = (sum(map(math.isinf, side)) for side in zip(*pairs_of(study, values, name, len(d)))) if d else (0, 0)
-        mean, low, high = map(to_json, (sum(d) / len(d) if d else None, low, high))
-        rows.append({
-            "variant": name, "baseline": study["baseline"], "metric": study["metric"], "difference": mean, "low": low,
-            "high": high, "pairs": len(d), "verdict": verdict, "level": level, "died": died, "baseline_died": base_died,
-            "budget": study["budget"], "differences": [*map(to_json, d)],
-        })
-    return rows
 
 
 # ---------------------------------------------------------------- before a comparison

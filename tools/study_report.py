@@ -12,21 +12,34 @@ from pathlib import Path
 import numpy as np
 
 from support.files import read_json, sha256_file, write_file
+from support.metrics import to_json
 from tools.significance import ALPHA, LATER, seeds_to_show
-from tools.study import (
-    FAILED,
-    curve,
-    folder_of,
-    locate,
-    look_at_all,
-    looks_of,
-    pairs_of,
-    read_runs,
-    read_study,
-    seconds_of,
-    values_of,
-    verdicts,
-)
+from tools.study import FAILED, curve, folder_of, locate, look_at_all, looks_of, pairs_of, read_runs, read_study, values_of
+
+
+# ---------------------------------------------------------------- numbers
+def seconds_of(lines: list[dict]) -> float:
+    """Seconds of all training steps: step_time_s is the mean since the last logged step."""
+    done, seconds = np.array([(0, 0), *((x["step"], x["step_time_s"]) for x in lines if "step_time_s" in x)], float).T
+    return float(np.diff(done) @ seconds[1:])
+
+
+def verdicts(study: dict, runs: dict) -> list[dict]:
+    """The contents of verdicts.json. difference, low and high are variant minus baseline; null: unknown. level: of the
+    interval. died, baseline_died: seeds with the worst value. budget: of each run, as typed; null: the recipe's steps.
+    differences: of the pairs, in the order of seeds."""
+    values, rows = values_of(study, runs), []
+    sign = -1 if study["best"] == "high" and study["reach"] is None else 1
+    for name, (d, (low, high, level), _) in look_at_all(study, runs).items():
+        verdict = "undecided" if low < 0 < high else "identical" if low == 0 else "better" if sign * low < 0 else "worse"
+        died, base_died = (sum(map(math.isinf, side)) for side in zip(*pairs_of(study, values, name, len(d)))) if d else (0, 0)
+        mean, low, high = map(to_json, (sum(d) / len(d) if d else None, low, high))
+        rows.append({
+            "variant": name, "baseline": study["baseline"], "metric": study["metric"], "difference": mean, "low": low,
+            "high": high, "pairs": len(d), "verdict": verdict, "level": level, "died": died, "baseline_died": base_died,
+            "budget": study["budget"], "differences": [*map(to_json, d)],
+        })
+    return rows
 
 
 # ---------------------------------------------------------------- words

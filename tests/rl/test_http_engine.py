@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 from engine_server import Engine, serving
-from policy import SAME, TINY, assert_same, hf_folder, run, sharp_model, steps_of
+from policy import SAME, SMALL, TINY, assert_same, hf_folder, run, sharp_model, steps_of
 from programs import free_port
 from runs import REPO, metrics
 from saves import refuses
@@ -30,14 +30,17 @@ def evaluations(out) -> list[tuple]:
 
 
 # ---------------------------------------------------------------- whole runs
-@pytest.mark.parametrize("kind, processes, flags", [
-    ("vllm", 1, ["--temperature", 0.7, "--async_steps", 1, "--dynamic_sampling", 1, "--eval_every", 1]),
-    pytest.param("sglang", 2, ["--async_steps", 2, "--eval_every", 3], marks=pytest.mark.slow),
-], ids=["vllm, one step ahead", "sglang, two ranks, two steps ahead"])
-def test_a_server_gives_the_run_that_is_sampled_in_place(tmp_path, kind, processes, flags):
+@pytest.mark.parametrize("kind, processes, flags, layout", [
+    ("vllm", 1, ["--temperature", 0.7, "--async_steps", 1, "--dynamic_sampling", 1, "--eval_every", 1], []),
+    pytest.param("sglang", 2, ["--async_steps", 2, "--eval_every", 3], [], marks=pytest.mark.slow),
+    ("vllm", 2, ["--kl_coef", 0.1, "--minibatches", 2, "--tis", 2, "--model_args", SMALL + ",tie_embeddings=true",
+                  "--eval_every", 1], ["--pp", 2]),
+], ids=["vllm, one step ahead", "sglang, two ranks, two steps ahead", "a pipeline"])
+def test_a_server_gives_the_run_that_is_sampled_in_place(tmp_path, kind, processes, flags, layout):
     flags, engine = [*SAME, "--steps", 4, "--lr", "2e-2", "--warmup_steps", 0, "--abort_k3", 0, *flags], Engine(kind)
     with serving(engine) as url:
-        said = run(processes, *flags, "--engine", url, "--engine_seed", "--rollout_rows", 12, "--out", tmp_path / "server")
+        said = run(processes, *flags, *layout, "--engine", url, "--engine_seed", "--rollout_rows", 12, "--out",
+                   tmp_path / "server")
     run(1, *flags, "--out", tmp_path / "place")
     there, here = steps_of(tmp_path / "server"), steps_of(tmp_path / "place")
     assert_same(there, here, 1e-5)
@@ -68,16 +71,17 @@ def test_turns_go_on_behind_the_reply_of_the_environment(tmp_path, kind, env):
 
 
 @pytest.mark.parametrize("processes, alone", [
-    pytest.param(1, [], marks=pytest.mark.slow), (2, ["--engine_adapters"])], ids=["merged", "alone, of two FSDP ranks"])
+    pytest.param(1, [], marks=pytest.mark.slow), pytest.param(2, ["--pp", 2], marks=pytest.mark.slow),
+    (2, ["--engine_adapters"]), pytest.param(2, ["--engine_adapters", "--pp", 2], marks=pytest.mark.slow)], ids=str)
 def test_adapters_reach_the_server(tmp_path, processes, alone):
     hf_folder(tmp_path / "hf", "llama", std=0.3)
     flags = [*TINY[:2], *TINY[4:], "--init_from", tmp_path / "hf", "--seq_len", 64, "--max_new_tokens", 12, "--steps", 3,
-             "--eval_every", 0, "--lora_rank", 4, "--lr", "1e-2", "--warmup_steps", 0]
+             "--eval_every", 0, "--lora_rank", 4, "--lr", "1e-2", "--warmup_steps", 0, "--kl_coef", 0.1]
     engine = Engine("vllm")
     with serving(engine) as url:
         run(processes, *flags, *alone, "--engine", url, "--engine_seed", "--engine_weights", tmp_path / "weights", "--out",
             tmp_path / "server")
-    assert (engine.name == os.path.basename(engine.folders[-1])) == bool(alone)  # of a request's model
+    assert (engine.name == os.path.basename(engine.folders[-1])) == ("--engine_adapters" in alone)  # of a request's model
     assert all(os.path.dirname(folder) == str(tmp_path / "weights") for folder in engine.folders) and len(engine.folders) == 3
     run(1, *flags, "--out", tmp_path / "place")
     assert_same(steps_of(tmp_path / "server"), steps_of(tmp_path / "place"), 1e-5)
@@ -88,7 +92,6 @@ def test_adapters_reach_the_server(tmp_path, processes, alone):
 def test_a_server_that_dies_costs_nothing(tmp_path):
     """One line, the checkpoint stays, and the run goes on with another server as if nothing had been."""
     flags, out, answers = [*SAME, "--steps", 5, "--checkpoint_every", 1], tmp_path / "run", []
-    del flags[flags.index("--checkpoint_every") : flags.index("--checkpoint_every") + 2]
 
     def dies(path, answer):
         answers.append(path)
@@ -105,6 +108,18 @@ def test_a_server_that_dies_costs_nothing(tmp_path):
         assert "continuing from" in run(1, *flags, "--engine", url, "--out", out)
     run(1, *flags, "--out", tmp_path / "place")
     assert_same(steps_of(out), steps_of(tmp_path / "place"), 1e-5)
+
+
+@pytest.mark.slow
+def test_a_pipeline_goes_on_in_other_layouts(tmp_path):
+    """With its reference, and a batch that was sampled ahead."""
+    flags = [*SAME, "--steps", 4, "--checkpoint_every", 2, "--kl_coef", 0.1, "--async_steps", 1, "--engine_seed"]
+    with serving(Engine("vllm")) as url:
+        run(2, *flags, "--pp", 2, "--engine", url, "--out", tmp_path)
+        whole = steps_of(tmp_path)
+        for processes, layout in ((1, []), (4, ["--pp", 2, "--dp_shard", 2])):
+            run(processes, *flags, *layout, "--load_step", 2, "--engine", url, "--out", tmp_path)
+            assert_same(steps_of(tmp_path), whole, 1e-5)
 
 
 @pytest.mark.slow

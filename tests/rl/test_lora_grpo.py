@@ -5,6 +5,7 @@ from layouts import drawn_adapters
 from policy import TINY, assert_close, gradients, hf_folder, run, samples_of, sharp_model, steps_of, trainer_of
 from test_grpo import LORA
 
+from rl.policy import forward
 from sft.lora import is_adapter
 
 
@@ -14,9 +15,9 @@ def test_the_reference_is_the_model_below_the_adapters():
     two.reference = trainer_of().model  # a second copy, as without LoRA
     samples = samples_of(sharp_model())
     _, batch = next(one.microbatches(samples))
-    policy, base = one.forward(one.model, batch)[0].detach(), two.forward(two.reference, batch)[0].detach()
+    policy, base = (forward(model, batch, one.layout)[0].detach() for model in (one.model, two.reference))
     assert torch.equal(one.reference_logprobs(batch), base) and (policy - base).abs().max() > 1e-2
-    assert torch.equal(one.forward(one.model, batch)[0].detach(), policy)  # the adapters are on again
+    assert torch.equal(forward(one.model, batch, one.layout)[0].detach(), policy)  # the adapters are on again
     found = [trainer.train_on(samples) for trainer in (one, two)]
     assert found[0]["loss"] == pytest.approx(found[1]["loss"], rel=1e-6)
     assert_close(gradients(one), gradients(two), 1e-6)

@@ -21,10 +21,10 @@ def lognormal(n: int, seed=0) -> list[int]:
     return [min(4096, max(8, int(256 * draw(0, 1)))) for _ in range(n)]
 
 
-def plan_of(lengths, ranks, **flags):
+def plan_of(lengths, ranks, pp=1, **flags):
     usual = dict(pack_tokens=0, local_batch_size=64, compile=False, batch_invariant=False, seq_len=4096)
     cfg = SimpleNamespace(**usual | flags)
-    return packing.plan_forwards(lengths, cfg, SimpleNamespace(data_ranks=ranks, cp=2, tp=2))
+    return packing.plan_forwards(lengths, cfg, SimpleNamespace(data_ranks=ranks, cp=2, tp=2, pp=pp))
 
 
 @pytest.mark.parametrize("n", [256, 2048])
@@ -54,6 +54,16 @@ def test_with_compile_all_sequences_have_one_length():
     assert sorted(T for share in longer for _, T in share) == [64, 96]
 
 
+@pytest.mark.parametrize("flags", [dict(local_batch_size=8), dict(pack_tokens=4096)], ids=["rows", "packed"])
+@pytest.mark.parametrize("n", [1, 3, 21, 256])
+def test_in_a_pipeline_all_forwards_have_one_shape_and_each_stage_has_one(n, flags):
+    plan = plan_of(lengths := lognormal(n), 2, 4, **flags)
+    assert sorted(i for share in plan for rows, _ in share for row in rows for i in row) == list(range(n))
+    ((B, T, forwards),) = {(len(rows), T, len(share)) for share in plan for rows, T in share}
+    assert forwards >= 4 and B * T <= 8 * 4096 and (B == 1 or 2 * forwards * B < n + 8)
+    assert T >= max(sum(lengths[i] for i in row) for share in plan for rows, _ in share for row in rows)
+
+
 def test_samples_that_fill_a_sequence_alone_are_planned():
     assert sorted(rows for share in plan_of([40] * 5, 2, pack_tokens=64) for rows, _ in share if rows) == [
         [[i]] for i in range(5)]
@@ -81,6 +91,7 @@ def test_a_packed_row_is_its_samples_one_after_the_other():
 
 # sharp_model makes the routers certain of their choices
 OTHERS = {name: config(**KINDS[name], n_layers=2, vocab_size=24) for name in ("qwen3_moe", "deepseek")}
+OTHERS["tied"] = config(n_layers=2, vocab_size=24, tie_embeddings=True)
 
 
 def off_policy(samples, seed=1):
@@ -165,8 +176,17 @@ def test_packed_layouts_take_the_step_of_rows_on_one_process(row):
     model = kind.get("model", "llama3")
     config = OTHERS.get(model, policy.MODEL)
     samples = off_policy(samples_of(sharp_model(config), n_prompts=5))
-    flags, ranks = ALL | flags, 2 if flags.get("tp") else 1
-    alone = {name: flags[name] for name in flags if name not in ("dp_shard", "dp_replicate", "tp", "cp", "ep", "cp_method")}
+    flags, ranks, pp = ALL | flags, 2 if flags.get("tp") else 1, flags.get("pp", 1)
+    axes = ("dp_shard", "dp_replicate", "tp", "cp", "pp", "ep", "cp_method")
+    alone = {name: flags[name] for name in flags if name not in axes}
     want = counted(1, pool(1).run(two_updates, alone, samples, model)[0])
-    for found in pool(n).run(two_updates, flags | dict(pack_tokens=PACKED), samples, model):
-        assert_equal_steps(counted(ranks, found), want)
+    for packed in [dict(pack_tokens=PACKED)] + [{}] * (pp > 1):
+        found = pool(n).run(two_updates, flags | packed | dict(engine="no" * (pp > 1)), samples, model)
+        for stages in (found[i :: n // pp] for i in range(n // pp)):
+            for i in (1, 2):  # a stage has its own gradients, and two stages have parts of a tied weight's
+                parts = [steps[i]["gradients"] for steps, _ in stages]
+                whole = {fqn: sum(part.get(fqn, 0) for part in parts) for part in parts for fqn in part}
+                for steps, _ in stages:
+                    steps[i]["gradients"] = whole
+            for result in stages:
+                assert_equal_steps(counted(ranks, result), want)

@@ -4,27 +4,16 @@ import math
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import policy
 import pytest
 import torch
 import torch.distributed as dist
 from layouts import build, config
-from policy import (
-    SAME,
-    TINY,
-    assert_same,
-    full_logprobs,
-    gradients,
-    hf_folder,
-    launch,
-    run,
-    samples_of,
-    sharp_model,
-    steps_of,
-    trainer_of,
-)
+from policy import SAME, TINY, assert_same, full_logprobs, gradients, run, samples_of, sharp_model, steps_of, trainer_of
 from pool import pool
 from runs import Job
 from saves import refuses
@@ -121,20 +110,17 @@ def test_what_has_probability_0_is_never_sampled():
         assert decoding.draw(wide, torch.full((3,), u, dtype=torch.float64), 1.0)[0].tolist() == [0, 1999, last]
 
 
-def test_batch_invariant_is_exact():
+def test_batch_invariant_is_exact(request):
     """Bit for bit on a single thread with the shapes of this test; nothing more is promised."""
-    threads = torch.get_num_threads()
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
     torch.set_num_threads(1)
-    try:
-        trainer = trainer_of(batch_invariant=True, local_batch_size=5)
-        samples = samples_of(trainer.model, n_prompts=6, group_size=4, batch_invariant=True)
-        found = trainer.train_on(samples)
-        assert found["logprob_max_diff"] == 0.0 == found["logprob_k3"] == found["ratio_outside"]
-        trainer = trainer_of()
-        found = trainer.train_on(samples_of(trainer.model, n_prompts=6, group_size=4))
-        assert 0 < found["logprob_max_diff"] < 1e-4
-    finally:
-        torch.set_num_threads(threads)
+    trainer = trainer_of(batch_invariant=True, local_batch_size=5)
+    samples = samples_of(trainer.model, n_prompts=6, group_size=4, batch_invariant=True)
+    found = trainer.train_on(samples)
+    assert found["logprob_max_diff"] == 0.0 == found["logprob_k3"] == found["ratio_outside"]
+    trainer = trainer_of()
+    found = trainer.train_on(samples_of(trainer.model, n_prompts=6, group_size=4))
+    assert 0 < found["logprob_max_diff"] < 1e-4
 
 
 def test_ids_that_the_tokenizer_lacks_are_never_sampled():
@@ -283,7 +269,7 @@ def test_games_sampled_ahead_go_on_after_a_kill(tmp_path):
              "--async_steps", 2, "--reward_threads", 4, "--eval_every", 0, "--checkpoint_every", 2, "--lr", "3e-3",
              "--warmup_steps", 0]
     out = tmp_path / "run"
-    job = Job(launch(2, *flags, "--out", out), out, tmp_path / "log")
+    job = Job(policy.launch(2, *flags, "--out", out), out, tmp_path / "log")
     job.until_step(5)
     job.kill_everything()
     assert 5 <= max(line["step"] for line in steps_of(out)) < 12
@@ -320,7 +306,7 @@ def test_a_batch_that_is_too_old_ends_the_run():
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "deepseek_v3", "adapters"])
 def test_weights_travel_bit_by_bit(tmp_path, kind):
     """Tied ones once, buffers in their own dtype; with LoRA from the second time on only the adapters."""
-    hf_folder(tmp_path / "hf", "llama" if kind == "adapters" else kind, std=0.3)
+    policy.hf_folder(tmp_path / "hf", "llama" if kind == "adapters" else kind, std=0.3)
     ours, theirs = (load_hf_model(str(tmp_path / "hf"))[0] for _ in range(2))
     for model in (ours, theirs):
         add_adapters(model, lora_names(model, ["wq", "wo"] * (kind == "adapters")), 2, 4.0)
@@ -365,7 +351,7 @@ def test_a_batch_of_other_flags_is_sampled_again(tmp_path):
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "deepseek_v3"])
 def test_generator_ranks_compute_what_the_trainer_computes(tmp_path, kind, dtype):
     """To the last bit: the same tokens and log-probabilities, and so the same loss and gradient."""
-    hf_folder(tmp_path / "hf", kind, std=0.3)
+    policy.hf_folder(tmp_path / "hf", kind, std=0.3)
     flags = [*TINY[:2], *TINY[4:], "--init_from", tmp_path / "hf", "--seq_len", 64, "--max_new_tokens", 24, "--steps", 3,
              "--eval_every", 0, "--checkpoint_every", 0, "--compute_dtype", dtype]
     run(1, *flags, "--out", tmp_path / "one")

@@ -293,7 +293,7 @@ def planned(program: str, cfg):
         report=report, first=report.rows[0][:2], recomputed=first.flops("recompute"), kept=first.activations,
         blocks=["".join(name for stage in rank.stages for name in stage.blocks) for rank in report.ranks],
         held={fqn: tuple(local_tensor(p).shape) for stage in first.stages for fqn, p in stage.named_parameters()},
-        schedules={type(schedule).__name__ for schedule in getattr(first.stages[0], "schedules", {}).values()},
+        schedule=type(getattr(first.stages[0], "schedule", None)).__name__,
         number=lambda *key: moved.get(key, (0, 0))[0], bytes=lambda *key: moved.get(key, (0, 0))[1])
 
 
@@ -453,9 +453,9 @@ row("reshard_after_forward", "never", lambda new, old: new.number("fsdp", "all_g
 row("cpu_offload", True, lambda new, old: isinstance(new.model, parallel.FSDPModule) and type(
     new.model._get_fsdp_state()._fsdp_param_group.offload_policy).__name__ == "CPUOffloadPolicy", built)
 row("loss_parallel", False, lambda new, old: new.bytes("tp", "all_gather") > old.bytes("tp", "all_gather"), planned, tp=2)
-row("pp_schedule", "Interleaved1F1B", lambda new, old: new.schedules == {"ScheduleInterleaved1F1B"}, planned, pp=2,
+row("pp_schedule", "Interleaved1F1B", lambda new, old: new.schedule == "ScheduleInterleaved1F1B", planned, pp=2,
     local_batch_size=4, model_args=FOUR_LAYERS)
-row("pp_schedule_csv", "<csv>", lambda new, old: new.schedules == {"_PipelineScheduleRuntime"} and new.first == [
+row("pp_schedule_csv", "<csv>", lambda new, old: new.schedule == "_PipelineScheduleRuntime" and new.first == [
     ("F", 0, 0), ("F", 0, 1)], planned, pp=2)
 row("pp_microbatch_size", 2, lambda new, old: new.report.n == old.report.n // 2, planned, pp=2, local_batch_size=4)
 row("pp_layers_per_stage", 2, lambda new, old: list(map(len, new)) == [2, 2, 2, 2, 2, 3], split, pp=2, pp_schedule="LoopedBFS")
@@ -538,8 +538,7 @@ row("data", "<text>", lambda new, old: Path(PLACES["<cache>"]) in new.folder.par
 row("val_data", "<text>", lambda new, old: new.n_val_samples > 10 * old.n_val_samples and new.fingerprint == old.fingerprint,
     opened)
 row("tokenizer", "<letters>", lambda new, old: new.vocab_size < old.vocab_size / 2, opened, data="<text>")
-row("cache_dir", "<other_cache>", lambda new, old: Path(PLACES["<other_cache>"]) in new.folder.parents, opened,
-    data="<text>")
+row("cache_dir", "<other_cache>", lambda new, old: Path(PLACES["<other_cache>"]) in new.folder.parents, opened, data="<text>")
 row("doc_mask", True, lambda new, old: new.batches[0].positions.max() < old.batches[0].positions.max() == 15
     and new.lines[0]["loss"] != old.lines[0]["loss"])
 row("data_seed", 1, lambda new, old: hashes(new) != hashes(old) and equal(new.init, old.init))
