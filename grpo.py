@@ -232,8 +232,9 @@ class Trainer:
         self.new_optimizer()
 
     def new_optimizer(self):
-        cfg, trained = self.cfg, [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, cfg.weight_decay, fused=True)
+        # a group, because torch refuses an empty list: under LoRA a pipeline's last stage may train nothing
+        cfg, groups = self.cfg, [{"params": [p for p in self.model.parameters() if p.requires_grad]}]
+        self.optimizer = torch.optim.AdamW(groups, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, cfg.weight_decay, fused=True)
 
     def microbatches(self, samples):
         """This data rank's share: (samples, tensors) of each forward, as rl/packing.py plans them."""
@@ -344,7 +345,8 @@ class Trainer:
 
             sum_tied_gradients([self.model], self.layout)
         grads = [local_tensor(p.grad) for p in self.model.parameters() if p.grad is not None]
-        torch._foreach_mul_(grads, 1 / max(self.denominator, 1))
+        if grads:
+            torch._foreach_mul_(grads, 1 / max(self.denominator, 1))
         norm = clip_grad_norm([self.model], self.cfg.max_norm, self.layout)
         if not norm.isfinite():
             raise RuntimeError(f"gradient norm {norm.item()} at policy version {self.policy_version}; weights unchanged")
@@ -352,8 +354,7 @@ class Trainer:
             set_lr([self.optimizer], lr)
             self.optimizer.step()
         self.optimizer.zero_grad()
-        self.denominator = 0.0
-        self.policy_version += 1
+        self.denominator, self.policy_version = 0.0, self.policy_version + 1
         return {"grad_norm": norm.item(), "policy_version": self.policy_version}
 
 

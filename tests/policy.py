@@ -108,7 +108,7 @@ def assert_same(a, b, tolerance):
 SAME = [*TINY, "--steps", 3, "--eval_every", 0, "--checkpoint_every", 0, "--lr", "1e-3", "--compute_dtype", "float32"]
 
 
-def hf_folder(folder, kind, std=0.02):
+def hf_folder(folder, kind, std=0.02, n_layers=2):
     """A tiny random model with a real tokenizer and chat template, as written by transformers."""
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -117,7 +117,7 @@ def hf_folder(folder, kind, std=0.02):
     theirs.chat_template = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
                             "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
     torch.manual_seed(0)
-    sizes = dict(vocab_size=288, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+    sizes = dict(vocab_size=288, hidden_size=32, num_hidden_layers=n_layers, num_attention_heads=4, intermediate_size=64,
                  tie_word_embeddings=True, max_position_embeddings=256, initializer_range=std)
     if kind == "deepseek_v3":
         sizes |= dict(

@@ -72,9 +72,10 @@ def test_turns_go_on_behind_the_reply_of_the_environment(tmp_path, kind, env):
 
 @pytest.mark.parametrize("processes, alone", [
     pytest.param(1, [], marks=pytest.mark.slow), pytest.param(2, ["--pp", 2], marks=pytest.mark.slow),
-    (2, ["--engine_adapters"]), pytest.param(2, ["--engine_adapters", "--pp", 2], marks=pytest.mark.slow)], ids=str)
+    (2, ["--engine_adapters"]), pytest.param(3, ["--engine_adapters", "--pp", 3], marks=pytest.mark.slow)], ids=str)
 def test_adapters_reach_the_server(tmp_path, processes, alone):
-    hf_folder(tmp_path / "hf", "llama", std=0.3)
+    """Of three stages the last has none of the three layers, and so no adapters."""
+    hf_folder(tmp_path / "hf", "llama", std=0.3, n_layers=3)
     flags = [*TINY[:2], *TINY[4:], "--init_from", tmp_path / "hf", "--seq_len", 64, "--max_new_tokens", 12, "--steps", 3,
              "--eval_every", 0, "--lora_rank", 4, "--lr", "1e-2", "--warmup_steps", 0, "--kl_coef", 0.1]
     engine = Engine("vllm")
