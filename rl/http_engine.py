@@ -229,8 +229,7 @@ class HTTPEngine:
             on_rank_0(lambda found: write_peft(
                 folder, dict(ChainMap(*found)), cfg.lora_rank, cfg.lora_alpha, model, cfg.init_from, {}), self.group, of_stages)
         else:
-            save_hf(model, folder, layout.compute_dtype, tokenizer_file=self.text.file, group=self.group,
-                    quiet=True)
+            save_hf(model, folder, layout.compute_dtype, tokenizer_file=self.text.file, group=self.group, quiet=True)
         return folder
 
     def submit(self):

@@ -68,7 +68,8 @@ def write_tensors(tensors: dict[str, Tensor], folder: str, group, plan: SavePlan
         plans.extend(writer.prepare_global_plan(planner.create_global_plan(ranks)[0]))
 
     def write():
-        final = planner.finish_plan(plan.final)
+        if not (final := planner.finish_plan(plan.final)).items:
+            return []  # a rank without tensors: DCP would leave an empty file, which no manifest lists
         if process is None:
             return writer.write_data(final, planner).value()
         try:

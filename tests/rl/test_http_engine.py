@@ -20,6 +20,7 @@ from grpo import Config
 from rl import http_engine
 from rl.http_engine import Server, find_server, wrong_sample
 from storage.hf import save_hf
+from storage.manifest import verify
 
 ENDS = [0]
 
@@ -85,6 +86,7 @@ def test_adapters_reach_the_server(tmp_path, processes, alone):
     assert (engine.name == os.path.basename(engine.folders[-1])) == ("--engine_adapters" in alone)  # of a request's model
     assert all(os.path.dirname(folder) == str(tmp_path / "weights") for folder in engine.folders) and len(engine.folders) == 3
     run(1, *flags, "--out", tmp_path / "place")
+    verify(f"{tmp_path}/server/checkpoints/step-3")  # a rank without adapters once wrote a file that no manifest had
     assert_same(steps_of(tmp_path / "server"), steps_of(tmp_path / "place"), 1e-5)
     assert max(line["logprob_max_diff"] for line in steps_of(tmp_path / "server")) < 1e-4
 
