@@ -485,7 +485,7 @@ def main(cfg: Config, Trainer=Trainer):
     model = build(is_frozen if cfg.lora_rank else loaded_later(cfg))
     reference = build(lambda fqn: True) if cfg.kl_coef and not cfg.lora_rank else None  # filled by keep_reference
     trainer = Trainer(cfg, layout, model, reference)
-    if layout.device.type == "cuda" and not cfg.engine:
+    if layout.device.type == "cuda" and not cfg.engine and not cfg.gen_ranks:
         rollouts.try_sampling(model, layout)
 
     # 6. checkpoint: of this run, else --init_from's weights, else the warm-up

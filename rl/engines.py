@@ -7,12 +7,11 @@
 
 The training loop makes no other calls. InPlace (rl/rollouts.py) samples on the trainer's ranks with the trainer's weights;
 Generators, below, sends the weights to ranks for sampling only (--gen_ranks), each with a whole model; HTTPEngine
-(rl/http_engine.py) sends the weights to a server.
+(rl/http_engine.py) sends the weights to a server. With the latter two a trainer needs no whole model, so --pp may split it.
 """
 import os
 import pickle
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import cache, partial
 from typing import NamedTuple
@@ -21,15 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distributed.agree import on_rank_0, reason
+from distributed.agree import reason
 from distributed.launch import StopSignal, agree_on_attempt, own_gpu
-from distributed.layout import Layout, dtype_of_compute, whole_tensor
+from distributed.layout import Layout, dtype_of_compute
 from distributed.refusals import runs_on_cuda
 from rl.http_engine import HTTPEngine
-from rl.rollouts import InPlace, make_batch, patient_group
-from sft.lora import add_adapters, is_adapter, lora_names
-
-END = -1  # in place of a cursor: leave
+from rl.policy import list_weights, pack_weights
+from rl.rollouts import InPlace, Remote, try_sampling
+from sft.lora import add_adapters, lora_names
 
 
 def open_engine(trainer, env, text, cursor: int, bridge):
@@ -38,8 +36,7 @@ def open_engine(trainer, env, text, cursor: int, bridge):
     cfg, layout = trainer.cfg, trainer.layout
     if cfg.engine:
         return HTTPEngine(trainer, env, text, cursor)
-    in_place = InPlace(trainer, cursor, cfg, env, text, layout)
-    return Generators(trainer, in_place, bridge) if cfg.gen_ranks else in_place
+    return Generators(trainer, cursor, bridge) if cfg.gen_ranks else InPlace(trainer, cursor, cfg, env, text, layout)
 
 
 class Ahead:
@@ -74,27 +71,6 @@ def staleness(batch: dict, policy_version: int, cfg) -> dict:
 
 
 # ---------------------------------------------------------------- --gen_ranks
-def list_weights(model, compute_dtype: torch.dtype, again=False) -> list[tuple[Tensor, torch.dtype]]:
-    """All parameters and buffers, sorted by name, with the dtype of each tensor in the trainer's forward: FSDP casts all
-    parameters and no buffers. A generator with other dtypes would compute other numbers: with an expert's selection bias in
-    bf16, for instance, tokens would go to other experts. again: only tensors that training changes; with LoRA, the adapters."""
-    found = {fqn: (p, compute_dtype) for fqn, p in model.named_parameters()} | {
-        fqn: (b, b.dtype) for fqn, b in model.named_buffers()}
-    names = sorted(found)
-    if again and any(map(is_adapter, names)):
-        names = filter(is_adapter, names)
-    return [found[fqn] for fqn in names]
-
-
-@torch.no_grad()
-def pack_weights(tensors: list[tuple[Tensor, torch.dtype]], keep: bool) -> list[Tensor]:
-    """Copy the tensors of list_weights() to the host. All trainer ranks call this function, because gathering a tensor is
-    collective; ranks without `keep` return nothing."""
-    gathered = ((whole_tensor(t), dtype) for t, dtype in tensors)  # one after the other
-    # page-locked, so that the courier copies to the device without the CPU
-    return [torch.empty(t.shape, dtype=dtype, pin_memory=t.is_cuda).copy_(t) for t, dtype in gathered if keep]
-
-
 class Bridge(NamedTuple):
     """Connection of trainer rank 0 with all generators; the trainer has rank 0 in both groups."""
 
@@ -102,6 +78,14 @@ class Bridge(NamedTuple):
     talk: dist.ProcessGroup  # gloo: headers, batches
     weights: dist.ProcessGroup  # NCCL, from GPU to GPU; without GPUs the same as `talk`
     device: torch.device
+
+    def share(self, root: int, value=None):
+        """Broadcast an object from this rank; returns the object on all ranks. It is from our own processes."""
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        self.talk.broadcast(size := torch.tensor([len(data)]), root).wait()
+        data = data if self.talk.rank() == root else torch.empty(int(size), dtype=torch.uint8)
+        self.talk.broadcast(data, root).wait()
+        return pickle.loads(data.numpy().tobytes())
 
     def broadcast(self, weight: Tensor):
         """Broadcast a tensor from rank 0, where the tensor is on the host. Generators receive into their tensor."""
@@ -138,54 +122,45 @@ def use_own_stream(device: torch.device):
         torch.cuda.set_stream(torch.cuda.Stream())
 
 
-def fetch_batch(bridge: Bridge, cursor: int, version: int, weights: list[Tensor]) -> dict:
-    """The generators' batch by these weights, on trainer rank 0. cursor: of the first batch; the generators know the next."""
-    try:
-        bridge.talk.broadcast(torch.tensor((cursor, version)), 0).wait()
-        for weight in weights:
-            bridge.broadcast(weight)
-        weights.clear()
-        size = torch.zeros(1, dtype=torch.long)
-        bridge.talk.recv([size], 1, 0).wait()
-        data = torch.empty(int(size), dtype=torch.uint8)
-        bridge.talk.recv([data], 1, 0).wait()
-    except Exception as error:
-        raise ValueError(f"--gen_ranks {bridge.talk.size() - 1}: no samples came from them: {reason(error)}") from None
-    batch = pickle.loads(data.numpy().tobytes())  # from our own generators, over our own connection
-    if "error" in batch:
-        raise ValueError(batch["error"])
-    return batch
+class Generators(Remote):
+    """The engine on a trainer's rank. bridge: None except on rank 0, whose thread is the courier of weights and samples."""
 
+    def __init__(self, trainer, cursor: int, bridge: Bridge | None):
+        super().__init__(trainer, cursor, trainer.cfg.rollout_timeout_s, "courier", use_own_stream, (trainer.layout.device,))
+        self.bridge = bridge
 
-class Generators:
-    """The engine on a trainer's rank. submit() gives the weights to the courier, a thread of rank 0, and returns while the
-    generators sample. bridge: None except on trainer rank 0."""
+    def weights(self) -> dict[str, Tensor]:
+        """All tensors, from the second time on only those that training changes; with LoRA, the adapters."""
+        cfg, layout = self.trainer.cfg, self.trainer.layout
+        found = list_weights(self.trainer.model, layout.compute_dtype, cfg.lora_rank > 0 and self.sent is not None)
+        return pack_weights(found, layout, self.group)
 
-    def __init__(self, trainer, in_place, bridge: Bridge | None):
-        self.trainer, self.bridge, self.cursor, self.again = trainer, bridge, in_place.cursor, False
-        self.evaluate = in_place.evaluate  # the trainer's ranks have the current weights
-        self.courier = ThreadPoolExecutor(1, "courier", use_own_stream, (trainer.layout.device,))
-        self.group = patient_group(dist.group.WORLD, trainer.cfg.rollout_timeout_s)  # the generators may need long
-
-    def submit(self):
-        tensors, batch = list_weights(self.trainer.model, self.trainer.layout.compute_dtype, self.again), None
-        sent, self.again = pack_weights(tensors, keep=self.bridge is not None), True
-        if self.bridge is not None:
-            batch = self.courier.submit(fetch_batch, self.bridge, self.cursor, self.trainer.policy_version, sent)
-        return lambda: on_rank_0(lambda: batch.result(), self.group)
+    def run(self, weights: dict[str, Tensor] | None, work, *args):
+        weights = weights or {}
+        try:
+            self.bridge.share(0, ([*weights], work, args))
+            for weight in weights.values():
+                self.bridge.broadcast(weight)
+            weights.clear()
+            answer = self.bridge.share(1)
+        except Exception as error:
+            raise ValueError(f"--gen_ranks {self.trainer.cfg.gen_ranks}: no samples came from them: {reason(error)}") from None
+        if isinstance(answer, ValueError):
+            raise answer
+        return answer
 
     def close(self):
-        self.courier.shutdown()
-        if self.bridge is not None:
-            self.bridge.talk.broadcast(torch.tensor((END, 0)), 0).wait()  # the generators may go
+        self.thread.shutdown()
+        if self.bridge:
+            self.bridge.share(0)  # the generators may go
             self.bridge.close()
 
 
 def generate_forever(cfg, env, text, Model, model_config, n_trainers: int):
-    """Run a generator rank: weights in, samples out, until END.
+    """Run a generator rank: weights in, samples out, until the trainers ask for nothing more.
 
-    A signal does not end this rank (StopSignal only records the signal): the trainers need the samples to finish their step,
-    and then send END. If the trainers die, the connection breaks and this rank fails.
+    A signal does not end this rank (StopSignal only records the signal): the trainers need the samples to finish their step. If
+    the trainers die, the connection breaks and this rank fails.
     """
     rank, n = int(os.environ["RANK"]) - n_trainers, cfg.gen_ranks
     on_cuda = runs_on_cuda(cfg.device)
@@ -200,23 +175,22 @@ def generate_forever(cfg, env, text, Model, model_config, n_trainers: int):
         model = Model(model_config)
         if cfg.lora_rank:
             add_adapters(model, lora_names(model, cfg.lora_on), cfg.lora_rank, cfg.lora_alpha)
-        for t, as_multiplied in list_weights(model, dtype):
+        for t, as_multiplied in list_weights(model, dtype).values():
             t.data = t.data.to(as_multiplied)
     model.to_empty(device=device)
     model.unknown_ids = text.unknown_ids(model_config.vocab_size, device)
-    batch = {}
-    while "error" not in batch:
-        bridge.talk.broadcast(header := torch.zeros(2, dtype=torch.long), 0).wait()
-        cursor, version = header.tolist()
-        if cursor == END:
-            return bridge.close()
-        for weight, _ in list_weights(model, dtype, again=len(batch) > 0):
-            bridge.broadcast(weight.data)
+    if on_cuda:
+        try_sampling(model, layout)
+    weights = list_weights(model, dtype)
+    while asked := bridge.share(0):
+        names, work, args = asked
+        for fqn in names:
+            bridge.broadcast(weights[fqn][0].data)
         try:
-            batch = make_batch(cfg, env, text, layout, model, batch.get("cursor", cursor), version)
+            answer = work(cfg, env, text, layout, model, *args)
         except ValueError as error:  # the same on all generators; the trainers end the run
-            batch = {"error": str(error)}
-        if rank == 0:
-            data = torch.frombuffer(bytearray(pickle.dumps(batch)), dtype=torch.uint8)
-            bridge.talk.send([torch.tensor([len(data)])], 0, 0).wait()
-            bridge.talk.send([data], 0, 0).wait()
+            answer = error
+        bridge.share(1, answer if rank == 0 else None)
+        if isinstance(answer, ValueError):
+            return
+    bridge.close()

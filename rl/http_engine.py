@@ -17,20 +17,19 @@ import os
 import shutil
 import time
 import uuid
-from collections import ChainMap
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import torch.distributed as dist
+import torch
 
 from distributed.agree import on_rank_0
-from distributed.layout import Layout, named_tensors, reshard, whole_tensor
+from distributed.layout import Layout
 from rl.decoding import noise_seed
 from rl.environments import Turns
-from rl.rollouts import make_batch, patient_group, sample_groups
-from sft.lora import is_adapter
+from rl.policy import list_weights, pack_weights
+from rl.rollouts import Remote
 from storage.hf import save_hf
 
 ANSWER_LIMIT = 1 << 28  # bytes; a batch of samples with log-probabilities has a few million
@@ -186,21 +185,21 @@ def find_server(cfg):
 
 
 # ---------------------------------------------------------------- the engine
-class HTTPEngine:
-    """The engine on a trainer's rank, see rl/engines.py. submit() writes the weights; a thread of rank 0 sends weights and
-    prompts to the server and pays rewards, one batch after the other, while the trainer trains. All ranks get the result."""
+class HTTPEngine(Remote):
+    """The engine on a trainer's rank, see rl/engines.py. The thread of rank 0 sends weights and prompts to the server and pays
+    rewards."""
 
     def __init__(self, trainer, env, text, cursor: int):
-        self.trainer, self.text, self.cfg, cfg = trainer, text, trainer.cfg, trainer.cfg
-        self.task = (cfg, env, text, Layout(), None)  # one process draws all samples
+        self.text, self.cfg, cfg = text, trainer.cfg, trainer.cfg
         # Rank 0 gives up after --rollout_timeout_s and tells the other ranks why, so the others wait longer.
-        self.group = patient_group(dist.group.WORLD, 2 * cfg.rollout_timeout_s)
+        super().__init__(trainer, cursor, 2 * cfg.rollout_timeout_s)
+        self.task = (cfg, env, text, Layout(), None)  # one process draws all samples
         self.folder = os.path.abspath(cfg.engine_weights or f"{cfg.out}/engine")
         self.mine = f"{Path(cfg.out).name}-{hashlib.sha256(os.path.abspath(cfg.out).encode()).hexdigest()[:6]}"
-        self.written, self.loaded, self.cursor = None, "", cursor
+        self.written, self.loaded = None, ""
         self.server, self.start = on_rank_0(self.connect, self.group)
         at_once = cfg.rollout_rows // (1 if Turns(env, text, []).reply else cfg.group_size)  # requests
-        self.worker, self.requests = ThreadPoolExecutor(1), ThreadPoolExecutor(max(1, at_once))
+        self.requests = ThreadPoolExecutor(max(1, at_once))
 
     def connect(self):
         """On rank 0: the server, and a name for this start of the run. Weights of earlier starts are removed."""
@@ -214,55 +213,32 @@ class HTTPEngine:
             print("vLLM draws without seeds, so the same command draws other samples; --engine_seed is slower", flush=True)
         return server, uuid.uuid4().hex[:8]
 
-    def write_weights(self) -> str:
-        """Write the current policy, on all ranks, unless this version was written before; returns the folder."""
-        folder, cfg = f"{self.folder}/{self.mine}-{self.start}-{self.trainer.policy_version}", self.cfg
-        if folder == self.written:
-            return folder
-        self.written, model, layout = folder, self.trainer.model, self.trainer.layout
+    def weights(self) -> str:
+        """Write the current policy into a new folder, on all ranks; returns the folder."""
+        cfg, model, layout = self.cfg, self.trainer.model, self.trainer.layout
+        self.written = folder = f"{self.folder}/{self.mine}-{self.start}-{self.trainer.policy_version}"
         if cfg.engine_adapters:
             from forks.peft_folder import write_peft
 
-            reshard(model)  # FSDP may hold gathered weights from before the optimizer's step
-            adapters = {fqn: whole_tensor(p).detach().cpu() for fqn, p in named_tensors(model).items() if is_adapter(fqn)}
-            of_stages = adapters if layout.rank % (layout.world_size // layout.pp) == 0 else {}  # once of each stage
-            on_rank_0(lambda found: write_peft(
-                folder, dict(ChainMap(*found)), cfg.lora_rank, cfg.lora_alpha, model, cfg.init_from, {}), self.group, of_stages)
+            adapters = pack_weights(list_weights(model, torch.float32, adapters_only=True), layout, self.group)
+            on_rank_0(lambda: write_peft(folder, adapters, cfg.lora_rank, cfg.lora_alpha, model, cfg.init_from, {}), self.group)
         else:
             save_hf(model, folder, layout.compute_dtype, tokenizer_file=self.text.file, group=self.group, quiet=True)
         return folder
 
-    def submit(self):
-        return self.in_thread(self.make, self.trainer.policy_version)
-
-    def evaluate(self, *asked) -> list[dict]:
-        return self.in_thread(sample_groups, *self.task, *asked, self.draw)()
-
-    def in_thread(self, work, *args):
-        """Write the weights, on all ranks, and start work(*args) on them in the thread of rank 0. Returns a function that waits
-        for the result, on all ranks."""
-        folder, rank = self.write_weights(), self.trainer.layout.rank
-        result = self.worker.submit(self.with_weights, folder, work, *args) if rank == 0 else None
-        return lambda: on_rank_0(lambda: result.result(), self.group)
-
     def close(self):
-        self.worker.shutdown()
+        self.thread.shutdown()
         self.requests.shutdown()
         shutil.rmtree(self.written or "", ignore_errors=True)
 
     # ------------------------------------------------ in the thread of rank 0
-    def with_weights(self, folder: str, work, *args):
-        """work(*args), after the server has read the weights of this folder; those before are removed."""
-        if folder != self.loaded:
+    def run(self, folder: str | None, work, *args):
+        """After the server has read the weights of a new folder; those before are removed."""
+        if folder:
             self.server.load(folder, os.path.basename(folder))
             shutil.rmtree(self.loaded, ignore_errors=True)
             self.loaded = folder
-        return work(*args)
-
-    def make(self, version: int) -> dict:
-        batch = make_batch(*self.task, self.cursor, version, draw=self.draw)
-        self.cursor = batch["cursor"]
-        return batch
+        return work(*self.task, *args, draw=self.draw)
 
     def draw(self, cfg, env, text, layout, model, tasks, prompts, group_size: int, temperature: float, ended):
         """(2) by the server, in place of rollouts.draw_samples: a request for each prompt, or for each turn of each sample."""

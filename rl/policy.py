@@ -1,22 +1,25 @@
-"""The policy: choice of the model, construction on its devices, and the reference copy for --kl_coef."""
+"""The policy: choice of the model, construction on its devices, its weights for those who sample, and the reference copy."""
 import shutil
 from dataclasses import replace
 from functools import partial
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 import parallel
 from checkpoint import Checkpoints
+from distributed.agree import gather
 from distributed.checks import check_model
 from distributed.experts import expert_parallel
-from distributed.layout import reshard
+from distributed.layout import reshard, whole_tensor
 from distributed.pipeline import pipeline_stages
 from models.attention import sdpa
 from models.llama3 import Llama3Config
 from models.loss import token_logprobs
 from models.qwen3 import Qwen3Config
 from sft.base import read_model
-from sft.lora import lora_linears
+from sft.lora import is_adapter, lora_linears
 from storage.hf import class_of
 from storage.newest import is_hf_folder
 from support.config import override_fields
@@ -38,8 +41,8 @@ def model_of(cfg, vocab_size: int):
             raise ValueError(f"--model_args {cfg.model_args}: the model is that of --init_from {cfg.init_from}; leave it out")
         config = read_model(cfg)[1]
     if hasattr(config, "mtp_depth"):  # DeepSeek
-        if cfg.tp > 1:
-            raise ValueError(f"--tp {cfg.tp}: rollouts of DeepSeek cache latents, which tp does not split; use --dp_shard")
+        if cfg.tp > 1 and not cfg.engine and not cfg.gen_ranks:
+            raise ValueError(f"--tp {cfg.tp}: tp cannot split DeepSeek's rollouts; use --dp_shard, --gen_ranks or --engine")
         config = replace(config, mtp_depth=0)  # these losses have no second prediction
     return class_of(config), config
 
@@ -113,6 +116,37 @@ def fixed_shape_attention(positions, doc_ids=None, reach=None):
     index = torch.arange(positions.shape[1], device=positions.device)
     mask = (index[:, None] >= index) & (index[:, None] - index < (len(index) if reach is None else reach[:, None, :, None]))
     return lambda q, k, v, scale=None: sdpa(q, k, v, mask, scale=scale)
+
+
+def list_weights(model, compute_dtype: torch.dtype, adapters_only=False) -> dict[str, tuple[Tensor, torch.dtype]]:
+    """fqn -> (parameter or buffer, its dtype in the trainer's forward), sorted by fqn: FSDP casts all parameters and no
+    buffers. A generator with other dtypes would compute other numbers: with an expert's selection bias in bf16, for instance,
+    tokens would go to other experts. adapters_only: LoRA's, all that its training changes."""
+    reshard(model)  # FSDP may hold gathered weights from before the optimizer's step
+    found = {fqn: (p, compute_dtype) for fqn, p in model.named_parameters()} | {
+        fqn: (b, b.dtype) for fqn, b in model.named_buffers()}
+    return {fqn: found[fqn] for fqn in sorted(found) if is_adapter(fqn) or not adapters_only}
+
+
+@torch.no_grad()
+def pack_weights(found: dict[str, tuple[Tensor, torch.dtype]], layout, group) -> dict[str, Tensor]:
+    """Copy the tensors of list_weights() to the host of rank 0; other ranks get none. All trainer ranks call this function,
+    because gathering a tensor is collective. With --pp each has the tensors of its stage, and rank 0 gets those of all."""
+    ranks, packed = layout.world_size // layout.pp, {}  # of a stage; its first rank sends
+    facts = gather({fqn: (t.shape, dtype) for fqn, (t, dtype) in found.items()}, group)[::ranks]
+    owners = {fqn: stage for stage in reversed(range(layout.pp)) for fqn in facts[stage]}  # a tied tensor has two
+    for fqn, stage in sorted(owners.items()):  # one after the other
+        whole = whole_tensor(found[fqn][0]) if stage == layout.rank // ranks else None
+        if layout.rank in (0, stage * ranks):
+            shape, dtype = facts[stage][fqn]
+            # page-locked, so that the courier copies to the device without the CPU
+            host = torch.empty(shape, dtype=dtype, pin_memory=layout.device.type == "cuda")
+            if whole is not None:
+                host.copy_(whole)
+            if stage:
+                dist.recv(host, stage * ranks, group) if layout.rank == 0 else dist.send(host, 0, group)
+            packed |= {fqn: host} if layout.rank == 0 else {}
+    return packed
 
 
 def keep_reference(trainer, is_new: bool, about: dict):

@@ -9,6 +9,7 @@ import zlib
 from array import array
 from base64 import b64decode, b64encode
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import fields
 from datetime import timedelta
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from corpus.tokenizer import ChatConfig
-from distributed.agree import gather
+from distributed.agree import gather, on_rank_0
 from distributed.layout import reshard
 from rl.datasets import DatasetConfig
 from rl.decoding import draw_noise, rollout
@@ -235,3 +236,35 @@ class InPlace:
 
     def close(self):
         pass
+
+
+class Remote:
+    """An engine that samples elsewhere, while the trainer trains. Its class adds
+
+        weights()                  the current policy, for rank 0; all ranks call this method, once for each version
+        run(weights, work, *args)  work(cfg, env, text, layout, model, *args) elsewhere, where these weights, if any, go first
+
+    A thread of rank 0 calls run() for one thing after the other; all ranks get the results."""
+
+    def __init__(self, trainer, cursor: int, patience_s: int, *of_thread):
+        self.trainer, self.cursor, self.thread = trainer, cursor, ThreadPoolExecutor(1, *of_thread)
+        self.sent = None  # the version of the last weights
+        self.group = patient_group(dist.group.WORLD, patience_s)
+
+    def submit(self):
+        return self.in_thread(self.make, self.trainer.policy_version)
+
+    def evaluate(self, *asked) -> list[dict]:
+        return self.in_thread(self.run, sample_groups, *asked)()
+
+    def in_thread(self, call, *args):
+        """Start call(weights, *args). Returns a function that waits for the result, on all ranks."""
+        weights = self.weights() if self.sent != self.trainer.policy_version else None
+        self.sent = self.trainer.policy_version
+        result = self.thread.submit(call, weights, *args) if self.trainer.layout.rank == 0 else None
+        return lambda: on_rank_0(lambda: result.result(), self.group)
+
+    def make(self, weights, version: int) -> dict:
+        batch = self.run(weights, make_batch, self.cursor, version)
+        self.cursor = batch["cursor"]
+        return batch

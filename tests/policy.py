@@ -105,6 +105,11 @@ def assert_same(a, b, tolerance):
         assert abs(x["loss"] - y["loss"]) <= tolerance and abs(x["grad_norm"] - y["grad_norm"]) <= 100 * tolerance
 
 
+def evaluations(out) -> list[tuple]:
+    names = ("step", "eval_reward", "eval_greedy")
+    return [tuple(line[name] for name in names) for line in metrics(out) if "eval_reward" in line]
+
+
 SAME = [*TINY, "--steps", 3, "--eval_every", 0, "--checkpoint_every", 0, "--lr", "1e-3", "--compute_dtype", "float32"]
 
 

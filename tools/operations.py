@@ -84,11 +84,8 @@ class Seams:
     def watch_attention(self, model, stage=0):
         """Record the inputs of attend (after rotation) and the output: the single seam of models/attention.py."""
         make = model.make_attend
-
-        def make_recorded(*args, **kwargs):
-            return partial(self.attend, make(*args, **kwargs), stage)
-
-        self.hooks.enter_context(mock.patch.object(model, "make_attend", make_recorded))
+        recorded = lambda *args, **kwargs: partial(self.attend, make(*args, **kwargs), stage)  # noqa: E731
+        self.hooks.enter_context(mock.patch.object(model, "make_attend", recorded))
 
     def attend(self, attend, stage, q, k, v, *rest, **options):
         """attend(q, k, v, ...), with records of inputs and output."""

@@ -59,9 +59,9 @@ def answer() -> None:
     from torch.distributed.pipelining.schedules import _PipelineSchedule
 
     import distributed.checks
+    import models.moe
     import rl.decoding
-    import rl.engines
-    from models.moe import Balance
+    import rl.rollouts
 
     replace(distributed.checks, "check_first_batch", always(None))  # how many tokens have a loss: 0
     around(os, "_exit", before=Log.flush)
@@ -75,7 +75,7 @@ def answer() -> None:
         return drawn
 
     replace(rl.decoding, "draw", draw)
-    around(rl.engines, "make_batch", before=lambda *args: Log.mark(f"generator on {torch.cuda.current_device()}"))
+    around(rl.rollouts, "sample_groups", before=lambda *args: Log.mark(f"generator on {torch.cuda.current_device()}"))
 
     # How many rows travel between ranks that share the experts: as many from each to each. The tensors that ask are the rows
     # per part and rank, (2, parts, ep), and the rows per expert, (E,).
@@ -99,7 +99,8 @@ def answer() -> None:
 
         return answered
 
-    replace(Balance, "count", count)
+    replace(models.moe.Balance, "count", count)
+    around(models.moe, "kernel_fits", before=lambda x, weight: rows.__setitem__(0, len(x)))  # of a part, maybe none
     replace(torch.Tensor, "tolist", tolist)
 
     # torch's pipelines vote whether the shapes are given (1) or must be found out. They are given; the votes travel anyway.

@@ -11,9 +11,9 @@ import time
 import pytest
 import torch
 from engine_server import Engine, serving
-from policy import SAME, SMALL, TINY, assert_same, hf_folder, run, sharp_model, steps_of
+from policy import SAME, SMALL, TINY, assert_same, evaluations, hf_folder, run, sharp_model, steps_of
 from programs import free_port
-from runs import REPO, metrics
+from runs import REPO
 from saves import refuses
 
 from grpo import Config
@@ -23,11 +23,6 @@ from storage.hf import save_hf
 from storage.manifest import verify
 
 ENDS = [0]
-
-
-def evaluations(out) -> list[tuple]:
-    names = ("step", "eval_reward", "eval_greedy")
-    return [tuple(line[name] for name in names) for line in metrics(out) if "eval_reward" in line]
 
 
 # ---------------------------------------------------------------- whole runs
@@ -111,18 +106,6 @@ def test_a_server_that_dies_costs_nothing(tmp_path):
         assert "continuing from" in run(1, *flags, "--engine", url, "--out", out)
     run(1, *flags, "--out", tmp_path / "place")
     assert_same(steps_of(out), steps_of(tmp_path / "place"), 1e-5)
-
-
-@pytest.mark.slow
-def test_a_pipeline_goes_on_in_other_layouts(tmp_path):
-    """With its reference, and a batch that was sampled ahead."""
-    flags = [*SAME, "--steps", 4, "--checkpoint_every", 2, "--kl_coef", 0.1, "--async_steps", 1, "--engine_seed"]
-    with serving(Engine("vllm")) as url:
-        run(2, *flags, "--pp", 2, "--engine", url, "--out", tmp_path)
-        whole = steps_of(tmp_path)
-        for processes, layout in ((1, []), (4, ["--pp", 2, "--dp_shard", 2])):
-            run(processes, *flags, *layout, "--load_step", 2, "--engine", url, "--out", tmp_path)
-            assert_same(steps_of(tmp_path), whole, 1e-5)
 
 
 @pytest.mark.slow

@@ -31,8 +31,8 @@ def test_generator_ranks_get_the_adapters_and_a_run_goes_on(tmp_path):
     flags = [*TINY[:2], *TINY[4:], "--init_from", tmp_path / "hf", "--seq_len", 64, "--max_new_tokens", 24, "--eval_every", 0,
              "--lora_rank", 4, "--lora_on", "wq_a,wkv_b,wo", "--kl_coef", 0.1, "--lr", "1e-2", "--compute_dtype", "float32"]
     run(1, *flags, "--steps", 4, "--out", tmp_path / "one")
-    run(2, *flags, "--steps", 2, "--gen_ranks", 1, "--out", tmp_path / "two")
-    run(2, *flags, "--steps", 4, "--gen_ranks", 1, "--out", tmp_path / "two")
+    run(3, *flags, "--steps", 2, "--pp", 2, "--gen_ranks", 1, "--out", tmp_path / "two")
+    run(3, *flags, "--steps", 4, "--pp", 2, "--gen_ranks", 1, "--out", tmp_path / "two")
     exact = ("step", "tokens_hash", "reward_mean", "loss", "logprob_max_diff")
     one, two = ([{name: step[name] for name in exact} for step in steps_of(tmp_path / out)][:2] for out in ("one", "two"))
     assert one == two and [step["step"] for step in steps_of(tmp_path / "two")] == [1, 2, 3, 4]

@@ -20,8 +20,10 @@ from saves import refuses
 from torch.distributed.tensor import DTensor
 
 import grpo
+from distributed.layout import Layout
 from grpo import Config
 from rl import decoding, engines, environments, rollouts
+from rl.policy import list_weights, pack_weights
 from sft.lora import add_adapters, is_adapter, lora_names
 from storage.hf import load_hf_model
 
@@ -310,21 +312,42 @@ def test_weights_travel_bit_by_bit(tmp_path, kind):
     ours, theirs = (load_hf_model(str(tmp_path / "hf"))[0] for _ in range(2))
     for model in (ours, theirs):
         add_adapters(model, lora_names(model, ["wq", "wo"] * (kind == "adapters")), 2, 4.0)
-    for t, dtype in engines.list_weights(theirs, torch.bfloat16):
+    received = list_weights(theirs, torch.bfloat16)
+    for t, dtype in received.values():
         t.data = torch.zeros(t.shape, dtype=dtype)
     for again in (False, True):
         for p in [p for fqn, p in ours.named_parameters() if not again or kind != "adapters" or is_adapter(fqn)]:
             torch.nn.init.normal_(p)
-        listed = engines.list_weights(ours, torch.bfloat16, again)
-        packed = engines.pack_weights(listed, True)
-        assert len(packed) == len(listed) and engines.pack_weights(listed, False) == []
-        for (t, _), sent in zip(engines.list_weights(theirs, torch.bfloat16, again), packed, strict=True):
-            t.data.copy_(sent)
-        whole = engines.list_weights(ours, torch.bfloat16)
+        listed = list_weights(ours, torch.bfloat16, again and kind == "adapters")
+        packed, whole = pack_weights(listed, Layout(), None), list_weights(ours, torch.bfloat16)
+        assert [*packed] == [*listed] and pack_weights(listed, Layout(dp_shard=2, rank=1), None) == {}
+        for fqn, sent in packed.items():
+            received[fqn][0].data.copy_(sent)
         assert len(listed) < len(whole) or not (again and kind == "adapters")
-        for (t, dtype), (u, _) in zip(whole, engines.list_weights(theirs, torch.bfloat16), strict=True):
-            assert u.dtype == dtype and torch.equal(t.to(dtype), u)
-    assert len({dtype for _, dtype in whole}) == (2 if kind in ("deepseek_v3", "qwen3_moe") else 1)
+        assert [*whole] == [*received]
+        assert all(received[fqn][0].dtype == dtype and torch.equal(t.to(dtype), received[fqn][0])
+                   for fqn, (t, dtype) in whole.items())
+    assert len({dtype for _, dtype in whole.values()}) == (2 if kind in ("deepseek_v3", "qwen3_moe") else 1)
+
+
+@pytest.mark.parametrize("kind, processes, layout", [
+    ("", 3, ["--pp", 2]), pytest.param("deepseek_v3", 3, ["--tp", 2], marks=pytest.mark.slow),
+    pytest.param("qwen3_moe", 5, ["--pp", 2, "--dp_shard", 2], marks=pytest.mark.slow)])
+def test_generators_serve_trainers_that_could_not_sample(tmp_path, kind, processes, layout):
+    """Samples and evaluations equal those of one process; and either run, of slow rows, goes on in the other's layout, with
+    its reference and the batch that was sampled ahead."""
+    model = ["--model_args", f"{policy.SMALL},tie_embeddings=true"]
+    if kind:
+        policy.hf_folder(tmp_path / "hf", kind, std=0.3)
+        model = ["--init_from", tmp_path / "hf"]
+    flags = [*SAME[:2], *SAME[4:], *model, "--seq_len", 64, "--steps", 4, "--lr", "2e-3", "--warmup_steps", 0, "--abort_k3", 0,
+             "--eval_every", 1, "--async_steps", 1, "--kl_coef", 0.1, "--dynamic_sampling", 1, "--checkpoint_every", 2]
+    layouts = (processes, *layout, "--gen_ranks", 1), (1,)
+    for names, more in [(("many", "one"), []), (("one", "many"), ["--load_step", 2])][: 1 + (kind != "")]:
+        for name, (n, *own) in zip(names, layouts):
+            run(n, *flags, *own, *more, "--out", tmp_path / name)
+        assert_same(steps_of(tmp_path / "many"), steps_of(tmp_path / "one"), 1e-4 if kind else 1e-5)
+        assert policy.evaluations(tmp_path / "many") == policy.evaluations(tmp_path / "one")
 
 
 @pytest.mark.slow
