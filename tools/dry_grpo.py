@@ -6,57 +6,47 @@ token drawn for each row with a full cache. The log-probabilities get a gradient
 only the weights are counted: its forward keeps nothing.
 """
 import tempfile
-from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
-import parallel
-from rl import packing
+from distributed.layout import AXES
 from rl.decoding import KEY_BUCKET, RowCache, draw, next_logits, read_prompts
+from rl.packing import pieces
 from rl.rollouts import whole_weights
 from tools.costs import totals
-from tools.dryrun import DEVICES, DryWatch, dry_world, human, optimizer_state, size_of, table
+from tools.dryrun import DEVICES, DryWatch, dry_world, human, observe, optimizer_state, size_of, table
+
+VALUES = 64  # bytes of a token's values on the device, from rl/packing.py: five integers, six floats
 
 
-@dataclass
-class Phase:
-    """Bytes of a device in one half of a step. held: beside the tensors made in it."""
+class Phase(NamedTuple):
+    """Bytes of a device in one half of a step."""
 
-    held: int
+    held: int  # beside the tensors made in it
     made: int  # gradients and activations at the worst moment; or gathered weights, cache, and the logits of a token
     cache: int
     moved: dict  # see Watch
 
-    @property
-    def peak(self) -> int:
-        return self.held + self.made
 
-
-def observe_update(model, optimizer, watch, layout, cfg, held: int) -> Phase:
-    """Two forwards and backwards of this rank and the optimizer's first step, which makes its state."""
+def observe_update(model, optimizer, layout, cfg, held: int) -> Phase:
+    """Two forwards and backwards of this rank, and the optimizer's first step, which makes its state. In a pipeline as many
+    forwards wait for their backwards as there are stages from this one on."""
     B, T = (1, cfg.pack_tokens) if cfg.pack_tokens else (cfg.local_batch_size, cfg.seq_len)
-    shape, watch.moved = (B, -(-T // packing.pieces(layout)) * packing.pieces(layout) // layout.cp), Counter()
-    watch.take_peak()  # from here on: the rollout's tensors are gone
-    with watch:
-        for i in range(2):
-            parallel.next_backward(model, i == 1, layout)
-            tokens = torch.zeros(shape, dtype=torch.long)
-            logprobs, _ = model(tokens, labels=tokens, positions=torch.arange(shape[1]).expand_as(tokens))
-            logprobs.sum().backward()
-        before = watch.take_peak()
-        parallel.clip_grad_norm([model], 1.0, layout)
-        optimizer.step()
-        optimizer.zero_grad()
-    state = optimizer_state([optimizer])
-    return Phase(held, max(before + state, watch.take_peak()), 0, watch.moved)
+    T, logprobs = -(-T // pieces(layout)) * pieces(layout), model.token_loss
+    model.token_loss = lambda *given: logprobs(*given)[0].sum()
+    found = observe([model], [optimizer], replace(layout, local_batch_size=B, microbatch_size=B), T, 2, DryWatch(layout))
+    peak = max(found["update"], (layout.pp - layout.coordinate("pp")) * found["activations", 0] + found["peak"])
+    made = peak - found["parameters"] + 2 * B * T // layout.cp * VALUES
+    return Phase(held, made, 0, {key[1:]: n for key, n in found.items() if key[0] == "moved"})
 
 
 @torch.no_grad()
-def observe_rollout(model, watch, layout, cfg, held: int, samplers: int) -> Phase:
+def observe_rollout(model, layout, cfg, beside: int, samplers: int) -> Phase:
     """Whole weights, as many rows as run at once, and their prompts: the longest that leave room for --max_new_tokens.
-    samplers: ranks that share the prompts of a step."""
-    width, mesh, watch.moved = layout.tp, layout.mesh["tp"] if layout.tp > 1 else None, Counter()
+    beside: bytes held beside the parameters. samplers: ranks that share the prompts of a step."""
+    width, mesh, watch = layout.tp, layout.mesh["tp"] if layout.tp > 1 else None, DryWatch(layout)
     n = max(1, min(cfg.rollout_rows // cfg.group_size, -(-cfg.prompts_per_step // samplers)))
     length, rows = max(1, cfg.seq_len - cfg.max_new_tokens), n * cfg.group_size
     with watch, whole_weights(model):
@@ -67,41 +57,45 @@ def observe_rollout(model, watch, layout, cfg, held: int, samplers: int) -> Phas
         at = torch.full((rows, width), cfg.seq_len - 1)
         logits = next_logits(model, cache, at, at, torch.zeros(rows, dtype=torch.long), [cfg.seq_len] * rows, mesh)
         draw(logits, torch.zeros(rows, dtype=torch.float64), cfg.temperature)
-    return Phase(held, watch.take_peak(), size_of(t for kept in cache.kept.values() for t in kept), watch.moved)
+    return Phase(size_of(model.parameters()) + beside, watch.take_peak(), size_of(sum(cache.kept.values(), [])), watch.moved)
 
 
 def observe_phases(main, cfg) -> tuple:
-    """(layout, parameters of the model, bytes of a trainer's parameters, reference and optimizer, {name: Phase})"""
+    """(layout, parameters of the whole model, bytes of a trainer's parameters, reference and optimizer, {name: Phase}). Of a
+    pipeline the bytes are those of the first stage, and each stage has an update."""
+    phases, held, numel, engine = {}, [], {}, "any" if cfg.gen_ranks else cfg.engine
     with tempfile.TemporaryDirectory() as out:  # main makes the folder, and writes its tokenizer
-        trainers = replace(cfg, out=out, gen_ranks=0, async_steps=0, eval_every=0)
-        with dry_world(main, trainers, 0) as ([model], optimizer, layout):
-            parameters, watch, phases = size_of(model.parameters()), DryWatch(layout), {}
-            reference = parameters if cfg.kl_coef and not cfg.lora_rank else 0
-            held = parameters + reference
-            if not cfg.engine and not cfg.gen_ranks:  # before the update, which makes the optimizer's state
-                phases["rollout"] = observe_rollout(model, watch, layout, cfg, held, layout.data_ranks)
-            phases["update"] = observe_update(model, optimizer, watch, layout, cfg, held)
-            state = optimizer_state([optimizer])
-            if "rollout" in phases:
-                phases["rollout"].held += state
+        # with an engine the trainers are those of --gen_ranks, and may be a pipeline
+        trainers = replace(cfg, out=out, gen_ranks=0, async_steps=0, eval_every=0, engine=engine, batch_invariant=False)
+        for stage in range(max(1, cfg.pp)):
+            with dry_world(main, trainers, stage) as ([model], optimizer, layout):
+                parameters = size_of(model.parameters())
+                reference = parameters if cfg.kl_coef and not cfg.lora_rank else 0
+                name = f"update, stage {stage}" if layout.pp > 1 else "update"
+                phases[name] = observe_update(model, optimizer, layout, cfg, parameters + reference)
+                held.append((parameters, reference, optimizer_state([optimizer])))
+                numel |= {fqn: p.numel() for fqn, p in model.named_parameters()}
+        name, samplers, beside, sampling = "rollout", layout.data_ranks, sum(held[0][1:]), trainers
         if cfg.gen_ranks:  # a process of its own, with the whole model in the dtype of its products
-            dtype = "float32" if layout.compute_dtype == torch.float32 else "bfloat16"
-            alone = replace(trainers, dp_replicate=1, dp_shard=1, tp=1, cp=1, ep=1, etp=1, param_dtype=dtype)
-            with dry_world(main, alone, 0) as ([model], _, one):
-                held = size_of(model.parameters())
-                phases["generator"] = observe_rollout(model, DryWatch(one), one, cfg, held, cfg.gen_ranks)
-    return layout, sum(p.numel() for p in model.parameters()), (parameters, reference, state), phases
+            name, samplers, beside, alone = "generator", cfg.gen_ranks, 0, dict.fromkeys((*AXES, "ep", "etp"), 1)
+            sampling = replace(trainers, engine="", param_dtype=str(layout.compute_dtype)[6:], **alone)
+        if not cfg.engine:
+            with dry_world(main, sampling, 0) as ([model], _, one):
+                phases[name] = observe_rollout(model, one, cfg, beside, samplers)
+    return layout, sum(numel.values()), held[0], phases
 
 
 def dry_run(main, cfg) -> None:
     """Print the report."""
     layout, n_params, (parameters, reference, state), phases = observe_phases(main, cfg)
-    print(f"dry run: {n_params:,} parameters | {layout} | {str(layout.compute_dtype)[6:]} compute | on each trainer "
+    of_stage = " of the first stage" * (layout.pp > 1)
+    print(f"dry run: {n_params:,} parameters | {layout} | {str(layout.compute_dtype)[6:]} compute | on each trainer{of_stage} "
           f"{human(parameters)} parameters, {human(state)} optimizer" + f", {human(reference)} reference" * bool(reference))
     lines = [["a device in", "held", "made", "of it cache", "peak", f"fits ({' / '.join(map(str, DEVICES))} GB)"]]
     for name, phase in phases.items():
-        fits = " / ".join("yes" if phase.peak <= size * 1e9 else "no" for size in DEVICES)
-        lines.append([name, *map(human, (phase.held, phase.made, phase.cache, phase.peak)), fits])
+        peak = phase.held + phase.made
+        fits = " / ".join("yes" if peak <= size * 1e9 else "no" for size in DEVICES)
+        lines.append([name, *map(human, (phase.held, phase.made, phase.cache, peak)), fits])
     print(table(lines))
     for name, phase in phases.items():
         for (axis, op), (number, size) in sorted(totals(phase.moved).items()):

@@ -80,7 +80,6 @@ def report_grpo_or_train(main, cfg, options: GrpoReports) -> int:
     if not options.dry_run:
         return train(main, cfg, options)
     refuse([("RANK" in os.environ, "--dry_run starts from one process: use python, not torchrun"),
-            (cfg.pp > 1, f"--pp {cfg.pp}: the dry run of grpo.py counts no pipeline; see that of a recipe with the same model"),
             (options.plot, "--plot draws the curves of a run, and --dry_run trains nothing: leave one out")])
     from tools.dry_grpo import dry_run
 
