@@ -45,11 +45,12 @@ def keep_contexts(is_compiled: bool) -> tuple:
     matmuls = {False: 0, True: 0}  # seen in the forward, in the recomputation: both keep every second one
 
     def policy(ctx, op, *args, **kwargs):
+        keep = op.name() in KEPT
         if op is MATMUL:
-            matmuls[ctx.is_recompute] += 1
-            keep = matmuls[ctx.is_recompute] % 2 == 0
-        else:
-            keep = op.name() in KEPT
+            # where tp cuts the sum, the result is a summand of (B, T, D), and the reduce-scatter's small result is kept
+            is_summand = any(cut.is_shard(0) for cut in getattr(args[1], "placements", ()))
+            matmuls[ctx.is_recompute] += not is_summand
+            keep = not is_summand and matmuls[ctx.is_recompute] % 2 == 0
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     modes = create_selective_checkpoint_contexts(policy)

@@ -17,7 +17,7 @@ CASES = {  # world, GiB of a device, recipe and flags
     "8 layers on 8, compile": (8, 80, *EIGHT, *SHORT, "--compile"),
     "8 layers on 8, accumulation": (8, 80, *EIGHT, *SHORT, "--compile", "--ac", "op", "--global_batch_size", 32),
     "8B on 8": (8, 80, *EIGHT, "--compile"),
-    "8B on 8, op": (8, 80, *EIGHT, "--compile", "--ac", "op"),
+    "8 layers on 8, tp 4": (8, 80, *EIGHT, *SHORT, "--ac", "op", "--tp", 4),
     "8B on 8, accumulation": (8, 80, *EIGHT, "--compile", "--ac", "op", "--global_batch_size", 32),
     "8B on 1": (1, 140, *EIGHT, "--compile", "--ac", "full"),
     "8B on 1, bf16 weights": (1, 80, *EIGHT, "--compile", "--ac", "full", "--param_dtype", "bfloat16"),
