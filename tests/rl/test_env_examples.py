@@ -13,7 +13,8 @@ from docs import code_task
 from rl.environments import open_env
 
 
-def test_programs_are_paid_for_values_that_they_have_not_seen():
+def test_programs_are_paid_for_values_that_they_have_not_seen(monkeypatch):
+    monkeypatch.setattr(code_task, "SECONDS", 60)  # Python starts late on a busy machine
     for i in range(3):
         prompt, answer = code_task.make(random.Random(i))
         table = dict(map(int, point.split(":")) for point in prompt.strip().split(","))
