@@ -62,7 +62,7 @@ def try_sampling(model, layout) -> None:
         with whole_weights(model):
             rollout(model, [[0]], torch.zeros(1, 1, 2), 0.0, [], max_len=3, tp_mesh=mesh)
     except RuntimeError as error:
-        raise ValueError(f"this GPU cannot attend with a mask ({str(error).splitlines()[0]}): use --engine") from error
+        raise ValueError(f"this GPU cannot sample ({str(error).splitlines()[0]}): use --engine") from error
 
 
 @functools.cache

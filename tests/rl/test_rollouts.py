@@ -410,4 +410,4 @@ def test_kernels_that_a_gpu_lacks_end_the_run_before_anything_is_trained(monkeyp
     model, layout = sharp_model(), SimpleNamespace(tp=1)
     rollouts.try_sampling(model, layout)
     monkeypatch.setattr(decoding, "sdpa", Mock(side_effect=RuntimeError("No available kernel.\nAborting execution.")))
-    refuses("attend with a mask .No available kernel.*: use --engine", rollouts.try_sampling, model, layout)
+    refuses("cannot sample .No available kernel.*: use --engine", rollouts.try_sampling, model, layout)
