@@ -133,7 +133,8 @@ def pack_weights(found: dict[str, tuple[Tensor, torch.dtype]], layout, group) ->
     """Copy the tensors of list_weights() to the host of rank 0; other ranks get none. All trainer ranks call this function,
     because gathering a tensor is collective. With --pp each has the tensors of its stage, and rank 0 gets those of all."""
     ranks, packed = layout.world_size // layout.pp, {}  # of a stage; its first rank sends
-    facts = gather({fqn: (t.shape, dtype) for fqn, (t, dtype) in found.items()}, group)[::ranks]
+    # the ranks of a pipeline tell each other; all ranks of a large run would take long
+    facts = gather({fqn: (t.shape, dtype) for fqn, (t, dtype) in found.items()}, layout.group("pp") if layout.pp > 1 else None)
     owners = {fqn: stage for stage in reversed(range(layout.pp)) for fqn in facts[stage]}  # a tied tensor has two
     for fqn, stage in sorted(owners.items()):  # one after the other
         whole = whole_tensor(found[fqn][0]) if stage == layout.rank // ranks else None
