@@ -115,7 +115,8 @@ class AddUp(torch.autograd.Function):
         if y.is_cuda:
             return add_up(y, places)
         # index_add_ is quicker on a CPU, and adds row after row, in the same order in every run
-        return y.new_zeros(len(places), *y.shape[1:], dtype=torch.float32).index_add_(0, index, y.float()).to(y.dtype)
+        total = y.new_zeros(len(places), *y.shape[1:], dtype=torch.float32).index_add_(0, index, y.float())
+        return total.to(y.dtype, copy=True)
 
     @staticmethod
     def backward(ctx, grad):
@@ -123,9 +124,10 @@ class AddUp(torch.autograd.Function):
 
 
 def add_up(y: Tensor, places: Tensor) -> Tensor:
-    """(N*k, ...) -> (N, ...), places (N, k). In fp32: bf16 sums of k terms would round small differences away."""
+    """(N*k, ...) -> (N, ...), places (N, k). In fp32: bf16 sums of k terms would round small differences away. copy: torch 2.11
+    compiles a Function that returns x.to(x.dtype), so x itself, to one without a gradient."""
     rows = y.index_select(0, places.flatten()).unflatten(0, places.shape)
-    return rows[:, 0] if places.shape[1] == 1 else rows.sum(1, dtype=torch.float32).to(y.dtype)
+    return rows[:, 0] if places.shape[1] == 1 else rows.sum(1, dtype=torch.float32).to(y.dtype, copy=True)
 
 
 def inverse(order: Tensor) -> Tensor:
