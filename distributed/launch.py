@@ -140,10 +140,10 @@ def check_launcher() -> None:
 
 def record_collectives(trace: str) -> None:
     """Let NCCL's flight recorder keep each rank's last 20,000 collectives. When a collective times out, every rank writes its
-    own to the folder `trace`. torch 2.11 and 2.13 have different names for the same settings."""
+    own to the folder `trace`."""
     os.makedirs(trace, exist_ok=True)
-    os.environ |= {"TORCH_NCCL_TRACE_BUFFER_SIZE": "20000", "TORCH_FR_BUFFER_SIZE": "20000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
-    os.environ |= {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{trace}/rank_", "TORCH_FR_DUMP_TEMP_FILE": f"{trace}/rank_"}
+    os.environ |= {"TORCH_FR_BUFFER_SIZE": "20000", "TORCH_FR_DUMP_TEMP_FILE": f"{trace}/rank_",
+                   "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 
 
 def agree_on_attempt(store: dist.Store, layout: Layout, timeout_s: int) -> str:
