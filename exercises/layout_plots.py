@@ -3,8 +3,8 @@ from pathlib import Path
 
 from distributed.pipeline import embeds_at_both_ends
 from exercises import svg
+from exercises.explain import AXIS_WORDS
 from exercises.parts import axis_groups, shown_ranks
-from tools.explain import AXIS_WORDS
 from tools.schedule import bubble, duration, simulate
 
 SIDE = 25  # of a device's cell in the picture

@@ -8,8 +8,7 @@ from html import escape
 from pathlib import Path
 from string import Template
 
-from exercises import parts, svg
-from tools import explain
+from exercises import explain, parts, svg
 from tools.dryrun import human
 from tools.schedule import DOES, bubble, duration, simulate
 

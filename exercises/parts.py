@@ -7,8 +7,8 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
+from exercises.explain import shown_block
 from parallel import sequence_index
-from tools.explain import shown_block
 
 GATHERED = ("fsdp", "efsdp")  # axes over which FSDP gathers the parts while a block runs
 

@@ -9,8 +9,8 @@ import re
 from html import escape
 from pathlib import Path
 
+from exercises.explain import MOVES
 from tools.dryrun import human
-from tools.explain import MOVES
 from tools.schedule import DOES, duration
 
 COLORS, LOOKS = json.loads(Path(__file__).with_name("looks.json").read_text()).values()  # {name: [on white, on a dark page]}

@@ -2,7 +2,7 @@
 
 The recipe's own parallelisation code runs under a fake process group of any size, on tensors without memory. The dry run counts
 bytes, collectives, FLOPs and the pipeline's bubble, for the first device of each pipeline rank. --plot and --explain start
-from the same numbers (exercises/layout_plots.py, explain.py).
+from the same numbers (layout_plots.py and explain.py in exercises/).
 """
 import math
 import os

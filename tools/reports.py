@@ -127,11 +127,11 @@ def report_or_train(main, cfg, options: ReportConfig) -> int:
 
 def report_layout(main, cfg, options: ReportConfig) -> int:
     """--dry_run, --explain and --plot of a recipe; returns the exit status."""
+    from exercises.explain import count_block, explain
     from exercises.layout_plots import plot
     from exercises.page import write_page
     from forks.best_layouts import print_best
     from tools.dryrun import make_report, print_report
-    from tools.explain import count_block, explain
 
     if cfg.float8 != "off":
         raise ValueError(f"--float8 {cfg.float8} is not in the dry run, which would count bf16; leave it out")

@@ -27,10 +27,10 @@ from distributed import experts, launch, pipeline, schedule
 from distributed import layout as layouts
 from distributed.layout import AXES
 from distributed.pipeline import n_microbatches
+from exercises.explain import count_block, explain, list_collectives
 from forks import best_layouts as best
 from tools import dryrun
 from tools.dryrun import Watch, rows_of
-from tools.explain import count_block, explain, list_collectives
 
 
 class Settled(Watch):

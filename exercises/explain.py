@@ -1,7 +1,7 @@
 """--explain: a page on a single block: the placement of each parameter, and each collective with its phase and reason.
 
 Read from the objects that the recipe made, and from a forward and backward of the dry run, so the page cannot differ from the
-program. exercises/parts.py has the part of every rank, for pictures.
+program. parts.py has the part of every rank, for pictures.
 """
 import json
 from pathlib import Path
