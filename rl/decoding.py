@@ -243,6 +243,22 @@ def rollout(
             s["said"].extend(said)
             s["begin"] = len(s["ids"]) + len(said)
 
+    def choose(logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        if (unknown := getattr(model, "unknown_ids", None)) is not None:
+            logits.index_fill_(1, unknown, NEVER)
+        return draw(logits, u, temperature, top_k, top_p)
+
+    def advance(keys: list[int], last: Tensor, at: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        """After the last token (R,) of each row, at position at (R,): the next one, and its log-probability."""
+        places = at[:, None] + torch.arange(width, device=device)
+        tokens, column = F.pad(last[:, None], (0, width - 1)), torch.zeros_like(last)
+        return choose(next_logits(model, cache, tokens, places, column, keys, tp_mesh), u)
+
+    if device.type == "cuda" and not tp_mesh and not batch_invariant and top_p == 1:  # top_p asks the device how flat p is
+        from rl.replay import Replays
+
+        advance = Replays(advance)
+
     while True:
         # 1. Hear the replies that have come, and wait for one where no row can go on without. Under tp wait for all, because
         # its ranks must act alike.
@@ -272,30 +288,25 @@ def rollout(
         if not longest and not goes_on:
             break
 
-        # 3. Logits (R, V) of the next token of each row: one forward for the busy rows, and one for the new prompts.
-        at = [max(length(s) - 1, 0) for s in running]  # position of the last token
-        if goes_on:
-            last = torch.tensor([[(s["ids"] or s["prompt"])[-1] if s else 0] for s in running], device=device)
-            places = torch.tensor(at, device=device)[:, None] + torch.arange(width, device=device)
-            column = torch.zeros(len(running), dtype=torch.long, device=device)
-            keys = [*accumulate((n + 1 for n in at), max)]  # rows are sorted; a row that has ended is like its neighbour
-            logits = next_logits(model, cache, F.pad(last, (0, width - 1)), places, column, keys, tp_mesh)
-        else:
-            logits = torch.zeros(len(running), model.config.vocab_size, device=device)
-        if longest:
-            slots = torch.arange(n * G, device=device).view(n, G)
-            first = read_prompts(model, cache, [prompts[p] for p in new], slots[:, 0], longest, width, tp_mesh)
-            cache.copy_first(slots, longest)
-            logits[slots] = first[:, None]
-
-        # 4. Draw a token for each row, and add the token to the row's sample, unless the sample waits for a reply.
-        if (unknown := getattr(model, "unknown_ids", None)) is not None:
-            logits.index_fill_(1, unknown, NEVER)
+        # 3. The next token of each row: one forward for the busy rows, and one for the new prompts.
         going = [(row, s) for row, s in enumerate(running) if s is not None and not s["reply"]]
         u = torch.zeros(len(running), dtype=torch.float64)
         for row, s in going:
             u[row] = s["noise"][len(s["ids"])]
-        tokens, logprobs = (x.tolist() for x in draw(logits, u.to(device), temperature, top_k, top_p))
+        u = u.to(device)
+        tokens, logprobs = [0] * len(running), [0.0] * len(running)
+        if goes_on:
+            last = torch.tensor([(s["ids"] or s["prompt"])[-1] if s else 0 for s in running], device=device)
+            at = [max(length(s) - 1, 0) for s in running]  # position of the last token
+            keys = [*accumulate((n + 1 for n in at), max)]  # rows are sorted; a row that has ended is like its neighbour
+            tokens, logprobs = (x.tolist() for x in advance(keys, last, torch.tensor(at, device=device), u))
+        if longest:
+            slots = torch.arange(n * G, device=device).view(n, G)
+            first = read_prompts(model, cache, [prompts[p] for p in new], slots[:, 0], longest, width, tp_mesh)
+            cache.copy_first(slots, longest)
+            tokens[: n * G], logprobs[: n * G] = (x.tolist() for x in choose(first.repeat_interleave(G, 0), u[: n * G]))
+
+        # 4. Add the token to the row's sample, unless the sample waits for a reply.
         for row, s in going:
             chosen = not s["said"]
             s["ids"].append(tokens[row] if chosen else s["said"].popleft())

@@ -64,11 +64,34 @@ print(json.dumps(dict(
     latent=kernel(64, 64, 8, 8, 192, is_causal=True, U=128))))
 """
 
+REPLAYS = """
+import json, sys, torch, warnings
+from models.qwen3 import FLAVORS, Qwen3
+from rl.decoding import rollout
+
+model, replayed, known = Qwen3(FLAVORS["debug_moe"]).to("cuda", torch.bfloat16), [], torch.cuda.CUDAGraph.replay
+torch.cuda.CUDAGraph.replay = lambda graph: replayed.append(id(graph)) or known(graph)
+asks = lambda module, args, out: (out.sum().item(), out)[1]
+sys.argv[1] == "asks" and model.norm.register_forward_hook(asks)
+with warnings.catch_warnings(record=True) as said:
+    rollout(model, [[1, 2, 3]] * 4, torch.rand(4, 2, 150), 1.0, [], max_len=200, rows=4)
+print(json.dumps([len({*replayed}), len(replayed), sum("without CUDA graphs" in str(w.message) for w in said)]))
+"""
+
+
+def program(text: str, *argv):
+    env = os.environ | environment() | {"PYTHONPATH": f"{REPO}:{HERE}"}
+    return json.loads(subprocess.check_output([sys.executable, "-c", text, *argv], env=env, text=True).splitlines()[-1])
+
+
+def test_a_token_is_one_cuda_graph():
+    """Twice four samples, in two buckets of keys; each graph is compared once with launched kernels. A model that asks
+    the device for a number has no graph, and it is said once."""
+    assert program(REPLAYS, "experts") == [2, 2 * 149 + 2, 0] and program(REPLAYS, "asks") == [0, 0, 1]
+
 
 def test_attention_is_chosen_by_priority():
     """Masks, as rollouts have them, go to the efficient kernel, which needs no plan for each length, with or without groups."""
-    env = os.environ | environment() | {"PYTHONPATH": f"{REPO}:{HERE}"}
-    done = subprocess.run([sys.executable, "-c", KERNELS], env=env, stdout=subprocess.PIPE, text=True, check=True)
     masked = dict.fromkeys(("decode", "decode_bucket", "prefill", "absorbed"), "Efficient")
     right = dict(lower_right="Flash", latent_right="Flash")
-    assert json.loads(done.stdout.splitlines()[-1]) == masked | right | dict(causal="Cudnn", latent="Cudnn")
+    assert program(KERNELS) == masked | right | dict(causal="Cudnn", latent="Cudnn")
