@@ -1,5 +1,5 @@
 """What a sampled token costs the host: the policy of grpo.py in one process or under FSDP, with FSDP's hooks off (as rollouts
-are) and on, in turns.
+are, on a GPU as CUDA graphs) and on (kernel by kernel), in turns.
 
     python benchmarks/decode.py                                  # 28 narrow layers on a CPU; one process
     torchrun --nproc_per_node 2 benchmarks/decode.py             # under FSDP
@@ -62,7 +62,7 @@ def main():
     from grpo import Config
     from models.qwen3 import FLAVORS, Qwen3, Qwen3Config
     from parallel import make_mesh
-    from rl import policy
+    from rl import policy, replay
     from rl.decoding import rollout
     from rl.rollouts import whole_weights
 
@@ -74,14 +74,15 @@ def main():
                           world_size=int(os.environ.get("WORLD_SIZE", 1)))
     layout = make_mesh(connect(layout, cfg, cfg.device))
     if args.null:
-        answers.empty_weights(policy.parallel)
+        answers.empty_weights()
     model = policy.build_policy(cfg, layout, Qwen3, config)
     noise = torch.rand(args.rows, 1, args.new, generator=torch.Generator().manual_seed(0))
     sample = partial(rollout, model, [[1 + i % 50] * 16 for i in range(args.rows)], noise, 1.0, [], max_len=cfg.seq_len,
                      rows=args.rows)
-    found = {}
+    found, known = {}, replay.Replays
     for _ in range(args.rounds):
         for name, gathered in (("off", whole_weights), ("on", gathered_with_hooks)):
+            replay.Replays = known if name == "off" else lambda advance: advance
             with gathered(model):
                 began = time.thread_time(), time.perf_counter()
                 ids = [s["ids"] for s in sample()]
