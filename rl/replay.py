@@ -20,7 +20,8 @@ class Replays:
     """Call it as `advance`: replays one graph for each number of rows and keys, or says once why it launches kernels.
 
     advance(keys, *inputs) -> outputs: a number of keys for each row, in ascending order; inputs and outputs are tensors. The
-    outputs are overwritten by the next call.
+    outputs are overwritten by the next call. In a graph all rows attend to as many keys as the longest row: more is read where
+    lengths differ much, and the kernels of rows of like lengths are not launched apart.
     """
 
     def __init__(self, advance):
