@@ -19,7 +19,6 @@ RECIPES = [
     ("train_llama3.py", "finetune.py", 60),
     ("train_llama3.py", "forks/train_llama3_mup.py", 40),
     ("train_llama3.py", "forks/train_llama3_ft.py", 80),
-    ("train_llama3.py", "forks/train_olmo3.py", 20),
     ("train_llama3.py", "forks/train_speedrun.py", 40),
     ("train_qwen3.py", "forks/train_gpt_oss.py", 40),
     ("train_qwen3.py", "forks/train_llama4.py", 40),
