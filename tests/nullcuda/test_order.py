@@ -1,24 +1,12 @@
 """Pipelines, and what runs beside them, would not hang on GPUs: the calls of real runs, played again with NCCL's rules."""
+from pathlib import Path
+
 import pytest
 from rendezvous import CALL, play
 from rows import run
 
-PP = ("--pp", 2, "--local_batch_size", 4, "--val_every", 1, "--val_batches", 1)
-RUNS = {
-    **{name: (2, "train_llama3.py", *PP, "--pp_schedule", name) for name in (
-        "1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")},
-    "tied": (2, "train_llama3.py", *PP, "--model_args", "tie_embeddings=true"),
-    "tied, ZBV": (2, "train_llama3.py", *PP, "--pp_schedule", "ZBVZeroBubble", "--model_args", "tie_embeddings=true"),
-    "cp": (2, "train_llama3.py", "--cp", 2),
-    "cp alltoall": (2, "train_llama3.py", "--cp", 2, "--cp_method", "alltoall"),
-    "ep": (2, "train_qwen3.py", "--flavor", "debug_moe", "--ep", 2),
-    "mtp, ep": (2, "train_deepseek.py", "--flavor", "debug_mtp", "--ep", 2),
-    "four stages": (4, "train_llama3.py", "--pp", 4, "--local_batch_size", 4, "--val_every", 1, "--val_batches", 1),
-    "pp x tp": (4, "train_llama3.py", *PP, "--tp", 2),
-    "pp x cp": (4, "train_llama3.py", *PP, "--cp", 2, "--pp_schedule", "Interleaved1F1B"),
-    "pp x fsdp x ep": (4, "train_deepseek.py", *PP, "--dp_shard", 2, "--ep", 2, "--pp_schedule", "DualPipeV"),
-}
-FOUR = {name for name, (n, *_) in RUNS.items() if n == 4}
+ORDER = (line.split(" : ") for line in Path(__file__).with_name("order.txt").read_text().splitlines())
+RUNS = {name: row.split() for name, row in ORDER}  # processes, recipe and flags
 
 
 def calls(done) -> list[list[str]]:
@@ -26,10 +14,10 @@ def calls(done) -> list[list[str]]:
     return done.logs
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in FOUR else ()) for name in RUNS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if RUNS[name][0] == "4" else ()) for name in RUNS])
 def test_no_rank_hangs(device, tmp_path, name):
     n, *argv = RUNS[name]
-    assert not play(calls(device.run(tmp_path, *argv, nproc=n)))
+    assert not play(calls(device.run(tmp_path, *argv, nproc=int(n))))
 
 
 def test_weights_go_from_device_to_device(device, tmp_path):

@@ -3,53 +3,36 @@ driver once a run is under way, and whether --dry_run knew."""
 import re
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
 from support.config import parse_config
 from tools.dryrun import make_report
 
-LONG = ("--seq_len", 8192, "--local_batch_size", 1)
-EIGHT, SEVENTY = ("train_llama3", "--flavor", "8B", *LONG), ("train_llama3", "--flavor", "70B", *LONG)
-SHORT = ("--model_args", "n_layers=8")  # fewer layers of the same size
-CASES = {  # world, GiB of a device, recipe and flags
-    "8 layers on 8": (8, 80, *EIGHT, *SHORT),
-    "8 layers on 8, compile": (8, 80, *EIGHT, *SHORT, "--compile"),
-    "8 layers on 8, accumulation": (8, 80, *EIGHT, *SHORT, "--compile", "--ac", "op", "--global_batch_size", 32),
-    "8B on 8": (8, 80, *EIGHT, "--compile"),
-    "8 layers on 8, tp 4": (8, 80, *EIGHT, *SHORT, "--ac", "op", "--tp", 4),
-    "8B on 8, accumulation": (8, 80, *EIGHT, "--compile", "--ac", "op", "--global_batch_size", 32),
-    "8B on 1": (1, 140, *EIGHT, "--compile", "--ac", "full"),
-    "8B on 1, bf16 weights": (1, 80, *EIGHT, "--compile", "--ac", "full", "--param_dtype", "bfloat16"),
-    "70B on 64": (64, 80, *SEVENTY, "--compile", "--ac", "full"),
-    "70B on 64, accumulation": (64, 80, *SEVENTY, "--compile", "--ac", "full", "--global_batch_size", 128),
-    "70B on 64, tp 8": (64, 80, *SEVENTY, "--compile", "--ac", "op", "--tp", 8),
-    "30B-A3B on 8": (8, 140, "train_qwen3", "--flavor", "30B-A3B", *LONG, "--ac", "op", "--compile"),
-    "30B-A3B on 8, ep": (8, 140, "train_qwen3", "--flavor", "30B-A3B", *LONG, "--ac", "op", "--compile", "--ep", 8),
-    "16B on 8": (8, 80, "train_deepseek", "--flavor", "16B", *LONG, "--ac", "op", "--compile"),
-}
-QUICK = [name for name in CASES if "layers" in name]
+PEAKS = (line.split(" : ") for line in Path(__file__).with_name("peaks.txt").read_text().splitlines())
+CASES = {name: row.split() for name, row in PEAKS}  # world, GiB of a device, recipe and flags
 
 
 def predicted(recipe: str, flags, world: int) -> float:
     """GiB that --dry_run says."""
     module = import_module(recipe)
-    cfg = parse_config(module.Config, [*map(str, flags)])
+    cfg = parse_config(module.Config, flags)
     report = make_report(module.main, replace(cfg, dp_shard=world // cfg.tp))
     return max(rank.peak for rank in report.ranks) / 2**30
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if "layers" in name else pytest.mark.slow) for name in CASES])
 def test_the_peak_and_what_the_allocator_asks_for(device, tmp_path, name):
     world, gib, recipe, *flags = CASES[name]
-    options = dict(world=world) if world > 1 else {}
-    done = device.run(tmp_path, f"{recipe}.py", *flags, "--steps", 4, gib=gib, memory=True, empty_weights=True, **options)
+    options = dict(world=int(world)) if world != "1" else {}
+    done = device.run(tmp_path, f"{recipe}.py", *flags, "--steps", 4, gib=int(gib), memory=True, empty_weights=True, **options)
     peaks = [float(x) for x in re.findall(r"memory after step [34]: .* max_memory_allocated=([\d.]+)", done.texts[0])]
     assert len(peaks) == 2, done.texts[0][-2000:]
     log = done.logs[0]
     later = [line.split()[0] for line in log[log.index("mark step 3") : log.index("mark end 4")]]
     asked = {kind: later.count(kind) for kind in ("malloc", "free", "malloc_failed", "map", "unmap") if kind in later}
-    says = predicted(recipe, flags, world)
+    says = predicted(recipe, flags, int(world))
     print(f"{name}: peak {peaks[-1]:.2f} GiB, --dry_run {says:.2f}, asked of the driver from step 3 on: {asked or 'nothing'}")
     assert not {"free", "malloc_failed", "unmap"} & asked.keys()
     assert abs(says / peaks[-1] - 1) < 0.1
