@@ -102,7 +102,7 @@ class Config(ParallelConfig, ExpertConfig, LaunchConfig, LoraConfig, CheckpointC
     mask_truncated: bool = False  # leave truncated samples out of the loss and of its denominator
     async_steps: int = 0  # batches sampled ahead, so that rollouts and training overlap; samples are so many updates old
     engine: str = ""  # vLLM or SGLang at this address samples, e.g. http://127.0.0.1:8000; "" = the processes of this run do
-    engine_weights: str = flag("", SERVER)  # folder for weights, with the same path on the server's machine; "" = <out>/engine
+    engine_weights: str = flag("", SERVER)  # a folder, with the same path for the server; "" = <out>/engine; or nccl
     engine_adapters: bool = flag(False, LORA, SERVER)  # send adapters alone to vLLM, which has the weights of --init_from
     engine_seed: bool = flag(False, SERVER)  # vLLM draws by seeds of our own: the same samples again, but one kernel per sample
     gen_ranks: int = flag(0, IN_PLACE)  # the last ranks only sample, each with a whole model; 0 = all ranks sample, in place
@@ -460,6 +460,10 @@ def main(cfg: Config, Trainer=Trainer):
         torch.set_num_threads(1)
     wait_for_run(cfg.out)
     identity = messages.check_own_run(cfg, Model, model_config, lr_at)
+    if cfg.engine_weights == "nccl" and layout.rank == 0:
+        from forks.nccl_engine import check_nccl
+
+        check_nccl(cfg)
     if cfg.engine and layout.rank == 0:
         find_server(cfg)
 

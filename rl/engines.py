@@ -26,7 +26,7 @@ from distributed.layout import Layout, dtype_of_compute
 from distributed.refusals import runs_on_cuda
 from rl.http_engine import HTTPEngine
 from rl.policy import list_weights, pack_weights
-from rl.rollouts import InPlace, Remote, try_sampling
+from rl.rollouts import InPlace, Remote, nccl_group, try_sampling, use_own_stream
 from sft.lora import add_adapters, lora_names
 
 
@@ -34,6 +34,10 @@ def open_engine(trainer, env, text, cursor: int, bridge):
     """The engine for these flags, on a trainer's rank. cursor: number of the first prompt without a batch. bridge: to the
     generators, on rank 0."""
     cfg, layout = trainer.cfg, trainer.layout
+    if cfg.engine_weights == "nccl":
+        from forks.nccl_engine import NCCLEngine
+
+        return NCCLEngine(trainer, env, text, cursor)
     if cfg.engine:
         return HTTPEngine(trainer, env, text, cursor)
     return Generators(trainer, cursor, bridge) if cfg.gen_ranks else InPlace(trainer, cursor, cfg, env, text, layout)
@@ -109,17 +113,8 @@ def open_bridge(cfg, rank: int, device: torch.device) -> Bridge:
     store = dist.PrefixStore(agree_on_attempt(store, Layout(dp_shard=cfg.gen_ranks + 1, rank=rank), cfg.init_timeout_s), store)
     talk = weights = dist.ProcessGroupGloo(dist.PrefixStore("bridge", store), rank, cfg.gen_ranks + 1, timeout)
     if device.type == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        weights = dist.ProcessGroupNCCL(dist.PrefixStore("weights", store), rank, cfg.gen_ranks + 1, options)
+        weights = nccl_group(dist.PrefixStore("weights", store), rank, cfg.gen_ranks + 1, cfg.rollout_timeout_s)
     return Bridge(store, talk, weights, device)
-
-
-def use_own_stream(device: torch.device):
-    """For the courier's thread: waiting for copies must not wait for the trainer's kernels."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        torch.cuda.set_stream(torch.cuda.Stream())
 
 
 class Generators(Remote):

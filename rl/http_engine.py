@@ -1,7 +1,7 @@
 """--engine http://127.0.0.1:8000: a server of vLLM or SGLang samples for grpo.py. docs/grpo.md, "Another engine", starts one.
 
     weights   all ranks write a new folder in Hugging Face's format, with --engine_adapters a small one in peft's; rank 0 tells
-              the server to read the folder
+              the server to read the folder. --engine_weights nccl sends them over NCCL instead, see forks/nccl_engine.py
     prompts   rank 0 sends token ids, for --rollout_rows samples at once; ids and log-probabilities come back
     rewards   on rank 0, in the thread that waits for the server, while the trainer trains (rl/rollouts.py)
 
@@ -104,18 +104,22 @@ class Server:
             self.call(self.takes, {"lora_name": version, "lora_path": folder}, None)
             if self.version:
                 self.call("/v1/unload_lora_adapter", {"lora_name": self.version}, None)
-            self.name = version
+            self.name = self.version = version
         elif self.kind == "sglang":  # SGLang empties its cache of prompts as well
             answer = self.call(self.takes, {"model_path": folder, "weight_version": version}, dict)
             if answer.get("success") is not True:
                 self.fail(f"it did not read {folder}: {answer.get('message')}")
+            self.version = version
         else:
             self.call(self.takes, {"method": "reload_weights", "kwargs": {"weights_path": folder}})
-            # the cache of prompts was computed with the previous weights
-            if self.call("/reset_prefix_cache", {}, lambda answer: dict(answer or {})).get("success") is False:
-                self.fail("/reset_prefix_cache did not succeed: other requests run there; the server must be this run's alone")
-            if self.tells:
-                self.call("/update_weight_version", {"new_version": version})
+            self.commit(version)
+
+    def commit(self, version: str):
+        """vLLM has new weights: empty its cache of prompts, computed with the weights before, and name the version."""
+        if self.call("/reset_prefix_cache", {}, lambda answer: dict(answer or {})).get("success") is False:
+            self.fail("/reset_prefix_cache did not succeed: other requests run there; the server must be this run's alone")
+        if self.tells:
+            self.call("/update_weight_version", {"new_version": version})
         self.version = version
 
     def check_version(self, there=None):

@@ -238,6 +238,21 @@ class InPlace:
         pass
 
 
+def use_own_stream(device: torch.device):
+    """For a thread that sends weights: waiting for copies must not wait for the trainer's kernels."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.cuda.set_stream(torch.cuda.Stream())
+
+
+def nccl_group(store, rank: int, ranks: int, timeout_s: float):
+    """A group beside those of torch.distributed. It connects with its first collective, for which rank 0 writes NCCL's unique
+    id into the store, under "0"."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    return dist.ProcessGroupNCCL(store, rank, ranks, options)
+
+
 class Remote:
     """An engine that samples elsewhere, while the trainer trains. Its class adds
 

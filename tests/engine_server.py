@@ -3,24 +3,30 @@ comes from the seed of a request, so the samples equal those of grpo.py in place
 import json
 import random
 import threading
+from base64 import b64decode
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import gloo_nccl
 import torch
+from safetensors.torch import save_file
 
 from corpus.tokenizer import load_tokenizer
 from rl.decoding import rollout
 from storage.hf import load_hf_model
 
 ONE_AT_A_TIME = threading.Lock()
+OVER_NCCL = ("/init_weight_transfer_engine", "/shutdown_weight_transfer_engine", "/start_weight_update", "/update_weights",
+             "/finish_weight_update")
 
 
 class Engine:
     """State and answers of the server. fault(path, answer) -> answer may spoil any answer, or raise to break the connection."""
 
-    def __init__(self, kind: str, fault=None, tells=True):
-        self.kind, self.fault, self.tells = kind, fault or (lambda path, answer: answer), tells
+    def __init__(self, kind: str, fault=None, tells=True, from_hf=None):
+        """from_hf: the folder of the first weights, in which those that come over "NCCL" are written."""
+        self.from_hf, self.kind, self.fault, self.tells = from_hf, kind, fault or (lambda path, answer: answer), tells
         self.model, self.version, self.folders, self.name = None, "default", [], "policy"
 
     def read(self, folder: str):
@@ -38,7 +44,10 @@ class Engine:
     def answer(self, path: str, body: dict | None):
         """(status, content of the answer)"""
         sglang = self.kind == "sglang"
-        if body is None and path in (["/update_weights_from_disk"] if sglang else ["/collective_rpc", "/v1/load_lora_adapter"]):
+        if self.from_hf and path == "/get_world_size":
+            return 200, {"world_size": 1}
+        if body is None and path in (
+                ["/update_weights_from_disk"] if sglang else ["/collective_rpc", "/v1/load_lora_adapter", *OVER_NCCL]):
             return 405, {"detail": "Method Not Allowed"}
         if path == "/v1/models":
             return 200, {"data": [{"id": "policy", "owned_by": self.kind, "max_model_len": 64}]}
@@ -73,6 +82,19 @@ class Engine:
         if path == "/v1/unload_lora_adapter" and not sglang:
             return (200, b"Success: no JSON") if body["lora_name"] != self.name else (404, "in use")
         if path == "/reset_prefix_cache" and not sglang:
+            return 200, None
+        if path == "/init_weight_transfer_engine" and self.from_hf:
+            name, rank, ranks = map(body["init_info"].get, ("nccl_unique_id_b64", "rank_offset", "world_size"))
+            self.group = gloo_nccl.group(b64decode(name), rank, ranks)
+            self.group.allreduce(torch.zeros(1)).wait()
+        if path == "/update_weights" and self.from_hf:
+            about, found = body["update_info"], {}
+            for name, dtype, shape in zip(about["names"], about["dtype_names"], about["shapes"], strict=True):
+                found[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+                self.group.broadcast(found[name], 0).wait()
+            save_file(found, self.from_hf / "model.safetensors")
+            self.read(self.from_hf)
+        if self.from_hf and path in OVER_NCCL:
             return 200, None
         if path == "/update_weight_version" and self.tells and not sglang:
             self.version = body["new_version"]

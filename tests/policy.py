@@ -88,8 +88,8 @@ def launch(processes, *argv, program="grpo.py"):
     return runs.launch(processes, REPO / program, *argv)
 
 
-def run(processes, *argv, status=0):
-    done = runs.ended(launch(processes, *argv), timeout=400, status=status, env=ENV)
+def run(processes, *argv, status=0, program="grpo.py"):
+    done = runs.ended(launch(processes, *argv, program=program), timeout=400, status=status, env=ENV)
     return done.stdout if status == 0 else done.stderr
 
 

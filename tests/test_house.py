@@ -20,7 +20,7 @@ LAYERS = [
     ["corpus", "storage", "sft", "forks.peft_folder"],  # the last is a reader of files for storage.hf
     ["data", "checkpoint"],
     ["sft.base", "sft.chat_data"],
-    ["rl"],
+    ["rl", "forks.nccl_engine"],
     ["generate", "evaluate", "grpo", "finetune", "train_llama3", "train_qwen3", "train_deepseek"],
     ["forks", "tools"],
     ["ablate"],

@@ -3,10 +3,12 @@ import json
 import os
 import subprocess
 import sys
+from base64 import b64decode
 from pathlib import Path
 
 import pytest
 from build import environment
+from rendezvous import CALL
 
 HERE = Path(__file__).parent
 REPO = HERE.parent.parent
@@ -79,8 +81,27 @@ print(json.dumps([len({*replayed}), len(replayed), sum("without CUDA graphs" in 
 """
 
 
-def program(text: str, *argv):
-    env = os.environ | environment() | {"PYTHONPATH": f"{REPO}:{HERE}"}
+SENDS = """
+import json, torch
+from types import SimpleNamespace as Of
+from forks import nccl_engine
+
+class Server:
+    __init__ = lambda self, *args: None
+    timeout, said, commit = 60, [], __init__
+    call = lambda self, path, body=None, take=None: self.said.append((path, body)) or 2  # a world of two workers
+
+nccl_engine.Server, nccl_engine.HTTPEngine.connect = Server, lambda self: (Server(), "0")
+engine = object.__new__(nccl_engine.NCCLEngine)
+engine.cfg, engine.trainer = Of(engine="", out="", init_timeout_s=60), Of(layout=Of(device=torch.device("cuda", 0)))
+engine.server, _ = engine.connect()
+engine.send("7", dict(a=torch.ones(3, 5), b=torch.ones(2, 7, dtype=torch.bfloat16)[1]))
+print(json.dumps(Server.said))
+"""
+
+
+def program(text: str, *argv, log=""):
+    env = os.environ | environment() | {"PYTHONPATH": f"{REPO}:{HERE}"} | ({"NULLCUDA_LOG": str(log)} if log else {})
     return json.loads(subprocess.check_output([sys.executable, "-c", text, *argv], env=env, text=True).splitlines()[-1])
 
 
@@ -88,6 +109,17 @@ def test_a_token_is_one_cuda_graph():
     """Twice four samples, in two buckets of keys; each graph is compared once with launched kernels. A model that asks
     the device for a number has no graph, and it is said once."""
     assert program(REPLAYS, "experts") == [2, 2 * 149 + 2, 0] and program(REPLAYS, "asks") == [0, 0, 1]
+
+
+def test_weights_go_to_the_workers_of_a_server(tmp_path):
+    """Rank 0 of three joins as vLLM's workers do, with an all-reduce of one number, and broadcasts what was announced."""
+    said = dict(program(SENDS, log=tmp_path / "log"))
+    join, update = said["/init_weight_transfer_engine"]["init_info"], said["/update_weights"]["update_info"]
+    assert (join["rank_offset"], join["world_size"], len(b64decode(join["nccl_unique_id_b64"]))) == (1, 3, 128)
+    assert update == {"names": ["a", "b"], "dtype_names": ["float32", "bfloat16"], "shapes": [[3, 5], [7]]}
+    calls = [CALL.fullmatch(line) for line in (tmp_path / "log.0").read_text().splitlines()]
+    assert [(c[1], c[3], c[4], c[6], c[7]) for c in calls if c] == [
+        ("all_reduce", "3", "0", "1", "7"), ("broadcast", "3", "0", "15", "7"), ("broadcast", "3", "0", "7", "9")]
 
 
 def test_attention_is_chosen_by_priority():

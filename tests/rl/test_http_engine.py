@@ -66,21 +66,25 @@ def test_turns_go_on_behind_the_reply_of_the_environment(tmp_path, kind, env):
     assert kind == "sglang" or any("712" in s for s in drawn) and not any(re.search("7(?!12|1?$)", s) for s in drawn)
 
 
-@pytest.mark.parametrize("processes, alone", [
-    pytest.param(1, [], marks=pytest.mark.slow), pytest.param(2, ["--pp", 2], marks=pytest.mark.slow),
-    (2, ["--engine_adapters"]), pytest.param(3, ["--engine_adapters", "--pp", 3], marks=pytest.mark.slow)], ids=str)
-def test_adapters_reach_the_server(tmp_path, processes, alone):
-    """Of three stages the last has none of the three layers, and so no adapters."""
-    hf_folder(tmp_path / "hf", "llama", std=0.3, n_layers=3)
+@pytest.mark.parametrize("kind, processes, way, layout", [
+    ("llama", 2, "adapters", []), ("llama", 2, "nccl", ["--pp", 2]), *(pytest.param(*row, marks=pytest.mark.slow) for row in (
+        ("llama", 1, "merged", []), ("llama", 2, "merged", ["--pp", 2]), ("llama", 3, "adapters", ["--pp", 3]),
+        ("deepseek_v3", 2, "nccl", ["--ep", 2])))], ids=str)
+def test_weights_reach_the_server(tmp_path, kind, processes, way, layout):
+    """Of three stages the last has none of the three layers, and so no adapters. nccl: forks/nccl_engine.py, over gloo."""
+    hf_folder(tmp_path / "hf", kind, std=0.3, n_layers=3)
     flags = [*TINY[:2], *TINY[4:], "--init_from", tmp_path / "hf", "--seq_len", 64, "--max_new_tokens", 12, "--steps", 3,
-             "--eval_every", 0, "--lora_rank", 4, "--lr", "1e-2", "--warmup_steps", 0, "--kl_coef", 0.1]
-    engine = Engine("vllm")
+             "--eval_every", 0, "--lr", "1e-2", "--warmup_steps", 0, "--kl_coef", 0.1]
+    over_nccl, lora = way == "nccl", [] if way == "nccl" else ["--lora_rank", 4]
+    run(1, *flags, *lora, "--out", tmp_path / "place")
+    engine = Engine("vllm", from_hf=tmp_path / "hf" if over_nccl else None)
     with serving(engine) as url:
-        run(processes, *flags, *alone, "--engine", url, "--engine_seed", "--engine_weights", tmp_path / "weights", "--out",
-            tmp_path / "server")
-    assert (engine.name == os.path.basename(engine.folders[-1])) == ("--engine_adapters" in alone)  # of a request's model
-    assert all(os.path.dirname(folder) == str(tmp_path / "weights") for folder in engine.folders) and len(engine.folders) == 3
-    run(1, *flags, "--out", tmp_path / "place")
+        run(processes, *flags, *lora, *layout, *["--engine_adapters"] * (way == "adapters"), "--engine", url, "--engine_seed",
+            "--engine_weights", "nccl" if over_nccl else tmp_path / "weights", "--out", tmp_path / "server",
+            program="tests/gloo_nccl.py" if over_nccl else "grpo.py")
+    assert (engine.name == os.path.basename(engine.folders[-1])) == (way == "adapters")  # of a request's model
+    folder = tmp_path if over_nccl else tmp_path / "weights"
+    assert [os.path.dirname(read) for read in engine.folders] == 3 * [str(folder)]
     verify(f"{tmp_path}/server/checkpoints/step-3")  # a rank without adapters once wrote a file that no manifest had
     assert_same(steps_of(tmp_path / "server"), steps_of(tmp_path / "place"), 1e-5)
     assert max(line["logprob_max_diff"] for line in steps_of(tmp_path / "server")) < 1e-4
