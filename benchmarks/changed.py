@@ -5,6 +5,7 @@
 
 nccl_memory  FSDP gathers and reduces in memory of NCCL's own, which may then copy less, or sum in the switch (NVLink SHARP)
 one_part     the tokens of --ep travel in one part, as on a CPU: no expert computes while they do
+once_per_rank  besides, a token travels once to each rank, and not once to each expert (forks/once_per_rank.py)
 """
 import runpy
 import sys
@@ -18,6 +19,8 @@ import torch.distributed as dist
 
 import parallel
 from distributed import experts
+from forks.once_per_rank import apply_once
+from models import deepseek, qwen3
 
 
 def nccl_memory():
@@ -37,7 +40,12 @@ def one_part():
     experts.PARTS["cuda"] = 1
 
 
-CHANGES = {"nccl_memory": nccl_memory, "one_part": one_part}
+def once_per_rank():
+    for model in (deepseek, qwen3):
+        model.apply_experts = apply_once
+
+
+CHANGES = {"nccl_memory": nccl_memory, "one_part": one_part, "once_per_rank": once_per_rank}
 
 if __name__ == "__main__":
     if len(sys.argv) < 3 or sys.argv[1] not in CHANGES:

@@ -156,6 +156,8 @@ def rows_of(found: dict) -> list[Row]:
         Row("experts", qwen, "loss falls", 180, gib=36, **two),
         Row("experts in one part", qwen.replace("train_qwen3", "benchmarks/changed.py one_part train_qwen3"),
             "below 1 x: no expert computes while tokens travel", 180, "experts", gib=36, **two),
+        Row("tokens once per rank", qwen.replace("train_qwen3", "benchmarks/changed.py once_per_rank train_qwen3"),
+            "near 1 x between GPUs of one machine", 180, "experts", gib=36, **two),
         Row("NCCL's memory", many.replace("train_llama3", "benchmarks/changed.py nccl_memory train_llama3"),
             "above 1 x with NVLink SHARP, else it fails and says so", 180, "all GPUs", capability=9, **two),
         Row("float8 all-gather", f"{many} --float8 tensorwise --float8_all_gather", faster, 180, "all GPUs", 2, 0, 8.9, **ao),

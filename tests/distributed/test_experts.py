@@ -1,4 +1,5 @@
 """Experts, models/moe.py and distributed/experts.py: grouped against a loop, routing against transformers, loads per layer."""
+from contextlib import contextmanager
 from functools import partial
 from unittest import mock
 
@@ -17,6 +18,8 @@ import models.moe
 import parallel
 from distributed.experts import PARTS, balance_experts, compiled_experts
 from distributed.layout import Layout
+from forks import once_per_rank as once
+from models import deepseek, qwen3
 from models.moe import Balance, Experts, apply_experts, load_statistics, swiglu_experts
 from models.qwen3 import MoE, Qwen3, Qwen3Config
 
@@ -112,7 +115,16 @@ def test_a_rank_without_tokens(use_kernel, monkeypatch):
 
 
 def in_two_parts():
+    """As on a GPU, and on a CPU in one."""
     return mock.patch.dict(PARTS, cpu=PARTS["cuda"])
+
+
+@contextmanager
+def once_per_rank():
+    changed, watched = {"apply_experts": once.apply_once}, mock.patch.object(once, "travel_once", wraps=once.travel_once)
+    with mock.patch.dict(vars(qwen3), changed), mock.patch.dict(vars(deepseek), changed), watched as travelled:
+        yield
+    assert travelled.called
 
 
 @pytest.mark.parametrize("processes, flags, kind", [
@@ -120,9 +132,10 @@ def in_two_parts():
     *(pytest.param(*row, marks=pytest.mark.slow) for row in [
         (4, dict(ep=4, ac="op"), "qwen3_moe"), (4, dict(tp=2, ep=2, etp=2), "qwen3_moe"), (2, dict(ep=2, ac="full"), "mtp"),
         (4, dict(pp=2, ep=2, pp_schedule="ZBVZeroBubble"), "qwen3_moe"), (4, dict(cp=2, ep=2), "deepseek")])], ids=str)
-def test_rows_travel_in_two_parts_on_gpus(processes, flags, kind):
-    """And on a CPU in one: here it takes the way of a GPU. Loss, gradients and weights equal one process."""
-    assert compare(processes, flags, dict(n=8, b=2, **layouts.KINDS[kind]), in_two_parts) == ""
+@pytest.mark.parametrize("way", [in_two_parts, once_per_rank])
+def test_rows_travel_in_other_ways(processes, flags, kind, way):
+    """Loss, gradients and weights equal one process."""
+    assert compare(processes, flags, dict(n=8, b=2, **layouts.KINDS[kind]), way) == ""
 
 
 EXPERTS = dict(n_experts=8, top_k=3, moe_ffn_dim=24)

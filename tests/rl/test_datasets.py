@@ -130,23 +130,8 @@ def test_a_reward_of_your_own_is_given_what_it_asks_for(tmp_path):
     refuses("--reward best is no file ending in .py and none of exact, number, math", task, data, reward="best")
 
 
-@pytest.mark.parametrize("lines, flags, message", [
-    ([{"question": "1", "answer": 2}, {"question": "1"}], {}, "a.jsonl:2 has no answer; need prompt or question"),
-    ([{"question": "1", "answer": 2}, [3]], {}, "a.jsonl:2 is a JSON list, not an object"),
-    ([{"question": 1, "answer": 2}], {}, "a.jsonl:1: question is no text"),
-    ([{"question": " ", "answer": 2}], {}, "a.jsonl:1: the prompt is empty"),
-    ([{"question": "1", "answer": [2]}], {}, "a.jsonl:1: nothing can be right .*: it is no text and no number"),
-    ([{"question": "1", "answer": "two"}], {"reward": "number"},
-     "--reward number where the answer is 'two': it ends with no num"),
-    ([{"question": "1", "answer": "$$"}], {"reward": "math"}, "it has nothing to compare"),
-    ([{"question": "1", "answer": 2}, {"question": "1", "answer": 3}], {}, "a.jsonl:2: the prompt is that of .*a.jsonl:1, and"),
-    ([{"question": "1", "answer": 2}], {"prompt_template": "{task}"}, "a.jsonl:1 has no task, which --prompt_temp"),
-    ([], {}, "a.jsonl is empty"),
-    ([{"question": "7+0=", "answer": 2}, {"question": "7+9=", "answer": 2}], {"eval_data": "b.jsonl"},
-     "1 of the 3 prompts of --eval_data .*b.jsonl are in --env_data as well"),
-    ([{"question": "1", "answer": 2}], {"eval_data": "c.jsonl"},
-     "--eval_data '.*c.jsonl': No such file or directory; need a .jsonl"),
-])
+# a row of files.jsonl: the objects of a file, flags, what is said
+@pytest.mark.parametrize("lines, flags, message", map(json.loads, open(Path(__file__).with_name("files.jsonl"))))
 def test_files_that_cannot_be_used(tmp_path, lines, flags, message):
     data = write(tmp_path / "a.jsonl", *lines)
     write(tmp_path / "b.jsonl", *sums(7, 0, 3))
