@@ -61,6 +61,11 @@ def open_env(name: str):
     wanted += ["reset", "step"] if given & {"reset", "step", "TURN_END"} else ["reward"] * ("group_reward" not in given)
     if missing := [word for word in wanted if word not in given]:
         raise ValueError(f"--env {name} does not define {' and '.join(missing)}; rl/environments.py says what it needs")
+    for word in given & {"TOOL_END", "TURN_END", "ALPHABET"}:
+        if not isinstance(text := getattr(env, word), str) or not text:
+            raise ValueError(f"--env {name}: {word} must be a text with at least one character, not {text!r}")
+    if "problems" in given and isinstance(env.problems, list) and (texts := [x for x in env.problems if isinstance(x, str)]):
+        raise ValueError(f"--env {name}: problems must be pairs (prompt, answer), and {texts[0]!r} is a text")
     return env
 
 

@@ -141,10 +141,11 @@ def test_an_environment_with_state_plays_each_sample_by_itself():
 
 
 def test_own_environments(tmp_path):
-    (tmp_path / "mine.py").write_text("def make(rng):\n    return str(rng.random()), 'x'\n")
-    refuses("mine.py does not define reward", environments.open_env, str(tmp_path / "mine.py"))
-    (tmp_path / "mine.py").write_text("TOOL_END = '='\nmake = reward = print\n")
-    refuses("mine.py does not define tool;", environments.open_env, str(tmp_path / "mine.py"))
+    for lines, said in (("make = print", "does not define reward"), ("TOOL_END='='\nmake = reward = print", "not define tool;"),
+                        ("TOOL_END = 7\nmake = reward = tool = print", "TOOL_END must be a text with at least one .*, not 7"),
+                        ("problems = ['7+', '1+']\nreward = print", "must be pairs .* and '7.' is a text")):
+        (tmp_path / "mine.py").write_text(lines)
+        refuses(f"mine.py:? .*{said}", environments.open_env, str(tmp_path / "mine.py"))
     (tmp_path / "game.py").write_text("def make(rng):\n    return 'x'\n\ndef reset(task):\n    return {}, int(task)\n")
     refuses("game.py does not define step", environments.open_env, str(tmp_path / "game.py"))
     (tmp_path / "game.py").write_text((tmp_path / "game.py").read_text() + "\ndef step(state, text):\n    return 1\n")

@@ -83,8 +83,7 @@ def test_weights_reach_the_server(tmp_path, kind, processes, way, layout):
             "--engine_weights", "nccl" if over_nccl else tmp_path / "weights", "--out", tmp_path / "server",
             program="tests/gloo_nccl.py" if over_nccl else "grpo.py")
     assert (engine.name == os.path.basename(engine.folders[-1])) == (way == "adapters")  # of a request's model
-    folder = tmp_path if over_nccl else tmp_path / "weights"
-    assert [os.path.dirname(read) for read in engine.folders] == 3 * [str(folder)]
+    assert [os.path.dirname(read) for read in engine.folders] == 3 * [str(tmp_path / ("" if over_nccl else "weights"))]
     verify(f"{tmp_path}/server/checkpoints/step-3")  # a rank without adapters once wrote a file that no manifest had
     assert_same(steps_of(tmp_path / "server"), steps_of(tmp_path / "place"), 1e-5)
     assert max(line["logprob_max_diff"] for line in steps_of(tmp_path / "server")) < 1e-4
