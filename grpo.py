@@ -47,8 +47,8 @@ from distributed.refusals import check_layout
 from parallel import clip_grad_norm, make_mesh, next_backward, reduce_loss
 from rl import engines, messages, packing, rollouts
 from rl.datasets import DatasetConfig, Text, open_task
+from rl.engines import find_server
 from rl.environments import draw_task, held_out_tasks, leave_out_long, supervised_sample
-from rl.http_engine import find_server
 from rl.policy import FLAVORS, backward_of_pipeline, build_policy, forward, keep_reference, model_of
 from rl.rewards import RewardConfig, held_out_numbers
 from sft.base import load_base
@@ -460,10 +460,6 @@ def main(cfg: Config, Trainer=Trainer):
         torch.set_num_threads(1)
     wait_for_run(cfg.out)
     identity = messages.check_own_run(cfg, Model, model_config, lr_at)
-    if cfg.engine_weights == "nccl" and layout.rank == 0:
-        from forks.nccl_engine import check_nccl
-
-        check_nccl(cfg)
     if cfg.engine and layout.rank == 0:
         find_server(cfg)
 

@@ -6,16 +6,18 @@ installed here, but both sides need an NCCL of the same version.
 """
 import base64
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distributed.agree import brief, fail_together
 from distributed.refusals import runs_on_cuda
 from rl.http_engine import HTTPEngine, Server
 from rl.policy import list_weights, pack_weights
 from rl.rollouts import nccl_group, use_own_stream
+from storage.hf import check_same_model, class_of
 
 JOIN = "/init_weight_transfer_engine"
 START = """VLLM_SERVER_DEV_MODE=1 vllm serve ... --weight-transfer-config '{"backend": "nccl"}'"""
@@ -29,6 +31,11 @@ def check_nccl(cfg):
     server = Server(cfg.engine, cfg.init_timeout_s)
     if server.kind != "vllm" or server.call(JOIN, optional=True) is None:
         server.fail(f"--engine_weights nccl needs vLLM, 0.32 or newer: {START}")
+    try:  # it always knows the path, so ask for what no group can be: only an engine for NCCL says that it cannot
+        server.call(JOIN, {"init_info": {}}, None)
+    except ValueError as error:
+        if "NCCLWeightTransfer" not in str(error):
+            raise ValueError(f"{error}; start it with {START}") from None
 
 
 class NCCLEngine(HTTPEngine):
@@ -40,10 +47,11 @@ class NCCLEngine(HTTPEngine):
         self.sender = Server(self.cfg.engine, self.cfg.init_timeout_s)  # weights travel faster than samples are drawn
         self.device, store = self.trainer.layout.device, dist.HashStore()
         self.nccl = ThreadPoolExecutor(1, "nccl", use_own_stream, (self.device,))
+        self.http = ThreadPoolExecutor(1)
         ranks = 1 + self.sender.call("/get_world_size", take=lambda answer: int(answer["world_size"]))
 
         def join():
-            self.workers = nccl_group(store, 0, ranks, self.cfg.init_timeout_s)
+            self.workers = nccl_group(store, 0, ranks, 2 * self.cfg.init_timeout_s)  # the server's answer is waited for less
             self.workers.allreduce(torch.zeros(1, device=self.device)).wait()  # as vLLM's workers do, to begin with
 
         self.sender.call("/shutdown_weight_transfer_engine", {}, None)  # of a run before
@@ -56,21 +64,28 @@ class NCCLEngine(HTTPEngine):
         return server, start
 
     def meet(self, ours, path: str, body: dict):
-        """Make the workers do their part of a collective, while a thread does `ours`. If the call fails, the thread may wait
-        for ever: the run ends, and the thread with it."""
-        try:
-            if ours.done():
-                ours.result()
-            self.sender.call(path, body, None)
-            ours.result(self.sender.timeout)
-        except (RuntimeError, TimeoutError) as error:
-            self.sender.fail(f"NCCL failed beside {path}: {error}")
+        """Make the workers do their part of a collective, while a thread does `ours`. If one side fails, the other may wait for
+        ever: the run ends, and the threads with it."""
+        theirs = self.http.submit(self.sender.call, path, body, None)
+        done, waiting = wait([ours, theirs], 2 * self.sender.timeout, FIRST_EXCEPTION)
+        error = ours.exception() if ours in done else None
+        if theirs in done and not error:
+            theirs.result()
+        if error or waiting:
+            self.sender.fail(f"NCCL failed beside {path}: {error or 'it does not end'}")
 
     def weights(self) -> tuple[str, dict[str, Tensor]]:
         """(name of the version, {name in Hugging Face's format: whole tensor on the host of rank 0}). A stack of experts is
         sent as its parts, a buffer without a name not at all."""
         model, layout, found = self.trainer.model, self.trainer.layout, {}
         names = model.hf_keys()
+
+        def check():  # as save_hf does
+            check_same_model(class_of(model.config), model.config)
+            if unnamed := [fqn for fqn, _ in model.named_parameters() if fqn not in names]:
+                raise ValueError(f"hf_keys() of {type(model).__name__} has no name for {brief(unnamed)}")
+
+        fail_together(check, self.group)
         for fqn, t in pack_weights(list_weights(model, layout.compute_dtype), layout, self.group).items():
             found |= {names[fqn]: t} if isinstance(names.get(fqn), str) else dict(zip(names.get(fqn, ()), t))
         return f"{self.mine}-{self.start}-{self.trainer.policy_version}", found
@@ -90,5 +105,6 @@ class NCCLEngine(HTTPEngine):
                  "shapes": [[*t.shape] for t in weights.values()]}
         self.sender.call("/start_weight_update", {}, None)
         self.meet(self.nccl.submit(broadcast), "/update_weights", {"update_info": about})
+        weights.clear()
         self.sender.call("/finish_weight_update", {}, None)
         self.server.commit(version)

@@ -8,7 +8,7 @@ In a copy of train_qwen3.py (in one of train_deepseek.py likewise, with models.d
     models.qwen3.apply_experts = apply_once  # behind all imports
 
 With k of E experts, spread evenly over R ranks, a token has R (1 - (1 - 1/R)^k) ranks on average: 5.25 in place of 8 for 8 of
-128 experts on 8 ranks, 7.1 on 32. The rank of an expert copies the token, weighs the results and adds them up, so a sum travels
+128 experts on 8 ranks, 7.2 on 32. The rank of an expert copies the token, weighs the results and adds them up, so a sum travels
 home. The price: weights must be known before tokens travel, and rows have unequally many copies. Nothing is cut into two parts,
 so no expert computes while rows travel; distributed/experts.py does that. benchmarks/RESULTS.md has both beside each other.
 
@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.autograd.function import once_differentiable
 
-from distributed.experts import exchange_tokens
 from distributed.layout import AllToAll, Arrive, Depart, local_tensor
 from models.moe import apply_experts
 
@@ -70,10 +70,12 @@ class AddUp(torch.autograd.Function):
 
 def apply_once(experts, x: Tensor, index: Tensor, weigh, counts: Tensor, shared=None) -> Tensor:
     """models.moe.apply_experts, which also says what is what."""
-    if isinstance(experts.forward, partial) and experts.forward.func is exchange_tokens:  # as expert_parallel has set it
-        experts.forward = partial(travel_once, *experts.forward.args)
-    if not isinstance(experts.forward, partial) or dist.get_world_size(experts.forward.args[1]) == 1:
+    exchange = experts.forward  # a partial of exchange_tokens, if expert_parallel has set it
+    if not isinstance(exchange, partial) or dist.get_world_size(exchange.args[1]) == 1:
         return apply_experts(experts, x, index, weigh, counts, shared)
+    if isinstance(x, FakeTensor):
+        raise ValueError("a dry run does not know how many rows travel once per rank; leave apply_once out for it")
+    experts.forward = partial(travel_once, *exchange.args)
     return experts(x.flatten(0, -2), index, weigh, counts, shared and partial(shared, x)).view_as(x)
 
 
@@ -87,10 +89,10 @@ def travel_once(experts, group, x: Tensor, index: Tensor, weigh, counts: Tensor,
     # the host waits here, once per layer, for the sizes
     sent, received, copies = torch.stack([counts[:, n], arriving[:, n], arriving[:, :n].sum(1)]).tolist()
     token = (~goes).flatten().byte().argsort(stable=True)[: sum(sent)] % N  # rank by rank the tokens that go there
+    choices = Depart.apply(pick(torch.cat([weigh(), index.float()], 1), token), group, sent, received)
     travelling = Depart.apply(pick(x, token), group, sent, received)
-    choices = AllToAll.apply(pick(torch.cat([weigh(), index.float()], 1), token), group, sent, received)
     for_every_token = shared().flatten(0, -2) if shared else 0
-    weight, expert = choices.split(k, 1)  # (M, k) each, in fp32
+    weight, expert = Arrive.apply(*choices, group, sent, received).split(k, 1)  # (M, k) each, in fp32, before the rows
     expert = expert.long() - n * dist.get_rank(group)
     expert = torch.where((expert < 0) | (expert >= n), n, expert)  # of other ranks: behind ours
     order = expert.flatten().short().argsort(stable=True)[: sum(copies)]

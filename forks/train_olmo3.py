@@ -4,7 +4,8 @@
     torchrun --nproc_per_node 4 forks/train_olmo3.py --tp 2 --cp 2 --steps 20
 
 Only the model is another, so this file is no copy: it puts OLMo 3 where train_llama3.py has Llama 3, and all the rest is
-that recipe's. To change a line of the loop, copy train_llama3.py and replace Llama3 and FLAVORS there.
+that recipe's; recipe.py of a checkpoint is train_llama3.py, too. To change a line of the loop, copy train_llama3.py and replace
+Llama3 and FLAVORS there.
 """
 import os
 import sys
@@ -15,6 +16,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) 
 import train_llama3
 from distributed.launch import run
 from forks.olmo3 import FLAVORS, Olmo3
+from train_llama3 import main
 
 train_llama3.FLAVORS, train_llama3.Llama3 = FLAVORS, Olmo3  # what main() looks up
 
@@ -26,4 +28,4 @@ class Config(train_llama3.Config):
 
 
 if __name__ == "__main__":
-    run(train_llama3.main, Config)
+    run(main, Config)

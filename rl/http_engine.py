@@ -180,7 +180,7 @@ def wrong_sample(ids, logprobs, reason, room: int, ends: list[int], n_vocab: int
     return ""
 
 
-def find_server(cfg):
+def check_server(cfg):
     """Check that the server runs and can serve this run. Raises ValueError before anything is built."""
     server = Server(cfg.engine, cfg.rollout_timeout_s, cfg.engine_adapters)
     if (server.max_len or cfg.seq_len) < cfg.seq_len:

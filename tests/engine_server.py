@@ -83,6 +83,8 @@ class Engine:
             return (200, b"Success: no JSON") if body["lora_name"] != self.name else (404, "in use")
         if path == "/reset_prefix_cache" and not sglang:
             return 200, None
+        if path == "/init_weight_transfer_engine" and not body["init_info"]:
+            return 500, "Invalid init_info for NCCLWeightTransferEngine"
         if path == "/init_weight_transfer_engine" and self.from_hf:
             name, rank, ranks = map(body["init_info"].get, ("nccl_unique_id_b64", "rank_offset", "world_size"))
             self.group = gloo_nccl.group(b64decode(name), rank, ranks)

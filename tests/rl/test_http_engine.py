@@ -18,7 +18,7 @@ from saves import refuses
 
 from grpo import Config
 from rl import http_engine
-from rl.http_engine import Server, find_server, wrong_sample
+from rl.http_engine import Server, check_server, wrong_sample
 from storage.hf import save_hf
 from storage.manifest import verify
 
@@ -207,13 +207,13 @@ def test_nonsense_is_refused_in_one_line(weights, name):
 def test_a_server_is_looked_for_before_anything_is_built(weights):
     port = free_port()
     cfg = Config(engine=f"127.0.0.1:{port}")
-    refuses("no answer to /v1/models .ConnectionRefused.* start it", find_server, cfg)
+    refuses("no answer to /v1/models .ConnectionRefused.* start it", check_server, cfg)
     with serving(Engine("llama.cpp"), port), pytest.raises(ValueError, match="owned_by 'llama.cpp'; it must be"):
-        find_server(cfg)
+        check_server(cfg)
     with serving(Engine("vllm"), port):
-        find_server(cfg)
+        check_server(cfg)
         longer = Config(engine=cfg.engine, seq_len=128)
-        refuses("at most 64 tokens; start it with --max-model-len .* 128, which", find_server, longer)
+        refuses("at most 64 tokens; start it with --max-model-len .* 128, which", check_server, longer)
 
 
 def test_an_older_vllm_cannot_tell_its_version(weights):
