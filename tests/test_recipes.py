@@ -325,7 +325,7 @@ def test_a_run_goes_on_with_other_rounding_and_processes_and_the_same_batch(tmp_
 def test_memory_that_readme_promises_is_that_of_the_dry_run():
     """"in 27 GiB", "--ac op (21 GiB)": each is the peak of the command beside it."""
     text = (REPO / "README.md").read_text()
-    one, eight = (re.search(rf"\\*\\*{title}.*?```bash\n(.*?)\n```", text, re.S) for title in ("One GPU", "Eight GPUs"))
+    one, eight = (re.search(rf"\*\*{title}.*?```bash\n(.*?)\n```", text, re.S) for title in ("One GPU", "Eight GPUs"))
     numbers = re.search(r"in (\d+) GiB\. .* `--ac op` \((\d+) GiB\), or `--ac full` \((\d+) GiB\).*?`(--flavor 8B .*?)` takes "
                         r"(\d+) GiB", one[0])
     base = shlex.split(one[1])[2:]
