@@ -187,10 +187,13 @@ class Turns:
             if not self.has_state:
                 return self.text.ids(self.env.tool(completion[: completion.rindex(self.end) + len(self.end)]))
             said, done, reward = self.env.step(self.states[i], turn.split(self.end)[0] if self.end else turn)
+            if done is None or isinstance(done, (str, float)):
+                raise ValueError(f"whether the game is over must be True or False, not {done!r}")
             self.earned[i] += finite(reward)
             return None if done else self.text.ids(said)
         except Exception as error:  # raising now would leave other ranks waiting in their next forward
-            self.failed.append(f"the {'step' if self.has_state else 'tool'} fails at completion {short(completion)}: {error!r}")
+            what = "the step fails, or does not return (text, done, reward)," if self.has_state else "the tool fails"
+            self.failed.append(f"{what} at completion {short(completion)}: {error!r}")
             return None
 
     def close(self, samples: list[dict]) -> list[dict]:
@@ -204,13 +207,13 @@ def supervised_sample(env, text, task: str, answer: str) -> dict:
     ids, turns = text.ids(answer) + [text.eot], Turns(env, text, [task])
     s, mask = dict(index=0, begin=0), [1.0] * len(ids)
     for i in range(len(ids) if turns.reply else 0):
-        s["ids"] = ids[: i + 1]
-        turn = turns.ended(s) if mask[i] else None
-        said = turns.ask(*turn) if turn else []
+        said = turns.ask(*turn) if mask[i] and (turn := turns.ended(s | {"ids": ids[: i + 1]})) else []
         if said is None:
             ids, mask = ids[: i + 1], mask[: i + 1]
             break
         if said and ids[i + 1 : i + 1 + len(said)] == said:
             s["begin"] = i + 1 + len(said)
             mask[i + 1 : s["begin"]] = [0.0] * len(said)
+    if turns.failed:
+        raise ValueError(f"--env: in an answer of the warm-up, {turns.failed[0]}")
     return dict(prompt=text.prompt(task), ids=ids, logprobs=[0.0] * len(ids), mask=mask, advantage=1.0)

@@ -116,6 +116,8 @@ def test_a_tool_is_asked_once_where_a_token_goes_on_after_its_mark():
     game = SimpleNamespace(TURN_END="</code>", reset=lambda task: (task, ""), step=lambda state, said: ("", False, math.nan))
     turns = environments.Turns(game, text, ["task"])
     assert turns.reply(dict(index=0, begin=0, ids=[1, 2, 3])).result() is None and "the reward is nan" in turns.failed[0]
+    game.step = lambda state, said: ("", 1.0, True)
+    assert turns.reply(dict(index=0, begin=0, ids=[1, 2, 3])).result() is None and "True or False, not 1.0" in turns.failed[1]
 
 
 def test_an_environment_with_state_plays_each_sample_by_itself():
