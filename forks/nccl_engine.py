@@ -5,7 +5,6 @@ vLLM's side is its weight transfer engine (the paths below; vLLM 0.32 has them),
 installed here, but both sides need an NCCL of the same version.
 """
 import base64
-import time
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
 import torch
@@ -56,9 +55,8 @@ class NCCLEngine(HTTPEngine):
 
         self.sender.call("/shutdown_weight_transfer_engine", {}, None)  # of a run before
         joined = self.nccl.submit(join)
-        while not (joined.done() or store.check(["0"])):
-            time.sleep(0.01)
-        name = store.get("0") if store.check(["0"]) else b""  # NCCL's unique id. Without, it failed, and meet() says why
+        joined.add_done_callback(lambda _: store.check(["0"]) or store.set("0", ""))
+        name = store.get("0")  # NCCL's unique id; empty where joining failed, and meet() says why
         about = dict(rank_offset=1, world_size=ranks, nccl_unique_id_b64=base64.b64encode(name).decode())
         self.meet(joined, JOIN, {"init_info": about})
         return server, start
