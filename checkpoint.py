@@ -8,8 +8,9 @@
     python checkpoint.py to_hf runs/lora OUT --adapter            # the adapters of a run with --lora_rank, in peft's format
     python checkpoint.py from_hf HUGGING_FACE_FOLDER runs/theirs  # and back
 
-torch's distributed checkpoint (DCP) writes the tensors, every rank its shards, and any layout reads them. But a process may be
-killed at any moment, and a disk may return other bytes than were written. Therefore checkpoint.py adds:
+torch's distributed checkpoint (DCP) writes the tensors, every rank its shards, and any layout reads
+them. But a process may be killed at any moment, and a disk may return other bytes than were
+written. Therefore checkpoint.py adds:
   - a save goes to step-N.tmp-x and is renamed to step-N at the end, so a folder named step-N is always complete;
   - manifest.json lists size and crc32 of every file; DCP by itself loads a flipped bit in a tensor without an error;
   - keys, shapes and dtypes are compared before a tensor is touched; DCP overwrites in place while reading, and casts;
@@ -28,6 +29,7 @@ storage/resume.py checks an earlier run in --out at a start.
     __batches.json               of grpo.py --async_steps: samples for the next steps, see rl/rollouts.py
     manifest.json                size and crc32 of all other files, and a hash of the manifest
 """
+
 import importlib
 import json
 import os
@@ -50,20 +52,62 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from corpus.tokenizer import files_beside, tokenizer_path
-from distributed.agree import Failed, brief, fail_together, gather, holds_on_any_rank, new_gloo_group, on_rank_0, rank_in
+from distributed.agree import (
+    Failed,
+    brief,
+    fail_together,
+    gather,
+    holds_on_any_rank,
+    new_gloo_group,
+    on_rank_0,
+    rank_in,
+)
 from distributed.layout import AXES, named_tensors
-from storage.dcp import SavePlan, import_dcp, read_table, read_tensors, write_tensors, writer_process
-from storage.manifest import TABLE, Damaged, Progress, check_files, checksums, read_manifest, verify, write_manifest
-from storage.newest import candidates, is_hf_folder, newest_good, newest_readable, resume_source, saved_state
+from storage.dcp import (
+    SavePlan,
+    import_dcp,
+    read_table,
+    read_tensors,
+    write_tensors,
+    writer_process,
+)
+from storage.manifest import (
+    TABLE,
+    Damaged,
+    Progress,
+    check_files,
+    checksums,
+    read_manifest,
+    verify,
+    write_manifest,
+)
+from storage.newest import (
+    candidates,
+    is_hf_folder,
+    newest_good,
+    newest_readable,
+    resume_source,
+    saved_state,
+)
 from storage.optimizer_numbers import OptimizerNumbers, find_copies, merge_numbers, sum_copies
-from storage.provenance import changed_code, check_machines, code_roots, git_commit, local_code, summarize_code
+from storage.provenance import (
+    changed_code,
+    check_machines,
+    code_roots,
+    git_commit,
+    local_code,
+    summarize_code,
+)
 from support.config import Need, flag, own_rank
 from support.files import json_bytes, matches, publish, read_json, step_folders, write_file
 
-LEFTOVER = re.compile(r"step-\d+\.tmp-.*|trash-.*")  # folders left by a process killed while saving or deleting
+# folders left by a process killed while saving or deleting
+LEFTOVER = re.compile(r"step-\d+\.tmp-.*|trash-.*")
 # Conditions without which a flag has no effect: see support/config.py
 INIT = Need("without --init_from", lambda c: c.init_from)
-LOADING = Need("without --init_from or a checkpoint in --out", lambda c: c.init_from or step_folders(c.out))
+LOADING = Need(
+    "without --init_from or a checkpoint in --out", lambda c: c.init_from or step_folders(c.out)
+)
 SAVING = Need("with --load_only", lambda c: not c.load_only)
 EVER = Need("with --checkpoint_every 0", lambda c: getattr(c, "checkpoint_every", 1))
 EXPORT = Need("without --export_hf", lambda c: c.export_hf)
@@ -71,126 +115,235 @@ EXPORT = Need("without --export_hf", lambda c: c.export_hf)
 
 @dataclass(kw_only=True)
 class CheckpointConfig:
-    init_from: str = ""  # start from this run folder's newest checkpoint, one step folder, or a Hugging Face folder
-    init_model_only: bool = flag(True, INIT)  # only the weights; else all: to go on, or, with other data or lr, a new phase
-    load_step: int = -1  # continue from this step; newer ones are set aside as abandoned-N (-1 = the newest)
-    exclude_from_loading: list[str] = flag([], LOADING)  # do not load: optimizer, or parameters (head,blocks.0.*)
-    checkpoint_async: Literal["off", "thread", "process"] = flag("off", SAVING, EVER)  # who writes while training goes on
-    keep_latest_k: int = flag(10, SAVING)  # number of newest checkpoints to keep; older ones are deleted (0 = keep all)
-    checkpoint_first_step: bool = flag(False, SAVING, EVER)  # save after the first step, too: tests saving at once
-    after_save: str = flag("", SAVING, EVER)  # command run by rank 0 after each checkpoint, {} = the folder; see cluster.md
+    # start from this run folder's newest checkpoint, one step folder, or a Hugging Face folder
+    init_from: str = ""
+    # only the weights; else all: to go on, or, with other data or lr, a new phase
+    init_model_only: bool = flag(True, INIT)
+    # continue from this step; newer ones are set aside as abandoned-N (-1 = the newest)
+    load_step: int = -1
+    # do not load: optimizer, or parameters (head,blocks.0.*)
+    exclude_from_loading: list[str] = flag([], LOADING)
+    # who writes while training goes on
+    checkpoint_async: Literal["off", "thread", "process"] = flag("off", SAVING, EVER)
+    # number of newest checkpoints to keep; older ones are deleted (0 = keep all)
+    keep_latest_k: int = flag(10, SAVING)
+    # save after the first step, too: tests saving at once
+    checkpoint_first_step: bool = flag(False, SAVING, EVER)
+    # command run by rank 0 after each checkpoint, {} = the folder; see cluster.md
+    after_save: str = flag("", SAVING, EVER)
     load_only: bool = False  # read checkpoints, never write one
-    last_save_model_only: bool = flag(False, SAVING, EVER)  # the last checkpoint has only weights: smaller, cannot be continued
+    # the last checkpoint has only weights: smaller, cannot be continued
+    last_save_model_only: bool = flag(False, SAVING, EVER)
     export_hf: str = ""  # new folder for the final weights in Hugging Face's format
-    export_dtype: Literal["float32", "bfloat16", "float16"] = flag("float32", EXPORT)  # of the export; checkpoints never round
+    # of the export; checkpoints never round
+    export_dtype: Literal["float32", "bfloat16", "float16"] = flag("float32", EXPORT)
 
 
 # --- The contents of a checkpoint ---
 def loaded_later(cfg):
-    """A function: fqn -> whether Checkpoints.load will overwrite the parameter. parallel.init_weights need not draw those."""
+    """A function: fqn -> whether Checkpoints.load will overwrite the parameter.
+    parallel.init_weights need not draw those."""
     ours = resume_source(cfg.out, cfg)
-    others = cfg.init_from if ours is None else ""  # a Hugging Face folder, whose files may lack multi-token prediction
-    kept = [name.removeprefix("model.") for name in cfg.exclude_from_loading] + ["mtp"] * bool(others)
+    # a Hugging Face folder, whose files may lack multi-token prediction
+    others = cfg.init_from if ours is None else ""
+    kept = [name.removeprefix("model.") for name in cfg.exclude_from_loading] + ["mtp"] * bool(
+        others
+    )
     return lambda fqn: bool(ours or others) and not matches(kept, f"model.{fqn}")
 
 
 def tokenizer_and_beside(file: str) -> dict[str, bytes]:
-    """{name: content} of a tokenizer.json and of the Hugging Face files beside, so that to_hf can write all again."""
+    """{name: content} of a tokenizer.json and of the Hugging Face files beside, so that to_hf can
+    write all again."""
     return {"tokenizer.json": tokenizer_path(file).read_bytes()} | files_beside(file)
 
 
 def run_after_save(command: str, folder: str):
-    """Runs --after_save in a shell, while training goes on. A failure prints one line: the checkpoint itself is complete."""
-    done = subprocess.run(command.replace("{}", shlex.quote(folder)), shell=True, capture_output=True, text=True,
-                          errors="replace", stdin=subprocess.DEVNULL)
+    """Runs --after_save in a shell, while training goes on. A failure prints one line: the
+    checkpoint itself is complete."""
+    done = subprocess.run(
+        command.replace("{}", shlex.quote(folder)),
+        shell=True,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        stdin=subprocess.DEVNULL,
+    )
     if done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip() or "it said nothing").splitlines()[-1].strip()
-        print(f"checkpoint: --after_save FAILED for {folder}, status {done.returncode}: {said[:200]}", flush=True)
+        said = (
+            (done.stderr.strip() or done.stdout.strip() or "it said nothing")
+            .splitlines()[-1]
+            .strip()
+        )
+        print(
+            f"checkpoint: --after_save FAILED for {folder}, status {done.returncode}: {said[:200]}",
+            flush=True,
+        )
 
 
 class Checkpoints:
-    """Saves and loads one run. Build last, when the weights exist and the optimizer holds the parameters.
+    """Saves and loads one run. Build last, when the weights exist and the optimizer holds the
+    parameters.
 
-    modules: this rank's part of the model (several with interleaved pipeline stages), under the full model's fqns.
-    optimizer: one optimizer, or a list of several; those that share a parameter give their states different names. identity:
-    {"model": ..., "data": ..., "optimizer": ...}; a continued run must not change these values. load_base: for LoRA: a
-    function of this class's process group, which fills the frozen weights and returns the entry "base" of state.json; no
-    checkpoint holds frozen weights.
-    With several ranks the class makes a separate gloo group for the background thread: two threads on one gloo group crash.
+    modules: this rank's part of the model (several with interleaved pipeline stages), under the
+    full model's fqns.
+    optimizer: one optimizer, or a list of several; those that share a parameter give their states
+    different names. identity:
+    {"model": ..., "data": ..., "optimizer": ...}; a continued run must not change these values.
+    load_base: for LoRA: a function of this class's process group, which fills the frozen weights
+    and returns the entry "base" of state.json; no checkpoint holds frozen weights.
+    With several ranks the class makes a separate gloo group for the background thread: two threads
+    on one gloo group crash.
     """
 
-    def __init__(self, cfg: CheckpointConfig, out: str, *, modules: list[nn.Module], optimizer, identity: dict, config: dict,
-                 source: str, tokenizer_file: str | None = None, load_base=None):
+    def __init__(
+        self,
+        cfg: CheckpointConfig,
+        out: str,
+        *,
+        modules: list[nn.Module],
+        optimizer,
+        identity: dict,
+        config: dict,
+        source: str,
+        tokenizer_file: str | None = None,
+        load_base=None,
+    ):
         self.cfg, self.out, self.modules, self.identity = cfg, out, modules, identity
         # loaded: the step folder that load() continued
-        self.tokenizer_file, self.load_base, self.base, self.loaded = tokenizer_file, load_base, None, None
+        self.tokenizer_file, self.load_base, self.base, self.loaded = (
+            tokenizer_file,
+            load_base,
+            None,
+            None,
+        )
         self.config, self.source = config, source
         self.optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
-        # Collected once, while FSDP holds the parameters sharded: after an evaluation module.parameters() may be gathered
-        # copies, not the shards updated by the optimizer.
-        params = [item for m in modules for item in named_tensors(m).items() if isinstance(item[1], nn.Parameter)]
+        # Collected once, while FSDP holds the parameters sharded: after an evaluation
+        # module.parameters() may be gathered copies, not the shards updated by the optimizer.
+        params = [
+            item
+            for m in modules
+            for item in named_tensors(m).items()
+            if isinstance(item[1], nn.Parameter)
+        ]
         self.params = dict(reversed(params))
-        # A V-shaped pipeline has its first and last stage on one rank: with tied embeddings, two equal parameters of one name.
+        # A V-shaped pipeline has its first and last stage on one rank: with tied embeddings, two
+        # equal parameters of one name.
         self.twins = {fqn: param for fqn, param in params if param is not self.params[fqn]}
         known = {id(param): fqn for fqn, param in params}
         for optimizer in self.optimizers:
-            held = [param for param_group in optimizer.param_groups for param in param_group["params"]]
-            assert all(id(param) in known for param in held), "build the optimizer after fully_shard"
-            # No weight may change during a copy. The optimizer waits by itself, so no training loop has to.
+            held = [
+                param for param_group in optimizer.param_groups for param in param_group["params"]
+            ]
+            assert all(id(param) in known for param in held), (
+                "build the optimizer after fully_shard"
+            )
+            # No weight may change during a copy. The optimizer waits by itself, so no training loop
+            # has to.
             optimizer.register_step_pre_hook(lambda *_: self.wait_staged())
         group = new_gloo_group("checkpoint") if dist.is_initialized() else None
-        self.group, self.rank, self.world_size = group, rank_in(group), dist.get_world_size(group) if group else 1
-        self.gather, self.together = partial(gather, group=group), partial(fail_together, group=group)
+        self.group, self.rank, self.world_size = (
+            group,
+            rank_in(group),
+            dist.get_world_size(group) if group else 1,
+        )
+        self.gather, self.together = (
+            partial(gather, group=group),
+            partial(fail_together, group=group),
+        )
         self.on_rank_0, self.plan = partial(on_rank_0, group=group), SavePlan()
         # read now: later edits of a file are not the running code
         self.code = local_code() if source and own_rank("LOCAL_RANK") == 0 else {}
-        check_machines(self.code, out if config.get("checkpoint_every") and not cfg.load_only else "", self.gather)
+        check_machines(
+            self.code,
+            out if config.get("checkpoint_every") and not cfg.load_only else "",
+            self.gather,
+        )
         self.git = git_commit(code_roots()[0], [*self.code]) if self.code else {}
         self.made_from = summarize_code(self.git, self.code)  # for config.json
         # Read now, so that errors in these files appear before training.
         reads = self.rank == 0 and tokenizer_file and not cfg.load_only
-        self.tokenizer = self.together(lambda: tokenizer_and_beside(tokenizer_file) if reads else {})
+        self.tokenizer = self.together(
+            lambda: tokenizer_and_beside(tokenizer_file) if reads else {}
+        )
         self.numbers = OptimizerNumbers(self.optimizers, known)
-        buffers = {fqn: t for m in modules for fqn, t in named_tensors(m).items() if not isinstance(t, nn.Parameter)}
+        buffers = {
+            fqn: t
+            for m in modules
+            for fqn, t in named_tensors(m).items()
+            if not isinstance(t, nn.Parameter)
+        }
         self.copies = find_copies(self.params | buffers, self.gather)
         self.pool, self.stager, self.staged, self.flight = ThreadPoolExecutor(1), None, None, None
-        self.commands, self.copying = ThreadPoolExecutor(1), {}  # --after_save: {folder: its command}
-        self.process = writer_process() if cfg.checkpoint_async == "process" and not cfg.load_only else None
+        # --after_save: {folder: its command}
+        self.commands, self.copying = ThreadPoolExecutor(1), {}
+        self.process = (
+            writer_process() if cfg.checkpoint_async == "process" and not cfg.load_only else None
+        )
         if self.rank == 0 and not cfg.load_only and os.path.isdir(os.path.join(out, "checkpoints")):
             for name in filter(LEFTOVER.fullmatch, os.listdir(os.path.join(out, "checkpoints"))):
                 shutil.rmtree(os.path.join(out, "checkpoints", name), ignore_errors=True)
 
-    def save(self, step: int, state: dict, last=False, model_only=False, files: dict[str, bytes] | None = None) -> bool:
-        """Writes checkpoints/step-<step>; every rank calls. state: JSON values, returned by a later load(). files: of rank 0,
-        for what is large, because every rank of a start reads the state.
+    def save(
+        self,
+        step: int,
+        state: dict,
+        last=False,
+        model_only=False,
+        files: dict[str, bytes] | None = None,
+    ) -> bool:
+        """Writes checkpoints/step-<step>; every rank calls. state: JSON values, returned by a later
+        load(). files: of rank 0, for what is large, because every rank of a start reads the state.
 
-        False: nothing was saved, one line has said why, and older checkpoints are untouched; the last save of a run raises
-        RuntimeError instead. With checkpoint_async save() returns as soon as the copy to CPU memory has begun.
+        False: nothing was saved, one line has said why, and older checkpoints are untouched; the
+        last save of a run raises
+        RuntimeError instead. With checkpoint_async save() returns as soon as the copy to CPU memory
+        has begun.
         """
         if self.cfg.load_only:
             return False
         self.finish_flight()
-        # Turned into text now, because the loop may change `state` while the background thread writes.
+        # Turned into text now, because the loop may change `state` while the background thread
+        # writes.
         about = dict(step=step, model_only=model_only, identity=self.identity, state=state)
-        about |= self.on_rank_0(merge_numbers, value=self.together(
-            lambda: (self.numbers.changed() if not model_only else {}, sum_copies(self.copies))))
-        about = {"state.json": json_bytes(about | ({"base": self.base} if self.base else {}))} | (files or {})
+        about |= self.on_rank_0(
+            merge_numbers,
+            value=self.together(
+                lambda: (self.numbers.changed() if not model_only else {}, sum_copies(self.copies))
+            ),
+        )
+        about = {"state.json": json_bytes(about | ({"base": self.base} if self.base else {}))} | (
+            files or {}
+        )
         if last or self.cfg.checkpoint_async == "off":  # the last save has nothing to overlap with
             saved = self.write(step, about, lambda: self.tensors(not model_only, saving=True))
             if last and not saved:
-                raise RuntimeError(f"the last checkpoint, step {step}, could not be saved to {self.out}")
+                raise RuntimeError(
+                    f"the last checkpoint, step {step}, could not be saved to {self.out}"
+                )
             return saved
-        if self.stager is not None and torch.__version__ < "2.13":  # before 2.13 a stager works only once
+        # before 2.13 a stager works only once
+        if self.stager is not None and torch.__version__ < "2.13":
             self.stager.close()
             self.stager = None
         if self.stager is None:
             staging, cuda = import_dcp().staging, torch.cuda.is_available()
-            self.stager = staging.DefaultStager(staging.StagingOptions(
-                use_pinned_memory=cuda, use_non_blocking_copy=cuda, use_shared_memory=self.process is not None))
+            self.stager = staging.DefaultStager(
+                staging.StagingOptions(
+                    use_pinned_memory=cuda,
+                    use_non_blocking_copy=cuda,
+                    use_shared_memory=self.process is not None,
+                )
+            )
         tensors = self.tensors(not model_only, saving=True)
-        # of buffers a copy at once: the next forward may change them while the other copy is under way
-        tensors |= {key: t.clone() for key, t in tensors.items()
-                    if key.startswith("model.") and key.removeprefix("model.") not in self.params}
+        # of buffers a copy at once: the next forward may change them while the other copy is under
+        # way
+        tensors |= {
+            key: t.clone()
+            for key, t in tensors.items()
+            if key.startswith("model.") and key.removeprefix("model.") not in self.params
+        }
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the stager's own stream does not wait for the optimizer's
         self.staged = self.stager.stage(tensors)
@@ -204,7 +357,8 @@ class Checkpoints:
             self.staged = None
 
     def close(self, export=False):
-        """Waits for the running save, and raises the save's error. export: then write --export_hf, if given."""
+        """Waits for the running save, and raises the save's error. export: then write --export_hf,
+        if given."""
         self.finish_flight()
         self.pool.shutdown()
         self.commands.shutdown()
@@ -216,13 +370,18 @@ class Checkpoints:
             from storage.hf import save_hf
 
             try:
-                save_hf(self.modules, self.cfg.export_hf, getattr(torch, self.cfg.export_dtype),
-                        tokenizer_file=self.tokenizer_file)
+                save_hf(
+                    self.modules,
+                    self.cfg.export_hf,
+                    getattr(torch, self.cfg.export_dtype),
+                    tokenizer_file=self.tokenizer_file,
+                )
             except Failed as error:
                 raise RuntimeError(f"--export_hf {self.cfg.export_hf}: {error}") from None
 
     def finish_flight(self):
-        """Waits for the running save. At most one runs, so the background threads of all ranks save in the same order."""
+        """Waits for the running save. At most one runs, so the background threads of all ranks save
+        in the same order."""
         self.wait_staged()
         flight, self.flight = self.flight, None
         if flight is not None and not flight.result() and self.process is not None:
@@ -231,26 +390,37 @@ class Checkpoints:
             self.say("from now on a thread saves, for a writer process may have died")
 
     def write(self, step, about, get_tensors, staged=False) -> bool:
-        """The whole save, in the training thread or in the background. All ranks run the same collectives in the same order."""
+        """The whole save, in the training thread or in the background. All ranks run the same
+        collectives in the same order."""
         began, folder = time.perf_counter(), None
         try:
             folder = self.on_rank_0(lambda: self.begin(step))
             if folder is None:
                 return True
-            tensors = self.together(get_tensors)  # an error inside DCP's collectives would leave the peers waiting
-            names = write_tensors(tensors, folder, self.group, self.plan, staged, self.process if staged else None)
+            # an error inside DCP's collectives would leave the peers waiting
+            tensors = self.together(get_tensors)
+            names = write_tensors(
+                tensors, folder, self.group, self.plan, staged, self.process if staged else None
+            )
             own = self.together(lambda: checksums(folder, names, sync=True))
             size = self.on_rank_0(lambda ranks: self.commit(step, folder, about, ranks), value=own)
         except Failed as error:
             if self.rank == 0 and folder:
                 shutil.rmtree(folder, ignore_errors=True)  # or the leftovers would fill the disk
             newest = step_folders(self.out)[:1]
-            self.say(f"{self.path(step)} is NOT SAVED: {error}; the newest is {newest[0][1] if newest else 'none yet'}")
+            self.say(
+                f"{self.path(step)} is NOT SAVED: {error}; the newest is "
+                f"{newest[0][1] if newest else 'none yet'}"
+            )
             return False
         if self.cfg.after_save and self.rank == 0:
-            self.copying[self.path(step)] = self.commands.submit(run_after_save, self.cfg.after_save, self.path(step))
+            self.copying[self.path(step)] = self.commands.submit(
+                run_after_save, self.cfg.after_save, self.path(step)
+            )
         self.purge(step)
-        self.say(f"saved {self.path(step)} ({size / 1e6:.1f} MB in {time.perf_counter() - began:.2f} s)")
+        self.say(
+            f"saved {self.path(step)} ({size / 1e6:.1f} MB in {time.perf_counter() - began:.2f} s)"
+        )
         return True
 
     def begin(self, step) -> str | None:
@@ -266,27 +436,56 @@ class Checkpoints:
         return folder
 
     def commit(self, step, folder, about, ranks) -> int:
-        """Completes the folder and renames it to step-<step> (rank 0). ranks: of each rank checksums(). Returns the size in
-        bytes."""
+        """Completes the folder and renames it to step-<step> (rank 0). ranks: of each rank
+        checksums(). Returns the size in bytes."""
         listed = {name: entry for own in ranks for name, entry in own.items()}
-        for name, (size, _) in listed.items():  # by stat: listings are cached on network file systems
-            if not os.path.isfile(os.path.join(folder, name)) or os.path.getsize(os.path.join(folder, name)) != size:
-                raise OSError(f"rank 0 does not see {name}: {self.out} must be on a file system that all machines share")
-        extra = about | self.tokenizer | {"config.json": json_bytes(self.config), "recipe.py": self.source.encode()}
-        extra |= {name: json_bytes(value) for name, value in (("code.json", self.code), ("provenance.json", self.git)) if value}
+        # by stat: listings are cached on network file systems
+        for name, (size, _) in listed.items():
+            if (
+                not os.path.isfile(os.path.join(folder, name))
+                or os.path.getsize(os.path.join(folder, name)) != size
+            ):
+                raise OSError(
+                    f"rank 0 does not see {name}: {self.out} must be on a file system that all "
+                    "machines share"
+                )
+        extra = (
+            about
+            | self.tokenizer
+            | {"config.json": json_bytes(self.config), "recipe.py": self.source.encode()}
+        )
+        extra |= {
+            name: json_bytes(value)
+            for name, value in (("code.json", self.code), ("provenance.json", self.git))
+            if value
+        }
         for name, content in extra.items():
             write_file(Path(folder, name), content)
         files = listed | checksums(folder, [TABLE, *extra])
-        layout = {axis: self.config[axis] for axis in (*AXES, "ep") if self.config.get(axis, 1) not in (1, -1)}
-        write_manifest(folder, files, step=step, model_only=json.loads(about["state.json"])["model_only"], layout=layout,
-                       world_size=self.world_size, torch=torch.__version__)
+        layout = {
+            axis: self.config[axis]
+            for axis in (*AXES, "ep")
+            if self.config.get(axis, 1) not in (1, -1)
+        }
+        write_manifest(
+            folder,
+            files,
+            step=step,
+            model_only=json.loads(about["state.json"])["model_only"],
+            layout=layout,
+            world_size=self.world_size,
+            torch=torch.__version__,
+        )
         publish(folder, self.path(step))
         return sum(size for size, _ in files.values())
 
     def purge(self, step):
-        """Deletes all but the newest keep_latest_k, after `step` is complete. The next start deletes leftovers of a kill."""
+        """Deletes all but the newest keep_latest_k, after `step` is complete. The next start
+        deletes leftovers of a kill."""
         if self.rank == 0 and self.cfg.keep_latest_k:
-            for n, path in [entry for entry in step_folders(self.out) if entry[0] < step][self.cfg.keep_latest_k - 1 :]:
+            for n, path in [entry for entry in step_folders(self.out) if entry[0] < step][
+                self.cfg.keep_latest_k - 1 :
+            ]:
                 if path in self.copying and not self.copying[path].done():
                     continue  # the next save deletes the folder
                 trash = os.path.join(os.path.dirname(path), f"trash-{n}-{uuid.uuid4().hex[:8]}")
@@ -297,10 +496,11 @@ class Checkpoints:
                     self.say(f"{path} could not be deleted: {error.strerror}")
 
     def load(self) -> dict | None:
-        """Continues the run, or starts it from --init_from: weights and optimizer state in place, on every rank.
+        """Continues the run, or starts it from --init_from: weights and optimizer state in place,
+        on every rank.
 
-        Returns the state given to save(); None when this run starts at step 0. Raises ValueError, the same on all ranks,
-        before a tensor is touched.
+        Returns the state given to save(); None when this run starts at step 0. Raises ValueError,
+        the same on all ranks, before a tensor is touched.
         """
         start = self.on_rank_0(lambda: resume_source(self.out, self.cfg))
         excluded = [name.removeprefix("model.") for name in self.cfg.exclude_from_loading]
@@ -318,21 +518,34 @@ class Checkpoints:
             return None
         source, everything = start.folder, start.everything
         if self.cfg.init_from and source == self.out and not self.base:
-            self.say(f"--init_from {self.cfg.init_from} is IGNORED: {self.out} has checkpoints of its own")
+            self.say(
+                f"--init_from {self.cfg.init_from} is IGNORED: {self.out} has checkpoints of its "
+                "own"
+            )
         folder, manifest = self.choose_checkpoint(source, start.step)
         from storage.changes import compare_start, describe_changes
 
-        differ = self.on_rank_0(lambda: compare_start(folder, start, source == self.out, self.identity, self.cfg))
-        phase = everything and differ  # weights and optimizer state of another run, but other data or schedule: from step 0
+        differ = self.on_rank_0(
+            lambda: compare_start(folder, start, source == self.out, self.identity, self.cfg)
+        )
+        # weights and optimizer state of another run, but other data or schedule: from step 0
+        phase = everything and differ
         table = self.together(lambda: read_table(folder, manifest["files"]))
         self.check_excluded(excluded)
         if with_optimizer := everything and "optimizer" not in excluded:
-            keys = [key for key in table if key.startswith("optimizer.") and not matches(excluded, key)]
+            keys = [
+                key for key in table if key.startswith("optimizer.") and not matches(excluded, key)
+            ]
             with_state = {key.removeprefix("optimizer.").rpartition(".")[0] for key in keys}
             self.together(lambda: self.create_optimizer_state(with_state))
-        tensors = {key: t for key, t in self.tensors(with_optimizer).items() if not matches(excluded, key)}
-        wanted = {key: saved for key, saved in table.items()
-                  if not matches(excluded, key) and (with_optimizer or key.startswith("model."))}
+        tensors = {
+            key: t for key, t in self.tensors(with_optimizer).items() if not matches(excluded, key)
+        }
+        wanted = {
+            key: saved
+            for key, saved in table.items()
+            if not matches(excluded, key) and (with_optimizer or key.startswith("model."))
+        }
         self.check_fit(tensors, wanted, folder, same_dtype=everything)
         self.together(lambda: read_tensors(tensors, folder, table))
         self.fill_twins()
@@ -348,37 +561,56 @@ class Checkpoints:
         return self.loaded and self.on_rank_0(lambda: saved_state(folder))
 
     def choose_checkpoint(self, source, step) -> tuple[str, dict]:
-        """(folder, manifest) of the newest undamaged checkpoint: one decision for all ranks; each rank checks a share of the
-        files."""
+        """(folder, manifest) of the newest undamaged checkpoint: one decision for all ranks; each
+        rank checks a share of the files."""
 
         def check(folder):
             manifest = self.on_rank_0(lambda: read_manifest(folder))
             files = sorted(manifest["files"], key=lambda name: manifest["files"][name])  # by size
             mine = files[self.rank :: self.world_size]
-            progress = Progress(f"verifying {folder}", sum(manifest["files"][name][0] for name in mine), self.say)
+            progress = Progress(
+                f"verifying {folder}", sum(manifest["files"][name][0] for name in mine), self.say
+            )
             self.together(lambda: check_files(folder, manifest, mine, progress))
             return manifest
 
         paths = self.on_rank_0(lambda: candidates(source, step))
         folder, manifest = newest_good(source, paths, check, self.say)
         listed = {*manifest["files"], "manifest.json"}
-        if names := self.on_rank_0(lambda: sorted(set(os.listdir(folder)) - listed)):  # a note, leftovers of a file system
+        # a note, leftovers of a file system
+        if names := self.on_rank_0(lambda: sorted(set(os.listdir(folder)) - listed)):
             self.say(f"{folder} has files that are not its own, and nobody reads: {brief(names)}")
         if source == self.out and not self.cfg.load_only:
-            # Rename only after a good checkpoint was found; otherwise the next start would silently begin at step 0.
+            # Rename only after a good checkpoint was found; otherwise the next start would silently
+            # begin at step 0.
             damaged = paths[: paths.index(folder)]
-            self.on_rank_0(lambda: [self.set_aside(path, "damaged" if path in damaged else "abandoned")
-                                    for newer, path in step_folders(source) if newer > manifest["step"]])
+            self.on_rank_0(
+                lambda: [
+                    self.set_aside(path, "damaged" if path in damaged else "abandoned")
+                    for newer, path in step_folders(source)
+                    if newer > manifest["step"]
+                ]
+            )
         return folder, manifest
 
     def check_excluded(self, patterns):
-        known = {fqn for part in self.gather([fqn for m in self.modules for fqn in named_tensors(m)]) for fqn in part}
+        known = {
+            fqn
+            for part in self.gather([fqn for m in self.modules for fqn in named_tensors(m)])
+            for fqn in part
+        }
         for pattern in patterns:
-            if pattern != "optimizer" and not any(matches([pattern], f"model.{fqn}") for fqn in known):
-                raise ValueError(f"--exclude_from_loading {pattern}: no such parameter; the model has {brief(sorted(known))}")
+            if pattern != "optimizer" and not any(
+                matches([pattern], f"model.{fqn}") for fqn in known
+            ):
+                raise ValueError(
+                    f"--exclude_from_loading {pattern}: no such parameter; the model has "
+                    f"{brief(sorted(known))}"
+                )
 
     def create_optimizer_state(self, fqns: set[str]):
-        """Lets torch create the state of these parameters: a step with zero gradients and lr 0 changes no weight.
+        """Lets torch create the state of these parameters: a step with zero gradients and lr 0
+        changes no weight.
 
         Parameters outside of `fqns` get no state: excluded, or never had a gradient.
         """
@@ -401,8 +633,9 @@ class Checkpoints:
                 t.copy_(self.state_of(self.params[fqn])[name])
 
     def check_fit(self, tensors, there, folder, same_dtype):
-        """Raises ValueError with all keys that are missing, unknown, or of another shape or dtype. DCP itself would ignore
-        unknown keys, cast dtypes, and find a wrong shape after half of the model is overwritten."""
+        """Raises ValueError with all keys that are missing, unknown, or of another shape or dtype.
+        DCP itself would ignore unknown keys, cast dtypes, and find a wrong shape after half of the
+        model is overwritten."""
         wrong = {"missing": [], "shape": [], "dtype": []}
         for key, t in tensors.items():
             saved = there.get(key)
@@ -416,38 +649,64 @@ class Checkpoints:
         known = torch.tensor([key in tensors for key in there], dtype=torch.uint8)
         if self.group:
             dist.all_reduce(known, dist.ReduceOp.MAX, self.group)
-        found = {what: [] for what in wrong} | {"unknown": [key for key, n in zip(there, known) if not n]}
-        for of_rank in self.gather(wrong) if holds_on_any_rank(any(wrong.values()), self.group) else ():
-            found |= {what: list(dict.fromkeys(found[what] + texts)) for what, texts in of_rank.items()}
+        found = {what: [] for what in wrong} | {
+            "unknown": [key for key, n in zip(there, known) if not n]
+        }
+        for of_rank in (
+            self.gather(wrong) if holds_on_any_rank(any(wrong.values()), self.group) else ()
+        ):
+            found |= {
+                what: list(dict.fromkeys(found[what] + texts)) for what, texts in of_rank.items()
+            }
         if problems := [f"{what}: {brief(texts)}" for what, texts in found.items() if texts]:
             fix = "; give the --param_dtype that it was trained with" if found["dtype"] else ""
-            if any(key.startswith("optimizer.") for key in found["missing"]):  # such as experts, once AdamW's
+            # such as experts, once AdamW's
+            if any(key.startswith("optimizer.") for key in found["missing"]):
                 fix += "; the optimizer has another state now: --exclude_from_loading optimizer starts it anew"
-            raise ValueError(f"{folder} does not fit this model: {'; '.join(problems)}{fix}".replace("torch.", ""))
+            raise ValueError(
+                f"{folder} does not fit this model: {'; '.join(problems)}{fix}".replace(
+                    "torch.", ""
+                )
+            )
 
     def tensors(self, with_optimizer, saving=False) -> dict[str, Tensor]:
-        """The flat dict for DCP to write, or to read into in place. saving: a number of
-        the optimizer's, such as AdamW's step, is in the dict of one rank only, and behind the shards of that rank."""
-        every = {fqn: tensor for module in self.modules for fqn, tensor in named_tensors(module).items()} | self.params
+        """The flat dict for DCP to write, or to read into in place. saving: a number of the
+        optimizer's, such as AdamW's step, is in the dict of one rank only, and behind the shards of
+        that rank."""
+        every = {
+            fqn: tensor for module in self.modules for fqn, tensor in named_tensors(module).items()
+        } | self.params
         if self.load_base:
             every = {fqn: tensor for fqn, tensor in every.items() if tensor.requires_grad}
         found = {f"model.{fqn}": tensor.detach() for fqn, tensor in every.items()}
         for fqn, param in self.params.items() if with_optimizer else ():
-            writes = not (saving and isinstance(param, DTensor) and any(param.device_mesh.get_coordinate()))
+            writes = not (
+                saving and isinstance(param, DTensor) and any(param.device_mesh.get_coordinate())
+            )
             for name, t in self.state_of(param).items():
                 if not isinstance(t, Tensor):
-                    raise ValueError(f"optimizer state {name} of {fqn} is a {type(t).__name__}: make it a tensor")
+                    raise ValueError(
+                        f"optimizer state {name} of {fqn} is a {type(t).__name__}: make it a tensor"
+                    )
                 if t.numel() > 1 and hasattr(param, "placements") and not hasattr(t, "placements"):
-                    raise ValueError(f"optimizer state {name} of {fqn} is no DTensor: DCP would save one rank's only")
+                    raise ValueError(
+                        f"optimizer state {name} of {fqn} is no DTensor: DCP would save one "
+                        "rank's only"
+                    )
                 if t.dim() > 0 or writes:
                     found[f"optimizer.{fqn}.{name}"] = t.detach()
         return dict(sorted(found.items(), key=lambda item: item[1].dim() == 0))
 
     def state_of(self, param) -> dict:
-        return {name: x for optimizer in self.optimizers for name, x in optimizer.state.get(param, {}).items()}
+        return {
+            name: x
+            for optimizer in self.optimizers
+            for name, x in optimizer.state.get(param, {}).items()
+        }
 
     def set_aside(self, path, why):
-        """Renames a step folder to damaged-N-x or abandoned-N-x: later starts ignore the folder, and the user may delete it."""
+        """Renames a step folder to damaged-N-x or abandoned-N-x: later starts ignore the folder,
+        and the user may delete it."""
         name = f"{why.split(':')[0]}-{os.path.basename(path).removeprefix('step-')}-{uuid.uuid4().hex[:4]}"
         target = os.path.join(os.path.dirname(path), name)
         os.rename(path, target)
@@ -462,15 +721,29 @@ class Checkpoints:
 
 
 def load_weights(modules: list[nn.Module], folder: str, exclude=()):
-    """Fills this rank's part of a model, sharded in any way, from a run, step or Hugging Face folder. Every rank calls.
-    exclude: parameters to leave alone, as in --exclude_from_loading. Raises ValueError, the same on all ranks."""
+    """Fills this rank's part of a model, sharded in any way, from a run, step or Hugging Face
+    folder. Every rank calls.
+    exclude: parameters to leave alone, as in --exclude_from_loading. Raises ValueError, the same on
+    all ranks."""
     if not is_hf_folder(folder) and has_adapters(newest_readable(folder)):
         path, _, table = open_saved(folder)
         return fill_merged(modules, path, table)
     config = modules[0].config
-    model = {"module": type(config).__module__, "class": type(config).__name__.removesuffix("Config"), **asdict(config)}
+    model = {
+        "module": type(config).__module__,
+        "class": type(config).__name__.removesuffix("Config"),
+        **asdict(config),
+    }
     cfg = CheckpointConfig(init_from=folder, load_only=True, exclude_from_loading=list(exclude))
-    reader = Checkpoints(cfg, os.devnull, modules=modules, optimizer=[], identity={"model": model}, config={}, source="")
+    reader = Checkpoints(
+        cfg,
+        os.devnull,
+        modules=modules,
+        optimizer=[],
+        identity={"model": model},
+        config={},
+        source="",
+    )
     reader.load()
     reader.close()
 
@@ -481,8 +754,8 @@ def has_adapters(path: str) -> bool:
 
 
 def fill_merged(modules: list[nn.Module], path: str, table):
-    """Fills a model, plain or this rank's part, from a step folder of a LoRA run: loads the frozen weights from the folder
-    named in state.json, then adds the adapters. Raises ValueError."""
+    """Fills a model, plain or this rank's part, from a step folder of a LoRA run: loads the frozen
+    weights from the folder named in state.json, then adds the adapters. Raises ValueError."""
     from sft.lora import add_adapters_of, base_of, check_base
 
     load_weights(modules, base_of(path))
@@ -492,12 +765,16 @@ def fill_merged(modules: list[nn.Module], path: str, table):
 
 # --- One process: a model to sample from ---
 def saved_model(path: str) -> tuple[type, object]:
-    """(model class, config) of a step folder. Raises ValueError unless the class is in models/ or forks/."""
+    """(model class, config) of a step folder. Raises ValueError unless the class is in models/ or
+    forks/."""
     try:
         fields = dict(read_json(path, "state.json")["identity"]["model"])
         module, name = fields.pop("module"), fields.pop("class")
-        if not re.fullmatch(r"(models|forks)\.[A-Za-z_]\w*", module):  # a file must not decide what is imported
-            raise ValueError(f"it is a {module}.{name}, and only those in models/ and forks/ are loaded")
+        # a file must not decide what is imported
+        if not re.fullmatch(r"(models|forks)\.[A-Za-z_]\w*", module):
+            raise ValueError(
+                f"it is a {module}.{name}, and only those in models/ and forks/ are loaded"
+            )
         module = importlib.import_module(module)
         config = getattr(module, f"{name}Config")(**fields)
         if not 0 < config.n_layers <= 10_000:
@@ -508,7 +785,8 @@ def saved_model(path: str) -> tuple[type, object]:
 
 
 def open_saved(folder: str) -> tuple[str, nn.Module, object]:
-    """(path, model on meta, DCP's table) of a step folder, or of a run folder's newest good checkpoint. Raises ValueError.
+    """(path, model on meta, DCP's table) of a step folder, or of a run folder's newest good
+    checkpoint. Raises ValueError.
 
     The table of a LoRA run has only the adapters.
     """
@@ -516,7 +794,9 @@ def open_saved(folder: str) -> tuple[str, nn.Module, object]:
     path, manifest = newest_good(folder, candidates(folder), verify, say)
     Model, config = saved_model(path)
     code = local_code().items()
-    if text := changed_code(path, {file: text for file, text in code if file.startswith(("models/", "forks/"))}):
+    if text := changed_code(
+        path, {file: text for file, text in code if file.startswith(("models/", "forks/"))}
+    ):
         say(text)
     with torch.device("meta"):  # takes memory only once, and in the wanted dtype
         model = Model(config)
@@ -526,15 +806,24 @@ def open_saved(folder: str) -> tuple[str, nn.Module, object]:
     if has_adapters(path):
         from sft.lora import lora_names, lora_of
 
-        names = [f"{name}.lora_{x}.weight" for name in lora_names(model, lora_of(path)["on"]) for x in "ab"]
+        names = [
+            f"{name}.lora_{x}.weight"
+            for name in lora_names(model, lora_of(path)["on"])
+            for x in "ab"
+        ]
     if odd := sorted(there ^ {f"model.{fqn}" for fqn in names}):
         kind = f"{Model.__module__}.{Model.__name__}"
-        raise ValueError(f"{path} does not fit {kind}: {len(odd)} odd tensors, the first is {odd[0]}")
+        raise ValueError(
+            f"{path} does not fit {kind}: {len(odd)} odd tensors, the first is {odd[0]}"
+        )
     return path, model, table
 
 
-def load_model(folder: str, device="cpu", dtype: torch.dtype | None = None) -> tuple[nn.Module, dict]:
-    """(plain model on `device`, state) of a step folder, or of a run folder's newest good checkpoint. Raises ValueError.
+def load_model(
+    folder: str, device="cpu", dtype: torch.dtype | None = None
+) -> tuple[nn.Module, dict]:
+    """(plain model on `device`, state) of a step folder, or of a run folder's newest good
+    checkpoint. Raises ValueError.
 
     Adapters are merged with the base weights, read from the folder of the run's start.
     """
@@ -542,12 +831,16 @@ def load_model(folder: str, device="cpu", dtype: torch.dtype | None = None) -> t
     for param in model.parameters():  # not the buffers: an expert's bias stays fp32
         param.data = param.data.to(dtype or param.dtype)
     model.to_empty(device=device)
-    computed = {id(buffer) for buffer in model.buffers()} - {id(t) for t in named_tensors(model).values()}
+    computed = {id(buffer) for buffer in model.buffers()} - {
+        id(t) for t in named_tensors(model).values()
+    }
     assert not computed, "a buffer that no checkpoint holds is empty now: compute it in forward"
     if has_adapters(path):
         fill_merged([model], path, table)
     else:
-        read_tensors({f"model.{fqn}": t.detach() for fqn, t in named_tensors(model).items()}, path, table)
+        read_tensors(
+            {f"model.{fqn}": t.detach() for fqn, t in named_tensors(model).items()}, path, table
+        )
     return model.eval(), read_json(path, "state.json")["state"]
 
 

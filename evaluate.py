@@ -25,6 +25,7 @@ N requests, B sequences of a forward, T tokens, D dim, V vocab. A request is (co
 score is the log-probability of the continuation after the context. Every rank gets the same requests and returns all scores.
 Data ranks share the requests; the pp, cp and tp ranks of a data rank work together on the same requests.
 """
+
 import json
 import math
 import os
@@ -67,8 +68,20 @@ from support.files import check_local, read_json, write_file
 BASE_PROMPT = "Question: {question}\nAnswer:"  # for a base model; a chat model has its template
 NOTHING = ([0], [IGNORE])  # a request of one token without a score
 # Inherited flags that are for training only
-TRAINING = ("reduce_dtype", "param_dtype", "loss_parallel", "async_tp", "ac", "ac_every", "ac_budget", "compile", "cpu_offload",
-            "train_timeout_s", "pp_schedule", "pp_schedule_csv")
+TRAINING = (
+    "reduce_dtype",
+    "param_dtype",
+    "loss_parallel",
+    "async_tp",
+    "ac",
+    "ac_every",
+    "ac_budget",
+    "compile",
+    "cpu_offload",
+    "train_timeout_s",
+    "pp_schedule",
+    "pp_schedule_csv",
+)
 # Needs of flags: see support/config.py. c.kind: from read_task, set by plan.
 QUESTIONS = Need("on a text, which asks nothing", lambda c: c.kind != "text")
 WINDOWS = Need("on questions, which are scored as a whole", lambda c: c.kind == "text")
@@ -80,23 +93,32 @@ SHOTS = Need("without --shots", lambda c: c.shots)
 @dataclass(kw_only=True)
 class Config(ParallelConfig, ExpertConfig, LaunchConfig, PipelineConfig, ChatConfig):
     REFUSED = TRAINING
-    checkpoint: str = "runs/llama3"  # a run folder (its newest checkpoint), a checkpoints/step-N, or a Hugging Face folder
-    task: str = ""  # a .txt, or a .jsonl of texts or questions, told apart by their fields, see above
+    # a run folder (its newest checkpoint), a checkpoints/step-N, or a Hugging Face folder
+    checkpoint: str = "runs/llama3"
+    # a .txt, or a .jsonl of texts or questions, told apart by their fields, see above
+    task: str = ""
     out: str = ""  # new file for the results, .jsonl; empty: only a summary on the screen
     limit: int = 0  # only the first lines of the task, so many; 0 = all
-    seq_len: int = -1  # tokens of a forward, at most; -1 = the model's max_seq_len, for texts the length of its training
+    # tokens of a forward, at most; -1 = the model's max_seq_len, for texts the length of its
+    # training
+    seq_len: int = -1
     local_batch_size: int = 16  # sequences per forward of a data rank
-    stride: int = flag(-1, WINDOWS)  # tokens scored by each window after a text's first, the rest is context; -1 = all
+    # tokens scored by each window after a text's first, the rest is context; -1 = all
+    stride: int = flag(-1, WINDOWS)
     chat: bool = flag(False, QUESTIONS)  # wrap the prompt in the chat template of the tokenizer
-    prompt_template: str = flag("", QUESTIONS)  # with {fields}; empty: Question: {question}\nAnswer:, or with --chat {question}
+    # with {fields}; empty: Question: {question}\nAnswer:, or with --chat {question}
+    prompt_template: str = flag("", QUESTIONS)
     shots: int = flag(0, QUESTIONS)  # answered questions before each one
     shots_file: str = flag("", SHOTS)  # .jsonl with these questions in its first lines
-    answers: Literal["auto", *RIGHT] = flag("auto", WRITING)  # right answers; auto: number, or exact for answers without one
+    # right answers; auto: number, or exact for answers without one
+    answers: Literal["auto", *RIGHT] = flag("auto", WRITING)
     max_new_tokens: int = flag(256, WRITING)  # longer answers are cut off, and wrong
     temperature: float = flag(0.0, WRITING)  # 0 always takes the likeliest token
-    stop: list[str] = flag(["\\nQuestion:"], WRITING)  # an answer ends before any of these strings; \n is a new line
+    # an answer ends before any of these strings; \n is a new line
+    stop: list[str] = flag(["\\nQuestion:"], WRITING)
     seed: int = flag(0, WRITING, SAMPLING)  # another seed is another sample
-    rollout_timeout_s: int = flag(7200, WRITING)  # a rank that waits longer for the others' answers ends the run
+    # a rank that waits longer for the others' answers ends the run
+    rollout_timeout_s: int = flag(7200, WRITING)
 
     def __post_init__(self):
         check_range(self, 1, math.inf, "local_batch_size", "rollout_timeout_s", "max_new_tokens")
@@ -104,51 +126,82 @@ class Config(ParallelConfig, ExpertConfig, LaunchConfig, PipelineConfig, ChatCon
 
 
 # ---------------------------------------------------------------- tasks
-KINDS = {"text": ("text",), "choice": ("question", "choices", "answer"), "answer": ("question", "answer")}
+KINDS = {
+    "text": ("text",),
+    "choice": ("question", "choices", "answer"),
+    "answer": ("question", "answer"),
+}
 
 
 def read_task(path: str, flag="--task", answers="") -> tuple[str, list[Line]]:
-    """("text", "choice" or "answer", the lines) of a task's file. answers: as in --answers; "" for examples. The ValueError
-    names the line."""
+    """("text", "choice" or "answer", the lines) of a task's file. answers: as in --answers; "" for
+    examples. The ValueError names the line."""
     lines = read_task_lines(path, flag, ".txt", ".jsonl")
     found = [kind for kind, names in KINDS.items() if set(names) <= lines[0].fields.keys()]
     if not found or found[0] == "text" and len(found) > 1:
-        raise ValueError(f"{lines[0].where} has {', '.join(lines[0].fields) or 'no fields'}; need text, or question, choices "
-                         "and answer, or question and answer")
+        raise ValueError(
+            f"{lines[0].where} has {', '.join(lines[0].fields) or 'no fields'}; need text, or "
+            "question, choices "
+            "and answer, or question and answer"
+        )
     return found[0], [check_line(line, found[0], answers) for line in lines]
 
 
 def check_line(line: Line, kind: str, answers: str) -> Line:
-    """The line, with its answer among choices as a number from 0. Raises ValueError for missing or wrong fields, and for a
-    written answer that no text can match."""
+    """The line, with its answer among choices as a number from 0. Raises ValueError for missing or
+    wrong fields, and for a written answer that no text can match."""
     where, record = line
     for name in KINDS[kind]:
         if name not in record:
             raise ValueError(f"{where} has no {name}, and the first line has")
         if name in ("text", "question") and not isinstance(record[name], str):
             raise ValueError(f"{where}: {name} is no text")
-    if kind == "answer" and answers and (reason := never_right(answers, answer := record["answer"])):
-        raise ValueError(f"{where}: nothing can be right with --answers {answers} for {str(answer)[-60:]!r}: {reason}")
+    if (
+        kind == "answer"
+        and answers
+        and (reason := never_right(answers, answer := record["answer"]))
+    ):
+        raise ValueError(
+            f"{where}: nothing can be right with --answers {answers} for {str(answer)[-60:]!r}: "
+            f"{reason}"
+        )
     if kind != "choice":
         return line
     choices, answer = record["choices"], record["answer"]
-    if not isinstance(choices, list) or not choices or not all(isinstance(c, str) and c for c in choices):
+    if (
+        not isinstance(choices, list)
+        or not choices
+        or not all(isinstance(c, str) and c for c in choices)
+    ):
         raise ValueError(f"{where}: choices are no list of texts, none of them empty")
     is_letter = isinstance(answer, str) and len(answer) == 1 and answer.isalpha()
-    index = choices.index(answer) if answer in choices else ord(answer.upper()) - ord("A") if is_letter else answer
+    index = (
+        choices.index(answer)
+        if answer in choices
+        else ord(answer.upper()) - ord("A")
+        if is_letter
+        else answer
+    )
     if type(index) is not int or not 0 <= index < len(choices):
-        raise ValueError(f"{where}: the answer {answer!r} is none of the {len(choices)} choices, nor a letter or number of one")
+        raise ValueError(
+            f"{where}: the answer {answer!r} is none of the {len(choices)} choices, nor a letter "
+            "or number of one"
+        )
     return Line(where, record | {"answer": index})
 
 
 def prompts_of(cfg: Config, text: Text, lines: list[Line], kind: str) -> list[str]:
-    """The text before each answer: shots, then the line in --prompt_template; with --chat, all in one message."""
+    """The text before each answer: shots, then the line in --prompt_template; with --chat, all in
+    one message."""
     template = unescape(cfg.prompt_template) or ("{question}" if text.chat else BASE_PROMPT)
     shots = ""
     if cfg.shots:
         found, examples = read_task(cfg.shots_file, "--shots_file")
         if found != kind or len(examples) < cfg.shots:
-            raise ValueError(f"--shots_file has {len(examples)} lines of kind {found}; need {cfg.shots} of kind {kind}")
+            raise ValueError(
+                f"--shots_file has {len(examples)} lines of kind {found}; need {cfg.shots} of "
+                f"kind {kind}"
+            )
         for line in examples[: cfg.shots]:
             answer = line.fields["answer"]
             shots += f"{fill_template(template, line)} {line.fields['choices'][answer] if kind == 'choice' else answer}\n\n"
@@ -158,8 +211,9 @@ def prompts_of(cfg: Config, text: Text, lines: list[Line], kind: str) -> list[st
 
 # ---------------------------------------------------------------- the model
 def read_checkpoint(folder: str, chat=None) -> tuple[Text, type, object, str]:
-    """(tokenizer, model class, model config, folder of the weights) of a run, step or Hugging Face folder; for a run the folder
-    of its newest step. chat: from open_chat(). Reads only small files. Raises ValueError."""
+    """(tokenizer, model class, model config, folder of the weights) of a run, step or Hugging Face
+    folder; for a run the folder of its newest step. chat: from open_chat(). Reads only small files.
+    Raises ValueError."""
     if is_hf_folder(folder):
         config = read_hf_config(folder)
         if hasattr(config, "mtp_depth"):
@@ -172,41 +226,88 @@ def read_checkpoint(folder: str, chat=None) -> tuple[Text, type, object, str]:
 
 
 def plan(cfg: Config, kind: str, model_config, folder: str) -> tuple[Config, Layout, int]:
-    """The flags with their dtypes resolved, the Layout, and the most tokens of a forward. kind: of the task. folder: of the
-    weights. Raises ValueError for flags that do not fit this task or this model."""
+    """The flags with their dtypes resolved, the Layout, and the most tokens of a forward. kind: of
+    the task. folder: of the weights. Raises ValueError for flags that do not fit this task or this
+    model."""
     check_local(cfg.out, "--out")
-    longest, place = model_config.max_seq_len if cfg.seq_len == -1 else cfg.seq_len, os.path.dirname(cfg.out) or "."
+    longest, place = (
+        model_config.max_seq_len if cfg.seq_len == -1 else cfg.seq_len,
+        os.path.dirname(cfg.out) or ".",
+    )
     if cfg.seq_len == -1 and kind == "text" and not is_hf_folder(folder):
         longest = min(longest, read_json(folder, "config.json").get("seq_len", longest))
     most, stride = model_config.max_seq_len, longest if cfg.stride == -1 else cfg.stride
-    given = [spell_flag(name, value) for name, value in given_flags(cfg).items() if name in TRAINING]
-    refuse([
-        (cfg.out and os.path.lexists(cfg.out), f"--out {cfg.out} is there already: give a new file, or remove it"),
-        (cfg.out and not os.path.isdir(place), f"--out {cfg.out}: {place} is no folder"),
-        (not 1 <= longest <= most, f"--seq_len {cfg.seq_len} must be between 1 and the model's max_seq_len {most}, or -1"),
-        (not 1 <= stride <= longest, f"--stride {cfg.stride} must be between 1 and --seq_len {longest}"),
-        (kind == "answer" and cfg.max_new_tokens >= longest,
-         f"--max_new_tokens {cfg.max_new_tokens} leaves no room for a prompt in the {longest} tokens of --seq_len; lower it"),
-        (kind == "answer" and cfg.pp * cfg.cp > 1, "--pp and --cp do not help to write answers; use --dp_shard or --tp"),
-        (kind == "answer" and cfg.tp > 1 and hasattr(model_config, "mtp_depth"),
-         f"--tp {cfg.tp}: writing with DeepSeek caches latents, which tp does not split; use --dp_shard"),
-        (given, f"{', '.join(given)}: nothing is trained here; leave it out")])
-    dtype = cfg.compute_dtype if cfg.compute_dtype != "auto" else "bfloat16" if runs_on_cuda(cfg.device) else "float32"
-    # Without an optimizer, nothing needs more digits than the matmuls. Any number of micro-batches works with GPipe.
-    cfg = replace(cfg, compute_dtype=dtype, param_dtype=dtype, pp_schedule="GPipe" if cfg.pp > 1 else cfg.pp_schedule)
+    given = [
+        spell_flag(name, value) for name, value in given_flags(cfg).items() if name in TRAINING
+    ]
+    refuse(
+        [
+            (
+                cfg.out and os.path.lexists(cfg.out),
+                f"--out {cfg.out} is there already: give a new file, or remove it",
+            ),
+            (cfg.out and not os.path.isdir(place), f"--out {cfg.out}: {place} is no folder"),
+            (
+                not 1 <= longest <= most,
+                f"--seq_len {cfg.seq_len} must be between 1 and the model's max_seq_len {most}, "
+                "or -1",
+            ),
+            (
+                not 1 <= stride <= longest,
+                f"--stride {cfg.stride} must be between 1 and --seq_len {longest}",
+            ),
+            (
+                kind == "answer" and cfg.max_new_tokens >= longest,
+                f"--max_new_tokens {cfg.max_new_tokens} leaves no room for a prompt in the "
+                f"{longest} tokens of --seq_len; lower it",
+            ),
+            (
+                kind == "answer" and cfg.pp * cfg.cp > 1,
+                "--pp and --cp do not help to write answers; use --dp_shard or --tp",
+            ),
+            (
+                kind == "answer" and cfg.tp > 1 and hasattr(model_config, "mtp_depth"),
+                f"--tp {cfg.tp}: writing with DeepSeek caches latents, which tp does not split; "
+                "use --dp_shard",
+            ),
+            (given, f"{', '.join(given)}: nothing is trained here; leave it out"),
+        ]
+    )
+    dtype = (
+        cfg.compute_dtype
+        if cfg.compute_dtype != "auto"
+        else "bfloat16"
+        if runs_on_cuda(cfg.device)
+        else "float32"
+    )
+    # Without an optimizer, nothing needs more digits than the matmuls. Any number of micro-batches
+    # works with GPipe.
+    cfg = replace(
+        cfg,
+        compute_dtype=dtype,
+        param_dtype=dtype,
+        pp_schedule="GPipe" if cfg.pp > 1 else cfg.pp_schedule,
+    )
     cfg.kind = kind  # not a flag, but flags need it, see WRITING
     step = max(pieces(cfg), 1)
-    layout = check_layout(cfg, model_config, seq_len=max(longest // step, 1) * step,
-                          local_batch_size=cfg.local_batch_size, global_batch_size=-1, device=cfg.device)
+    layout = check_layout(
+        cfg,
+        model_config,
+        seq_len=max(longest // step, 1) * step,
+        local_batch_size=cfg.local_batch_size,
+        global_batch_size=-1,
+        device=cfg.device,
+    )
     return cfg, layout, longest
 
 
 def open_model(folder: str, layout: Layout, cfg, Model, model_config) -> list[nn.Module]:
-    """This rank's stages (one stage without --pp) with the weights of a run, step or Hugging Face folder, ready for score() and
-    complete(). Raises the same ValueError on all ranks."""
+    """This rank's stages (one stage without --pp) with the weights of a run, step or Hugging Face
+    folder, ready for score() and complete(). Raises the same ValueError on all ranks."""
     with torch.device("meta"):
         model = Model(model_config)
-    check_tp_plan(model, parallel.TP_STYLES)  # not check_model, because check_model counts gradients
+    # not check_model, because check_model counts gradients
+    check_tp_plan(model, parallel.TP_STYLES)
     stages = pipeline_stages(model, layout, cfg) if cfg.pp > 1 else [model]
     for stage in stages:
         split_model(stage, layout, cfg)
@@ -218,14 +319,16 @@ def open_model(folder: str, layout: Layout, cfg, Model, model_config) -> list[nn
 
 # ---------------------------------------------------------------- text -> requests
 def opening_ids(text: Text, string: str) -> list[int]:
-    """Ids of a text without context: with the tokenizer's first token, which a chat template writes itself."""
+    """Ids of a text without context: with the tokenizer's first token, which a chat template writes
+    itself."""
     return text.ids(string, bool(string) and text.bos and not text.chat)
 
 
 def encode_pair(text: Text, context: str, continuation: str) -> tuple[list[int], list[int]]:
-    """Both texts as token ids, cut as in lm-eval: spaces at the end of the context belong to the continuation; the context
-    alone has n tokens, and the first n tokens of both together are the context. Without a context, text.first is the context.
-    Raises ValueError if no token is left to be scored."""
+    """Both texts as token ids, cut as in lm-eval: spaces at the end of the context belong to the
+    continuation; the context alone has n tokens, and the first n tokens of both together are the
+    context. Without a context, text.first is the context. Raises ValueError if no token is left to
+    be scored."""
     before = context.rstrip()
     after = context[len(before) :] + continuation
     head = opening_ids(text, before)
@@ -238,58 +341,91 @@ def encode_pair(text: Text, context: str, continuation: str) -> tuple[list[int],
     return head or [text.first], tail
 
 
-def rolling_windows(ids: list[int], first: int, longest: int, stride: int) -> list[tuple[list[int], list[int]]]:
-    """Requests that score each token of a text once, beginning after the token `first`. A forward has at most `longest` tokens;
-    each window after the first scores `stride` tokens, with as much context as fits."""
+def rolling_windows(
+    ids: list[int], first: int, longest: int, stride: int
+) -> list[tuple[list[int], list[int]]]:
+    """Requests that score each token of a text once, beginning after the token `first`. A forward
+    has at most `longest` tokens; each window after the first scores `stride` tokens, with as much
+    context as fits."""
     whole, ends = [first, *ids], [*range(longest, len(ids), stride), len(ids)] if ids else []
-    return [(whole[max(0, end - longest) : done + 1], whole[done + 1 : end + 1]) for done, end in pairwise([0, *ends])]
+    return [
+        (whole[max(0, end - longest) : done + 1], whole[done + 1 : end + 1])
+        for done, end in pairwise([0, *ends])
+    ]
 
 
 def cut_requests(requests: list[tuple], room: int, vocab_size: int) -> tuple[list[tuple], int]:
-    """(requests of at most `room` tokens, the number of those whose context has lost its beginning). Raises ValueError for a
-    continuation that leaves no room for a context, and for ids outside of the model's vocabulary."""
+    """(requests of at most `room` tokens, the number of those whose context has lost its
+    beginning). Raises ValueError for a continuation that leaves no room for a context, and for ids
+    outside of the model's vocabulary."""
     for context, continuation in requests:
         if len(continuation) >= room:
-            raise ValueError(f"{len(continuation):,} tokens are to be scored as a whole, but there is room for {room - 1:,}")
+            raise ValueError(
+                f"{len(continuation):,} tokens are to be scored as a whole, but there is room for "
+                f"{room - 1:,}"
+            )
         if (last := max(context + continuation)) >= vocab_size:
-            raise ValueError(f"token id {last} in a text, but the model's vocab_size is {vocab_size}: wrong tokenizer?")
-    cut = [(context[len(continuation) - room :], continuation) for context, continuation in requests]
+            raise ValueError(
+                f"token id {last} in a text, but the model's vocab_size is {vocab_size}: wrong "
+                "tokenizer?"
+            )
+    cut = [
+        (context[len(continuation) - room :], continuation) for context, continuation in requests
+    ]
     return cut, sum(len(a) < len(b) for (a, _), (b, _) in zip(cut, requests))
 
 
 def check_finite(logprobs: list[float]) -> None:
     if n := len(logprobs) - sum(map(math.isfinite, logprobs)):
-        raise ValueError(f"{n:,} of {len(logprobs):,} log-probabilities are no numbers: the model has diverged, or is damaged")
+        raise ValueError(
+            f"{n:,} of {len(logprobs):,} log-probabilities are no numbers: the model has "
+            "diverged, or is damaged"
+        )
 
 
 # ---------------------------------------------------------------- requests -> scores
-def label_logprobs(h: Tensor, weight: Tensor, labels: Tensor, denom=None, all_reduce=no_reduce, vocab_start=0) -> Tensor:
-    """The log-probability of each label (...) in fp32; 0 for labels IGNORE. h (..., D), weight (V/tp, D); vocab parallelism as
-    in models.loss.linear_cross_entropy."""
+def label_logprobs(
+    h: Tensor, weight: Tensor, labels: Tensor, denom=None, all_reduce=no_reduce, vocab_start=0
+) -> Tensor:
+    """The log-probability of each label (...) in fp32; 0 for labels IGNORE. h (..., D), weight
+    (V/tp, D); vocab parallelism as in models.loss.linear_cross_entropy."""
     wanted = labels != IGNORE  # the head is a large part of a forward, so we leave out the contexts
     logprobs = h.new_zeros(labels.shape, dtype=torch.float32)
-    logprobs[wanted], _ = token_logprobs(h[wanted], weight, labels[wanted], 1.0, all_reduce, vocab_start)
+    logprobs[wanted], _ = token_logprobs(
+        h[wanted], weight, labels[wanted], 1.0, all_reduce, vocab_start
+    )
     return logprobs
 
 
 def pack_requests(requests: list[tuple], layout: Layout) -> dict[str, Tensor]:
-    """The model's arguments, (B, T/cp) each. Label t is the token after input t. Padding is on the right, invisible to all
-    tokens."""
+    """The model's arguments, (B, T/cp) each. Label t is the token after input t. Padding is on the
+    right, invisible to all tokens."""
     rows = []
     for context, continuation in requests:
         ids, labels = context + continuation, [IGNORE] * (len(context) - 1) + continuation
-        rows.append([dict(tokens=torch.tensor(ids[:-1]), labels=torch.tensor(labels), positions=torch.arange(len(labels)))])
+        rows.append(
+            [
+                dict(
+                    tokens=torch.tensor(ids[:-1]),
+                    labels=torch.tensor(labels),
+                    positions=torch.arange(len(labels)),
+                )
+            ]
+        )
     T = max(len(row["tokens"]) for (row,) in rows)
     return lay_out(rows, -(-T // pieces(layout)) * pieces(layout), layout, {"labels": IGNORE})
 
 
 @torch.no_grad()
 def score(stages: list[nn.Module], layout: Layout, requests: list[tuple]) -> list[float]:
-    """The log-probability in nats of the continuation of each request, on every rank. Raises ValueError on every rank for a
-    log-probability of nan or inf."""
+    """The log-probability in nats of the continuation of each request, on every rank. Raises
+    ValueError on every rank for a log-probability of nan or inf."""
     report = progress("scored", requests, layout)
-    by_label = label_logprobs if layout.tp == 1 else partial(
-        parallel.vocab_parallel_loss, mesh=layout.mesh["tp"], loss=label_logprobs)
+    by_label = (
+        label_logprobs
+        if layout.tp == 1
+        else partial(parallel.vocab_parallel_loss, mesh=layout.mesh["tp"], loss=label_logprobs)
+    )
     for stage in stages:  # a forward with labels now returns their log-probabilities
         stage.token_loss = by_label
     sums = torch.zeros(len(requests), dtype=torch.float64, device=layout.device)
@@ -297,10 +433,14 @@ def score(stages: list[nn.Module], layout: Layout, requests: list[tuple]) -> lis
     plan = in_rows([len(a) + len(b) for a, b in requests], size, layout.data_ranks)
     for first, own in zip(plan[0], plan[layout.data_rank]):
         mine = [i for row in own for i in row]
-        # All data ranks run as many rows as the first, which has the most, because the collectives need all ranks.
-        kwargs = pack_requests([requests[i] for i in mine] + [NOTHING] * (len(first) - len(mine)), layout)
+        # All data ranks run as many rows as the first, which has the most, because the collectives
+        # need all ranks.
+        kwargs = pack_requests(
+            [requests[i] for i in mine] + [NOTHING] * (len(first) - len(mine)), layout
+        )
         logprobs = parallel.run_forwards(stages, kwargs, layout)
-        if logprobs and mine and layout.coordinate("tp") == 0:  # all tp ranks have the same numbers, cp ranks a part each
+        # all tp ranks have the same numbers, cp ranks a part each
+        if logprobs and mine and layout.coordinate("tp") == 0:
             sums[mine] = torch.cat(logprobs).sum(1, dtype=torch.float64)[: len(mine)]
         report(size * layout.data_ranks)
     dist.all_reduce(sums)
@@ -310,27 +450,44 @@ def score(stages: list[nn.Module], layout: Layout, requests: list[tuple]) -> lis
 
 # ---------------------------------------------------------------- prompts -> texts
 @torch.no_grad()
-def complete(model, layout: Layout, cfg: Config, text: Text, prompts: list[list[int]]) -> list[dict]:
-    """The model's answer to each prompt: dicts(ids, logprobs, text, truncated), on every rank. An answer ends before its first
-    --stop string, or with an id of text.ends, or is truncated. Raises ValueError on every rank if the model gives no
-    probabilities."""
+def complete(
+    model, layout: Layout, cfg: Config, text: Text, prompts: list[list[int]]
+) -> list[dict]:
+    """The model's answer to each prompt: dicts(ids, logprobs, text, truncated), on every rank. An
+    answer ends before its first --stop string, or with an id of text.ends, or is truncated. Raises
+    ValueError on every rank if the model gives no probabilities."""
     stop, new = [unescape(string) for string in cfg.stop if string], cfg.max_new_tokens
-    group = patient_group(dist.group.WORLD, cfg.rollout_timeout_s) if layout.world_size > 1 else None
+    group = (
+        patient_group(dist.group.WORLD, cfg.rollout_timeout_s) if layout.world_size > 1 else None
+    )
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     mine = order[layout.data_rank :: layout.data_ranks]
     noise = draw_noise([f"{cfg.seed}/{i}" for i in mine], 1, new)
-    report, rows, tail = progress("answered", prompts, layout), layout.local_batch_size, 8 + len("".join(stop).encode())
+    report, rows, tail = (
+        progress("answered", prompts, layout),
+        layout.local_batch_size,
+        8 + len("".join(stop).encode()),
+    )
 
     def end_at_stop(s):
-        report(max((s["index"] + 1 - rows) * layout.data_ranks - report.done, 0))  # the last rows run on
+        # the last rows run on
+        report(max((s["index"] + 1 - rows) * layout.data_ranks - report.done, 0))
         last = text.decode(s["ids"][-tail:])  # each id is at least one byte of text
         return None if any(string in last for string in stop) else []
 
     with whole_weights(model):
         samples = rollout(
-            model, [prompts[i] for i in mine], noise, cfg.temperature, text.ends, rows=rows, reply=end_at_stop,
-            max_len=max(map(len, prompts)) + new, agree=lockstep(layout, cfg.rollout_timeout_s),
-            tp_mesh=layout.mesh["tp"] if layout.tp > 1 else None)
+            model,
+            [prompts[i] for i in mine],
+            noise,
+            cfg.temperature,
+            text.ends,
+            rows=rows,
+            reply=end_at_stop,
+            max_len=max(map(len, prompts)) + new,
+            agree=lockstep(layout, cfg.rollout_timeout_s),
+            tp_mesh=layout.mesh["tp"] if layout.tp > 1 else None,
+        )
     for i, s in zip(mine, samples):
         s["index"], whole = i, text.decode(s["ids"])
         s["text"] = min((whole.split(string)[0] for string in stop), key=len, default=whole)
@@ -344,12 +501,17 @@ def progress(what: str, requests: list, layout: Layout) -> Progress:
     return Progress(what, len(requests), say, ("requests", 1))
 
 
-# ---------------------------------------------------------------- scores -> an item per line, and metrics
-def perplexity(lines: list[Line], windows: list[list[tuple]], scores: list[list[float]]) -> tuple[list[dict], dict]:
-    """(items, metrics) of texts. windows: requests of each line. scores: results of score() for each line."""
+# ---------------------------------------------------------- scores -> an item per line, and metrics
+def perplexity(
+    lines: list[Line], windows: list[list[tuple]], scores: list[list[float]]
+) -> tuple[list[dict], dict]:
+    """(items, metrics) of texts. windows: requests of each line. scores: results of score() for
+    each line."""
     tokens = [[len(continuation) for _, continuation in of_line] for of_line in windows]
     n_bytes = [len(line.fields["text"].encode()) for line in lines]
-    items = [dict(logprob=sum(a), tokens=sum(b), bytes=c) for a, b, c in zip(scores, tokens, n_bytes)]
+    items = [
+        dict(logprob=sum(a), tokens=sum(b), bytes=c) for a, b, c in zip(scores, tokens, n_bytes)
+    ]
     if len(lines) == 1:  # a single text is a sample of windows, each with a share of the bytes
         nats, tokens = [-x for x in scores[0]], tokens[0]
         n_bytes = [n_bytes[0] * n / sum(tokens) for n in tokens]
@@ -357,48 +519,79 @@ def perplexity(lines: list[Line], windows: list[list[tuple]], scores: list[list[
         nats, tokens = [-sum(a) for a in scores], [sum(b) for b in tokens]
     metrics = ratio("loss", nats, tokens) | ratio("bits_per_byte", nats, n_bytes, 1 / math.log(2))
     most = min(metrics["loss"], 700.0)  # e^710 is too large for a float
-    return items, metrics | dict(perplexity=math.exp(most), tokens=sum(tokens), bytes=round(sum(n_bytes)))
+    return items, metrics | dict(
+        perplexity=math.exp(most), tokens=sum(tokens), bytes=round(sum(n_bytes))
+    )
 
 
 def multiple_choice(lines: list[Line], scores: list[list[float]]) -> tuple[list[dict], dict]:
     """(items, metrics) of questions with choices. scores: for each line, the scores of its choices."""
-    lengths = {"acc": lambda choice: 1, "acc_norm": len, "acc_bytes": lambda choice: len(choice.encode())}
+    lengths = {
+        "acc": lambda choice: 1,
+        "acc_norm": len,
+        "acc_bytes": lambda choice: len(choice.encode()),
+    }
     items = []
     for line, logprobs in zip(lines, scores):
         choices, answer = line.fields["choices"], line.fields["answer"]
-        best = {name: [x / length(choice) for x, choice in zip(logprobs, choices)] for name, length in lengths.items()}
+        best = {
+            name: [x / length(choice) for x, choice in zip(logprobs, choices)]
+            for name, length in lengths.items()
+        }
         right = {name: int(each.index(max(each)) == answer) for name, each in best.items()}
         items.append(dict(logprobs=logprobs, answer=answer) | right)
-    return items, {name: x for metric in lengths for name, x in ratio(metric, [item[metric] for item in items]).items()}
+    return items, {
+        name: x
+        for metric in lengths
+        for name, x in ratio(metric, [item[metric] for item in items]).items()
+    }
 
 
 def exact_match(lines: list[Line], samples: list[dict], answers="auto") -> tuple[list[dict], dict]:
-    """(items, metrics) of written answers. samples: from complete(). answers: kind in rl/answers.py, or auto."""
+    """(items, metrics) of written answers. samples: from complete(). answers: kind in
+    rl/answers.py, or auto."""
     items = []
     for line, s in zip(lines, samples):
         answer = str(line.fields["answer"])
         number = final_number(answer) if answers in ("auto", "number") else None
         kind = answers if answers != "auto" else "exact" if number is None else "number"
         correct = is_right(kind, s["text"], answer) and not s["truncated"]
-        items.append(dict(question=line.fields["question"], prediction=s["text"], answer=answer if number is None else number,
-                          tokens=len(s["ids"]), truncated=s["truncated"], correct=int(correct)))
+        items.append(
+            dict(
+                question=line.fields["question"],
+                prediction=s["text"],
+                answer=answer if number is None else number,
+                tokens=len(s["ids"]),
+                truncated=s["truncated"],
+                correct=int(correct),
+            )
+        )
     truncated = sum(item["truncated"] for item in items) / len(items)
-    return items, ratio("exact_match", [item["correct"] for item in items]) | dict(truncated=truncated)
+    return items, ratio("exact_match", [item["correct"] for item in items]) | dict(
+        truncated=truncated
+    )
 
 
 # ---------------------------------------------------------------- the program
-def requests_of(cfg: Config, kind: str, text: Text, lines: list[Line], longest: int) -> list[list[tuple]]:
-    """For each line its requests (context, continuation): windows of a text, choices of a question, or a prompt without a
-    continuation."""
+def requests_of(
+    cfg: Config, kind: str, text: Text, lines: list[Line], longest: int
+) -> list[list[tuple]]:
+    """For each line its requests (context, continuation): windows of a text, choices of a question,
+    or a prompt without a continuation."""
     if kind == "text":
         stride = longest if cfg.stride == -1 else cfg.stride
-        return [rolling_windows(text.ids(line.fields["text"]), text.first, longest, stride) for line in lines]
+        return [
+            rolling_windows(text.ids(line.fields["text"]), text.first, longest, stride)
+            for line in lines
+        ]
     prompts = prompts_of(cfg, text, lines, kind)
     if kind == "answer":
         return [[(opening_ids(text, prompt) or [text.first], [])] for prompt in prompts]
     space = "" if text.chat else " "
-    return [[encode_pair(text, prompt, space + choice) for choice in line.fields["choices"]]
-            for line, prompt in zip(lines, prompts)]
+    return [
+        [encode_pair(text, prompt, space + choice) for choice in line.fields["choices"]]
+        for line, prompt in zip(lines, prompts)
+    ]
 
 
 def main(cfg: Config):
@@ -407,12 +600,17 @@ def main(cfg: Config):
     kind, lines = read_task(cfg.task, answers=cfg.answers)
     lines = lines[: cfg.limit or None]
     counted = f"{len(lines):,} line{'s' * (len(lines) > 1)}"
-    text, Model, model_config, folder = read_checkpoint(cfg.checkpoint, open_chat(cfg.checkpoint, cfg))
+    text, Model, model_config, folder = read_checkpoint(
+        cfg.checkpoint, open_chat(cfg.checkpoint, cfg)
+    )
     cfg, layout, longest = plan(cfg, kind, model_config, folder)
 
     # 2. requests to the model
     groups = requests_of(cfg, kind, text, lines, longest)
-    requests, room = [*chain(*groups)], longest - cfg.max_new_tokens if kind == "answer" else longest + 1
+    requests, room = (
+        [*chain(*groups)],
+        longest - cfg.max_new_tokens if kind == "answer" else longest + 1,
+    )
     if not requests:
         raise ValueError(f"--task {cfg.task}: its texts are empty")
     requests, n_cut = cut_requests(requests, room, model_config.vocab_size)
@@ -422,28 +620,59 @@ def main(cfg: Config):
     set_timeouts(layout, cfg.init_timeout_s)
     stages = open_model(cfg.checkpoint, layout, cfg, Model, model_config)
     if layout.rank == 0:
-        print(f"{cfg.task}: {counted}, up to {longest:,} tokens at once | {folder} | "
-              f"{layout} on {layout.device.type}, {str(layout.compute_dtype)[6:]}", flush=True)
+        print(
+            f"{cfg.task}: {counted}, up to {longest:,} tokens at once | {folder} | "
+            f"{layout} on {layout.device.type}, {str(layout.compute_dtype)[6:]}",
+            flush=True,
+        )
         if n_cut:
-            print(f"{n_cut:,} of {len(requests):,} prompts do not fit into {longest:,} tokens: they lose their beginnings")
+            print(
+                f"{n_cut:,} of {len(requests):,} prompts do not fit into {longest:,} tokens: they "
+                "lose their beginnings"
+            )
     if kind == "answer":
         samples = complete(stages[0], layout, cfg, text, [prompt for prompt, _ in requests])
         items, metrics = exact_match(lines, samples, cfg.answers)
     else:
         scores = iter(score(stages, layout, requests))
         grouped = [[next(scores) for _ in group] for group in groups]
-        items, metrics = perplexity(lines, groups, grouped) if kind == "text" else multiple_choice(lines, grouped)
+        items, metrics = (
+            perplexity(lines, groups, grouped)
+            if kind == "text"
+            else multiple_choice(lines, grouped)
+        )
 
     # 4. results
     if layout.rank == 0:
-        summary = dict(task=cfg.task, kind=kind, checkpoint=folder, n=len(lines)) | metrics | dict(
-            cut=n_cut, seq_len=longest, layout=str(layout), dtype=cfg.compute_dtype, seconds=round(time.time() - began, 1))
+        summary = (
+            dict(task=cfg.task, kind=kind, checkpoint=folder, n=len(lines))
+            | metrics
+            | dict(
+                cut=n_cut,
+                seq_len=longest,
+                layout=str(layout),
+                dtype=cfg.compute_dtype,
+                seconds=round(time.time() - began, 1),
+            )
+        )
         found = [dict(index=i) | item for i, item in enumerate(items)] + [dict(summary=summary)]
         if cfg.out:
-            write_file(cfg.out, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in found).encode())
-        shown = {name: f"{x:.4f}" if isinstance(x, float) else f"{x:,}" for name, x in metrics.items() if x is not None}
-        shown = [f"+- {x}" if name.endswith("_stderr") else f"  {name} {x}" for name, x in shown.items()]
-        print(f"{' '.join(shown).strip()}   ({counted}, {summary['seconds']} s{cfg.out and f', {cfg.out}'})")
+            write_file(
+                cfg.out,
+                "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in found).encode(),
+            )
+        shown = {
+            name: f"{x:.4f}" if isinstance(x, float) else f"{x:,}"
+            for name, x in metrics.items()
+            if x is not None
+        }
+        shown = [
+            f"+- {x}" if name.endswith("_stderr") else f"  {name} {x}" for name, x in shown.items()
+        ]
+        print(
+            f"{' '.join(shown).strip()}   ({counted}, {summary['seconds']} "
+            f"s{cfg.out and f', {cfg.out}'})"
+        )
 
 
 if __name__ == "__main__":

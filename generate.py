@@ -1,10 +1,12 @@
-"""Text from a trained model: batched generation with a KV cache, and a command line to sample from any checkpoint.
+"""Text from a trained model: batched generation with a KV cache, and a command line to sample from
+any checkpoint.
 
     python generate.py --checkpoint runs/llama3 --prompt "def "
     python generate.py --checkpoint runs/llama3/checkpoints/step-300 --prompt "class " --prompt "import " --temperature 0
     python generate.py --checkpoint runs/llama3 --prompt "for i in" --top_k 50 --top_p 0.9 --seed 7
     python generate.py --checkpoint HUGGING_FACE_FOLDER --prompt "Who are you?" --chat
 """
+
 import os
 import shlex
 import sys
@@ -28,42 +30,75 @@ def check_request(config, prompts, max_new_tokens, temperature, top_k, top_p):
     rules = [
         (not prompts, "no prompts: give a list with at least one list of token ids"),
         (max_new_tokens < 1, f"max_new_tokens is {max_new_tokens}, needs to be at least 1"),
-        (temperature < 0, f"temperature is {temperature}, needs to be 0 (always the likeliest token) or more"),
+        (
+            temperature < 0,
+            f"temperature is {temperature}, needs to be 0 (always the likeliest token) or more",
+        ),
         (top_k < 0, f"top_k is {top_k}, needs to be 0 (all tokens) or more"),
-        (not 0 < top_p <= 1, f"top_p is {top_p}, needs to be above 0 and at most 1 (all tokens)")]
+        (not 0 < top_p <= 1, f"top_p is {top_p}, needs to be above 0 and at most 1 (all tokens)"),
+    ]
     for row, prompt in enumerate(prompts):
         n, bad = len(prompt), next((t for t in prompt if not 0 <= t < config.vocab_size), None)
         rules += [
             (n == 0, f"prompt {row} is empty: a model continues text, give it at least one token"),
-            (bad is not None, f"prompt {row} has token id {bad}, but vocab_size is {config.vocab_size}, wrong tokenizer?"),
-            (n + max_new_tokens > config.max_seq_len,
-             f"prompt {row} has {n} tokens and {max_new_tokens} new ones make {n + max_new_tokens}, the model's max_seq_len is "
-             f"{config.max_seq_len}: brief the prompt or lower max_new_tokens")]
+            (
+                bad is not None,
+                f"prompt {row} has token id {bad}, but vocab_size is {config.vocab_size}, wrong "
+                "tokenizer?",
+            ),
+            (
+                n + max_new_tokens > config.max_seq_len,
+                f"prompt {row} has {n} tokens and {max_new_tokens} new ones make "
+                f"{n + max_new_tokens}, the model's max_seq_len is "
+                f"{config.max_seq_len}: brief the prompt or lower max_new_tokens",
+            ),
+        ]
     refuse(rules)
 
 
-def generate(model, prompts: list[list[int]], max_new_tokens: int, temperature=1.0, top_k=0, top_p=1.0, seed=0,
-             eot: int | list[int] | None = None) -> list[list[int]]:
-    """Continue each prompt (token ids, any lengths) by up to max_new_tokens; return a list of new ids per prompt.
+def generate(
+    model,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    temperature=1.0,
+    top_k=0,
+    top_p=1.0,
+    seed=0,
+    eot: int | list[int] | None = None,
+) -> list[list[int]]:
+    """Continue each prompt (token ids, any lengths) by up to max_new_tokens; return a list of new
+    ids per prompt.
 
-    A row ends with its first `eot` (or any of several), included in the result. Temperature 0 takes the likeliest token.
-    The text of a row depends on the model, its prompt, `seed` and its index, not on other rows (up to rounding). Raises
-    ValueError.
+    A row ends with its first `eot` (or any of several), included in the result. Temperature 0 takes
+    the likeliest token. The text of a row depends on the model, its prompt, `seed` and its index,
+    not on other rows (up to rounding). Raises ValueError.
     """
     check_request(model.config, prompts, max_new_tokens, temperature, top_k, top_p)
     noise = draw_noise([f"{seed}/{row}" for row in range(len(prompts))], 1, max_new_tokens)
     max_len = max(map(len, prompts)) + max_new_tokens
-    samples = rollout(model, prompts, noise, temperature, [] if eot is None else eot, max_len=max_len, top_k=top_k, top_p=top_p)
+    samples = rollout(
+        model,
+        prompts,
+        noise,
+        temperature,
+        [] if eot is None else eot,
+        max_len=max_len,
+        top_k=top_k,
+        top_p=top_p,
+    )
     return [s["ids"] for s in samples]
 
 
 # ---------------------------------------------------------------- text
 @dataclass(kw_only=True)
 class Config(ChatConfig):
-    checkpoint: str = "runs/llama3"  # a run folder (its newest checkpoint), a checkpoints/step-N, or a Hugging Face folder
-    prompt: str = "def "  # text to continue; give the flag several times for several texts in one batch
+    # a run folder (its newest checkpoint), a checkpoints/step-N, or a Hugging Face folder
+    checkpoint: str = "runs/llama3"
+    # text to continue; give the flag several times for several texts in one batch
+    prompt: str = "def "
     max_new_tokens: int = 200  # tokens to add, at most: a text may end before
-    temperature: float = 0.8  # below 1 plays safe, above 1 is bold, 0 always takes the likeliest token
+    # below 1 plays safe, above 1 is bold, 0 always takes the likeliest token
+    temperature: float = 0.8
     top_k: int = 0  # choose among this many likeliest tokens only; 0 = all
     top_p: float = 1.0  # choose among the likeliest tokens with this probability together; 1 = all
     seed: int = 0  # another seed is another sample
@@ -71,7 +106,8 @@ class Config(ChatConfig):
 
 
 def open_checkpoint(folder: str, device="cpu"):
-    """(model, tokenizer, ids that end a text) of a run, step or Hugging Face folder. Raises ValueError."""
+    """(model, tokenizer, ids that end a text) of a run, step or Hugging Face folder. Raises
+    ValueError."""
     load = load_model
     if is_hf_folder(folder):
         from storage.hf import load_hf_model as load
@@ -79,7 +115,10 @@ def open_checkpoint(folder: str, device="cpu"):
     model, _ = load(folder, device, torch.bfloat16 if torch.device(device).type == "cuda" else None)
     path = text_folder(folder)
     if not os.path.isfile(os.path.join(path, "tokenizer.json")):
-        raise ValueError(f"{folder} has no tokenizer.json, its data came without one: call generate.generate with token ids")
+        raise ValueError(
+            f"{folder} has no tokenizer.json, its data came without one: call generate.generate "
+            "with token ids"
+        )
     try:
         ends = ends_of(path)
     except ValueError:
@@ -87,40 +126,66 @@ def open_checkpoint(folder: str, device="cpu"):
     return model, load_tokenizer(Path(path, "tokenizer.json")), ends
 
 
-def continue_texts(model, tokenizer, ends: list[int], texts: list[str], max_new_tokens: int, bos=False, chat=None,
-                   **options) -> list[str]:
+def continue_texts(
+    model,
+    tokenizer,
+    ends: list[int],
+    texts: list[str],
+    max_new_tokens: int,
+    bos=False,
+    chat=None,
+    **options,
+) -> list[str]:
     """The model's continuation of each text.
 
-    bos: begin each text with the tokenizer's first token; False, because our training text has no such token. chat: from
+    bos: begin each text with the tokenizer's first token; False, because our training text has no
+    such token. chat: from
     open_chat(); the texts are questions then.
     """
     prompts = [chat(text) for text in texts] if chat else texts
-    tokenizer.encode_special_tokens = chat is None  # markers in a template are tokens, in other texts plain text
+    # markers in a template are tokens, in other texts plain text
+    tokenizer.encode_special_tokens = chat is None
     # an empty text begins a document, after the end of another
     prompts = [encoding_of(tokenizer, text, bos and not chat).ids or ends[:1] for text in prompts]
-    return [printable(tokenizer.decode(ids)) for ids in generate(model, prompts, max_new_tokens, eot=ends, **options)]
+    return [
+        printable(tokenizer.decode(ids))
+        for ids in generate(model, prompts, max_new_tokens, eot=ends, **options)
+    ]
 
 
 def print_sample(run: str, n_params: int, data=None):
-    """Print a sample of a run's newest checkpoint, after the first words of its data (data.TokenData) or "def ". The run is
-    finished and saved, so an error must not fail the run: we print the error."""
+    """Print a sample of a run's newest checkpoint, after the first words of its data
+    (data.TokenData) or "def ". The run is finished and saved, so an error must not fail the run: we
+    print the error."""
     try:
         prompt = data.first_words() if data is not None and data.tokenizer_file else "def "
-        is_chat = hasattr(data, "packing")  # conversations: the first words are a question, asked in the chat template
-        command = f"python generate.py --checkpoint {shlex.quote(run)} --prompt {shlex.quote(prompt)}" + " --chat" * is_chat
+        # conversations: the first words are a question, asked in the chat template
+        is_chat = hasattr(data, "packing")
+        command = (
+            f"python generate.py --checkpoint {shlex.quote(run)} --prompt {shlex.quote(prompt)}"
+            + " --chat" * is_chat
+        )
         if n_params > 2e9:
-            print(f"for a sample: {command}")  # loading a model of this size would keep all devices waiting
+            # loading a model of this size would keep all devices waiting
+            print(f"for a sample: {command}")
             return
-        model, tokenizer, ends = open_checkpoint(run, "cuda" if torch.cuda.is_available() else "cpu")
+        model, tokenizer, ends = open_checkpoint(
+            run, "cuda" if torch.cuda.is_available() else "cpu"
+        )
         # not longer than what the run was trained on
         chat, length = None, min(120, read_json(run, "config.json")["seq_len"] // 2)
         if is_chat:
             from sft.chat import open_chat
 
             chat = open_chat(run, ChatConfig(chat=True))
-        (text,) = continue_texts(model, tokenizer, ends, [prompt], length, chat=chat, temperature=0.8, top_p=0.95)
+        (text,) = continue_texts(
+            model, tokenizer, ends, [prompt], length, chat=chat, temperature=0.8, top_p=0.95
+        )
         said = f"{prompt}\n\n{text}" if is_chat else f"{prompt}{text}"
-        print(f"checkpoint: {step_folders(run)[0][1]}\nsample (for others: {command}):\n\n{said}", flush=True)
+        print(
+            f"checkpoint: {step_folders(run)[0][1]}\nsample (for others: {command}):\n\n{said}",
+            flush=True,
+        )
     except Exception as error:
         print(f"no sample: {error}", flush=True)
 
@@ -133,7 +198,9 @@ def main(argv: list[str]):
     cfg = parse_config(Config, rest)
     texts = given.prompt or [cfg.prompt]
     options = dict(temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p, seed=cfg.seed)
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if cfg.device == "auto" else cfg.device
+    device = (
+        ("cuda" if torch.cuda.is_available() else "cpu") if cfg.device == "auto" else cfg.device
+    )
     try:
         if device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device cuda: torch finds no GPU here; use --device cpu")

@@ -1,12 +1,15 @@
-"""Train Qwen3, dense or mixture-of-experts, on any number of devices: train_llama3.py with experts. Every difference says why.
+"""Train Qwen3, dense or mixture-of-experts, on any number of devices: train_llama3.py with experts.
+Every difference says why.
 
     python train_qwen3.py                                                        # dense, one process, built-in corpus
     torchrun --nproc_per_node 2 train_qwen3.py --flavor debug_moe --ep 2         # experts split over two processes
     torchrun --nproc_per_node 4 train_qwen3.py --flavor debug_moe --ep 4 --tp 2 --moe_balance aux --steps 20
 
-The same command again continues the run. A run writes runs/qwen3/{config.json, metrics.jsonl, checkpoints/}.
-Read next: `diff train_llama3.py train_qwen3.py`, models/qwen3.py, models/moe.py, distributed/experts.py.
+The same command again continues the run. A run writes runs/qwen3/{config.json, metrics.jsonl,
+checkpoints/}. Read next: `diff train_llama3.py train_qwen3.py`, models/qwen3.py, models/moe.py,
+distributed/experts.py.
 """
+
 import math
 import os
 from dataclasses import asdict, dataclass
@@ -38,76 +41,119 @@ AUX = Need("without --moe_balance aux", lambda c: c.moe_balance == "aux")
 
 @dataclass(kw_only=True)
 class Config(
+    ParallelConfig,
     # qwen3: and the axis of the experts
-    ParallelConfig, ExpertConfig, LaunchConfig, PipelineConfig, Float8Config, CheckpointConfig, DataConfig, MetricsConfig
+    ExpertConfig,
+    LaunchConfig,
+    PipelineConfig,
+    Float8Config,
+    CheckpointConfig,
+    DataConfig,
+    MetricsConfig,
 ):
     flavor: Literal[tuple(FLAVORS)] = "debug"  # model size: see FLAVORS in models/qwen3.py
     # qwen3: how to keep the experts equally busy
-    moe_balance: Literal["bias", "aux", "none"] = flag("bias", EXPERTS)  # adjust selection biases, add a loss, or neither
-    # 1e-2 for both: runs of thousands of steps do with 1e-3, but within hundreds it balances nothing (benchmarks/RESULTS.md)
+    #
+    # adjust selection biases, add a loss, or neither
+    moe_balance: Literal["bias", "aux", "none"] = flag("bias", EXPERTS)
+    # 1e-2 for both: runs of thousands of steps do with 1e-3, but within hundreds it balances
+    # nothing (benchmarks/RESULTS.md)
     moe_bias_rate: float = flag(1e-2, EXPERTS, BIAS)  # how far a bias moves per step
     moe_aux_coef: float = flag(1e-2, EXPERTS, AUX)  # weight of the balancing loss
-    moe_force_balance: bool = flag(False, EXPERTS)  # round-robin instead of the router: for benchmarks, the model learns little
+    # round-robin instead of the router: for benchmarks, the model learns little
+    moe_force_balance: bool = flag(False, EXPERTS)
     model_args: str = ""  # fields of the flavor to change for an ablation: "n_layers=4,dim=512"
-    out: str = "runs/qwen3"  # folder for all files of the run; the same folder again continues the run
+    # folder for all files of the run; the same folder again continues the run
+    out: str = "runs/qwen3"
     steps: int = 160  # optimizer steps
     seq_len: int = 256  # tokens per sequence
     local_batch_size: int = 8  # sequences per forward of a data rank
-    global_batch_size: int = -1  # sequences per optimizer step; -1 = local_batch_size x data ranks; a resumed run keeps its own
-    optimizer: Optimizer = "adamw"  # muon: Muon for the blocks' matrices; adamw_sr: rounds bf16 weights by chance
+    # sequences per optimizer step; -1 = local_batch_size x data ranks; a resumed run keeps its own
+    global_batch_size: int = -1
+    # muon: Muon for the blocks' matrices; adamw_sr: rounds bf16 weights by chance
+    optimizer: Optimizer = "adamw"
     lr: float = 3e-3  # peak learning rate, reached after warmup_steps
     min_lr_ratio: float = 0.1  # the learning rate ends at this share of its peak
     warmup_steps: int = 20  # steps of linear warmup
-    decay_ratio: float | None = None  # share of the steps, at the end, over which lr decays; none = right after warmup
+    # share of the steps, at the end, over which lr decays; none = right after warmup
+    decay_ratio: float | None = None
     decay_type: Literal["cosine", "linear", "sqrt"] = "cosine"  # shape of the decay
-    schedule_steps: int = -1  # length of the learning rate schedule, if not the length of the run; -1 = steps
+    # length of the learning rate schedule, if not the length of the run; -1 = steps
+    schedule_steps: int = -1
     beta1: float = 0.9  # AdamW: decay of the gradient's mean
     beta2: float = 0.95  # AdamW: decay of the squared gradient's mean
     eps: float = 1e-8  # AdamW: added to the root of the squared gradient's mean
     weight_decay: float = 0.1  # weight decay, decoupled from the gradient
-    wd_on: Literal["matrices", "all"] = "matrices"  # parameters with weight decay: matrices only, or norms as well
+    # parameters with weight decay: matrices only, or norms as well
+    wd_on: Literal["matrices", "all"] = "matrices"
     max_norm: float = 1.0  # gradients are scaled down to this norm; 0 = never
-    on_nan: Literal["stop", "skip"] = "stop"  # a NaN gradient changes no weight; stop = the run ends at the next log line
+    # a NaN gradient changes no weight; stop = the run ends at the next log line
+    on_nan: Literal["stop", "skip"] = "stop"
     seed: int = 0  # of the initial weights
     val_every: int = 50  # steps between validations (and one at the end); 0 = never
-    val_batches: int = 8  # size of the validation set, in batches of 8 sequences; the same sequences in every layout
+    # size of the validation set, in batches of 8 sequences; the same sequences in every layout
+    val_batches: int = 8
     checkpoint_every: int = 100  # steps between checkpoints (and one at the end); 0 = never
 
-    def __post_init__(self):  # rules of flags alone; check_layout has the rules of flags and model together
+    # rules of flags alone; check_layout has the rules of flags and model together
+    def __post_init__(self):
         MetricsConfig.__post_init__(self)
         check_optimizer(self)
 
 
 def lr_at(step: int, cfg: Config) -> float:
-    """Share of the peak learning rate at a step (from 1): warmup, stable, decay. A pure function, without state to save.
+    """Share of the peak learning rate at a step (from 1): warmup, stable, decay. A pure function,
+    without state to save.
 
-    The decay ends one step after the last, so that with --min_lr_ratio 0 the last step still learns.
+    The decay ends one step after the last, so that with --min_lr_ratio 0 the last step still
+    learns.
     """
     total = cfg.steps if cfg.schedule_steps == -1 else cfg.schedule_steps
     warmup = min(cfg.warmup_steps, total)
-    decay = total - warmup if cfg.decay_ratio is None else min(round(total * cfg.decay_ratio), total - warmup)
+    decay = (
+        total - warmup
+        if cfg.decay_ratio is None
+        else min(round(total * cfg.decay_ratio), total - warmup)
+    )
     if step <= warmup:
         return step / max(warmup, 1)
     x = min(max(step - (total - decay), 0) / (decay + 1), 1.0)  # progress of the decay
-    shape = {"cosine": 0.5 * (1 + math.cos(math.pi * x)), "linear": 1 - x, "sqrt": 1 - math.sqrt(x)}[cfg.decay_type]
+    shape = {
+        "cosine": 0.5 * (1 + math.cos(math.pi * x)),
+        "linear": 1 - x,
+        "sqrt": 1 - math.sqrt(x),
+    }[cfg.decay_type]
     return cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * shape
 
 
 def build_optimizers(stages, cfg: Config) -> list[torch.optim.Optimizer]:
-    """AdamW for everything, or Muon for the blocks' matrices and AdamW for the rest; one learning rate serves both."""
-    params = [(fqn, p) for stage in stages for fqn, p in stage.named_parameters() if p.requires_grad]
-    matrices = [p for fqn, p in params if cfg.optimizer == "muon" and p.dim() > 1 and fqn.startswith("blocks.")]
+    """AdamW for everything, or Muon for the blocks' matrices and AdamW for the rest; one learning
+    rate serves both."""
+    params = [
+        (fqn, p) for stage in stages for fqn, p in stage.named_parameters() if p.requires_grad
+    ]
+    matrices = [
+        p
+        for fqn, p in params
+        if cfg.optimizer == "muon" and p.dim() > 1 and fqn.startswith("blocks.")
+    ]
     rest = [p for _, p in params if all(p is not matrix for matrix in matrices)]
     decays = [p for p in rest if p.dim() > 1 or cfg.wd_on == "all"]
     others = [p for p in rest if p.dim() <= 1 and cfg.wd_on != "all"]
-    groups = [{"params": decays, "weight_decay": cfg.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = [
+        {"params": decays, "weight_decay": cfg.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
     groups = [group for group in groups if group["params"]]
     # without groups: a pipeline stage in the middle may have matrices only
-    optimizers = [adamw(groups, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, cfg.optimizer)] if groups else []
+    optimizers = (
+        [adamw(groups, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, cfg.optimizer)] if groups else []
+    )
     if matrices:
         from support.muon import Muon
 
-        # updates as large as AdamW's, so that the learning rate and the decay carry over (arXiv:2502.16982)
+        # updates as large as AdamW's, so that the learning rate and the decay carry over
+        # (arXiv:2502.16982)
         optimizers.append(Muon(matrices, cfg.lr, cfg.weight_decay, adjust_lr_fn="match_rms_adamw"))
     return optimizers
 
@@ -115,17 +161,29 @@ def build_optimizers(stages, cfg: Config) -> list[torch.optim.Optimizer]:
 def main(cfg: Config):
     # 1. devices: wrong flags are refused here, before anything is built
     model_config = override_fields(FLAVORS[cfg.flavor], cfg.model_args, "--model_args")
-    cfg = keep_batch(cfg)  # a continued run keeps its global batch on any number of processes; the local one may shrink
-    layout = check_layout(cfg, model_config, seq_len=cfg.seq_len, local_batch_size=cfg.local_batch_size,
-                          global_batch_size=cfg.global_batch_size, device=cfg.device)
+    # a continued run keeps its global batch on any number of processes; the local one may shrink
+    cfg = keep_batch(cfg)
+    layout = check_layout(
+        cfg,
+        model_config,
+        seq_len=cfg.seq_len,
+        local_batch_size=cfg.local_batch_size,
+        global_batch_size=cfg.global_batch_size,
+        device=cfg.device,
+    )
 
-    # 2. data: one fixed global order of sequences; the layout decides only which rank reads which sequence
+    # 2. data: one fixed global order of sequences; the layout decides only which rank reads which
+    #    sequence
     data = open_data(cfg, cfg.seq_len, source_tokenizer(cfg))
-    # lock --out; refuse if the run cannot go on, --init_from is unreadable or --export_hf unwritable; print changed flags
+    # lock --out; refuse if the run cannot go on, --init_from is unreadable or --export_hf
+    # unwritable; print changed flags
     identity = claim_run(cfg, Qwen3, model_config, data, lr_at)
-    layout = parallel.make_mesh(connect(layout, cfg, cfg.device, cfg.seed, trace=f"{cfg.out}/trace"))
+    layout = parallel.make_mesh(
+        connect(layout, cfg, cfg.device, cfg.seed, trace=f"{cfg.out}/trace")
+    )
     set_timeouts(layout, cfg.init_timeout_s)
-    stop = StopSignal()  # from here on a signal finishes the step and saves; before, a signal ends the process
+    # from here on a signal finishes the step and saves; before, a signal ends the process
+    stop = StopSignal()
 
     # 3. model: shapes only, no memory yet
     with torch.device("meta"):
@@ -136,9 +194,10 @@ def main(cfg: Config):
     n_params = sum(p.numel() for p in model.parameters())
     flops_per_token = model.flops_per_token(cfg.seq_len)
 
-    # 4. parallelism. The order matters: the pipeline picks the layers, float8 swaps linears before TP splits them, CP
-    #    replaces the attention, checkpointing wraps a block's forward, compile sees the wrapped block, FSDP's hooks gather
-    #    weights around the compiled block and shard each rank's TP part once more; then memory is taken and filled.
+    # 4. parallelism. The order matters: the pipeline picks the layers, float8 swaps linears before
+    #    TP splits them, CP replaces the attention, checkpointing wraps a block's forward, compile
+    #    sees the wrapped block, FSDP's hooks gather weights around the compiled block and shard
+    #    each rank's TP part once more; then memory is taken and filled.
     stages = pipeline_stages(model, layout, cfg) if cfg.pp > 1 else [model]
     for stage in stages:
         if cfg.float8 != "off":
@@ -156,31 +215,59 @@ def main(cfg: Config):
         if cfg.compile:
             parallel.compile_blocks(stage, layout, cfg)
         parallel.shard(stage, layout, cfg)
-        parallel.init_weights(stage, layout, cfg.seed, loaded_later(cfg))  # the same weights in every layout
+        # the same weights in every layout
+        parallel.init_weights(stage, layout, cfg.seed, loaded_later(cfg))
 
     # 5. optimizer: after sharding, so that optimizer state is sharded like the parameters
     optimizers = build_optimizers(stages, cfg)
 
     # 6. checkpoint: continue the run, on any layout
     checkpoints = Checkpoints(
-        cfg, cfg.out, modules=stages, optimizer=optimizers, identity=identity, config=asdict(cfg),
-        source=open(__file__).read(), tokenizer_file=data.tokenizer_file,
+        cfg,
+        cfg.out,
+        modules=stages,
+        optimizer=optimizers,
+        identity=identity,
+        config=asdict(cfg),
+        source=open(__file__).read(),
+        tokenizer_file=data.tokenizer_file,
     )
     state = checkpoints.load() or {"step": 0, "samples": 0, "tokens": 0}
     # ranks with the same weights, data or flags must agree, or training would silently drift apart
-    start = check_replicas(stages, layout, data=data.fingerprint, val_data=data.validation.fingerprint, flags=asdict(cfg))
+    start = check_replicas(
+        stages,
+        layout,
+        data=data.fingerprint,
+        val_data=data.validation.fingerprint,
+        flags=asdict(cfg),
+    )
     if layout.rank == 0:
         where = layout.step_text(cfg.seq_len, stages[0].reduces_always)
         print(f"{cfg.flavor}: {n_params:,} parameters | {where}{list_warnings(cfg, state['step'])}")
-        print(data.plan(state["samples"] + (cfg.steps - state["step"]) * layout.global_batch_size), end="")
+        print(
+            data.plan(state["samples"] + (cfg.steps - state["step"]) * layout.global_batch_size),
+            end="",
+        )
     if state["step"] >= cfg.steps:
         return checkpoints.close(export=not os.path.exists(cfg.export_hf))  # export a finished run
 
     # 7. loop
     if layout.rank == 0:  # a finished run keeps the config.json of its training
-        save_config(cfg, f"{cfg.out}/config.json", {"world_size": layout.world_size, **identity, **checkpoints.made_from})
+        save_config(
+            cfg,
+            f"{cfg.out}/config.json",
+            {"world_size": layout.world_size, **identity, **checkpoints.made_from},
+        )
     first = state["step"] + 1
-    metrics = Metrics(cfg.out, cfg, layout, flops_per_token, first_step=first, steps=cfg.steps, tokens=state["tokens"])
+    metrics = Metrics(
+        cfg.out,
+        cfg,
+        layout,
+        flops_per_token,
+        first_step=first,
+        steps=cfg.steps,
+        tokens=state["tokens"],
+    )
     guard = Guard(optimizers, layout, cfg, start)
     mine = (cfg.local_batch_size, layout.data_rank, layout.data_ranks, layout.device)
     batches = data.batches(state["samples"], layout.global_batch_size, *mine)
@@ -189,9 +276,11 @@ def main(cfg: Config):
         if step == 1:
             check_first_batch(batch)
         lr = set_lr(optimizers, cfg.lr * lr_at(step, cfg))
-        loss = parallel.forward_backward(stages, batch, layout)  # the rank's share, for reduce_loss; gradients are complete
+        # the rank's share, for reduce_loss; gradients are complete
+        loss = parallel.forward_backward(stages, batch, layout)
         grad_norm = parallel.clip_grad_norm(stages, cfg.max_norm, layout)
-        guard.before_update(step, grad_norm)  # after a NaN gradient, step() changes nothing; decided on the GPU
+        # after a NaN gradient, step() changes nothing; decided on the GPU
+        guard.before_update(step, grad_norm)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -199,27 +288,47 @@ def main(cfg: Config):
             float8_scales(stages)
         # qwen3: the biases move after the weights, by the load of the whole global batch
         rate = cfg.moe_bias_rate * grad_norm.isfinite()  # 0 in a step that is skipped
-        balance = balance_experts(stages, layout, cfg.moe_balance, rate) if layout.has_experts else {}
+        balance = (
+            balance_experts(stages, layout, cfg.moe_balance, rate) if layout.has_experts else {}
+        )
         metrics.end_step(layout.global_batch_size * cfg.seq_len)
-        state = {"step": step, "samples": state["samples"] + batch.samples, "tokens": metrics.tokens}
+        state = {
+            "step": step,
+            "samples": state["samples"] + batch.samples,
+            "tokens": metrics.tokens,
+        }
 
         stopping = stop.agreed(layout) and step < cfg.steps
         last = step == cfg.steps or stopping
-        saving = cfg.checkpoint_every and (step % cfg.checkpoint_every == 0 or last or step == 1 and cfg.checkpoint_first_step)
+        saving = cfg.checkpoint_every and (
+            step % cfg.checkpoint_every == 0 or last or step == 1 and cfg.checkpoint_first_step
+        )
         validating = cfg.val_every and (step % cfg.val_every == 0 or step == cfg.steps)
         if metrics.due(step) or saving or validating or stopping:
             guard.report(step)
         if metrics.due(step):
             loss, loss_max = parallel.reduce_loss(loss, layout)
-            # qwen3: extra has the epochs of a mixture, and how busy the experts are
-            metrics.log(step, extra=data.epochs(state["samples"]) | balance, loss=loss, loss_max=loss_max,
-                        grad_norm=grad_norm, lr=lr, tokens_hash=metrics.reduce_hash(batch.hash))
+            metrics.log(
+                step,
+                # qwen3: the epochs of a mixture, and how busy the experts are
+                extra=data.epochs(state["samples"]) | balance,
+                loss=loss,
+                loss_max=loss_max,
+                grad_norm=grad_norm,
+                lr=lr,
+                tokens_hash=metrics.reduce_hash(batch.hash),
+            )
         if step == first:
             set_timeouts(layout, cfg.train_timeout_s)
         if saving:  # before the validation: a signal may leave little time
-            checkpoints.save(step, state, last=last, model_only=cfg.last_save_model_only and step == cfg.steps)
+            checkpoints.save(
+                step, state, last=last, model_only=cfg.last_save_model_only and step == cfg.steps
+            )
         if validating:
-            metrics.log_val(step, *parallel.evaluate(stages, data.val_batches(8 * cfg.val_batches, *mine), layout))
+            metrics.log_val(
+                step,
+                *parallel.evaluate(stages, data.val_batches(8 * cfg.val_batches, *mine), layout),
+            )
         if stopping:
             break
     batches.close()
@@ -229,7 +338,8 @@ def main(cfg: Config):
     if stopping:
         return stop.report(step, layout)  # a status of its own: the run is not finished
     if layout.rank == 0 and cfg.checkpoint_every:
-        print_sample(cfg.out, n_params, None if cfg.data == "stdlib" else data)  # the built-in text is Python: "def "
+        # the built-in text is Python: "def "
+        print_sample(cfg.out, n_params, None if cfg.data == "stdlib" else data)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Run a recipe with one change in its GPU path, to measure whether it pays. Rows of gpu_report.py compare with and without.
+"""Run a recipe with one change in its GPU path, to measure whether it pays. Rows of gpu_report.py
+compare with and without.
 
     torchrun --nproc_per_node 8 benchmarks/changed.py nccl_memory train_llama3.py --flavor 8B --compile --steps 20
     torchrun --nproc_per_node 8 benchmarks/changed.py one_part train_qwen3.py --flavor 30B-A3B --ep 8 --compile --steps 20
@@ -7,6 +8,7 @@ nccl_memory  FSDP gathers and reduces in memory of NCCL's own, which may then co
 one_part     the tokens of --ep travel in one part, as on a CPU: no expert computes while they do
 once_per_rank  besides, a token travels once to each rank, and not once to each expert (forks/once_per_rank.py)
 """
+
 import runpy
 import sys
 from pathlib import Path
@@ -28,7 +30,9 @@ def nccl_memory():
         known(stage, layout, reduce_dtype)
         backend = dist.group.WORLD._get_backend(torch.device("cuda"))
         if not backend.supports_tensor_alloc(torch.device("cuda", torch.cuda.current_device())):
-            raise ValueError("NCCL has no memory of its own on this machine: multicast (NVLink SHARP) is missing")
+            raise ValueError(
+                "NCCL has no memory of its own on this machine: multicast (NVLink SHARP) is missing"
+            )
         for module in stage.modules():
             if isinstance(module, parallel.FSDPModule):
                 module.set_allocate_memory_from_process_group_for_comm(True)

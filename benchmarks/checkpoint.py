@@ -1,12 +1,14 @@
-"""How long a checkpoint keeps training waiting, and what checking it costs, next to plain torch.distributed.checkpoint (DCP).
+"""How long a checkpoint keeps training waiting, and what checking it costs, next to plain
+torch.distributed.checkpoint (DCP).
 
     torchrun --nproc_per_node 2 benchmarks/checkpoint.py
     torchrun --nproc_per_node 8 benchmarks/checkpoint.py --flavor 1B --folder /where/checkpoints/go
 
-All variants take turns in one run, and only their ratios mean something elsewhere. Nothing trains meanwhile: what an
-asynchronous save takes from the steps beside it shows only in how long it runs. Files that are loaded were just written,
-so they come out of memory, on both sides.
+All variants take turns in one run, and only their ratios mean something elsewhere. Nothing trains
+meanwhile: what an asynchronous save takes from the steps beside it shows only in how long it runs.
+Files that are loaded were just written, so they come out of memory, on both sides.
 """
+
 import contextlib
 import multiprocessing
 import os
@@ -24,7 +26,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-sys.path[0] = str(Path(__file__).parent.parent)  # in benchmarks/ this file would pass for the checkpoint.py that it imports
+# in benchmarks/ this file would pass for the checkpoint.py that it imports
+sys.path[0] = str(Path(__file__).parent.parent)
 
 import checkpoint
 from checkpoint import CheckpointConfig, Checkpoints
@@ -39,10 +42,12 @@ from support.files import fsync
 
 @dataclass(kw_only=True)
 class Config(ParallelConfig, LaunchConfig):
-    flavor: Literal["debug", "1B", "3B", "8B"] = "debug"  # model size: see FLAVORS in models/llama3.py
+    # model size: see FLAVORS in models/llama3.py
+    flavor: Literal["debug", "1B", "3B", "8B"] = "debug"
     model_args: str = ""  # fields of the flavor to change: "n_layers=12,dim=512"
     repeats: int = 5  # rounds that count, after one that does not
-    folder: str = "runs"  # on the disk to measure; a folder benchmark-<pid> is made there, and deleted at the end
+    # on the disk to measure; a folder benchmark-<pid> is made there, and deleted at the end
+    folder: str = "runs"
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto = a GPU if there is one
 
 
@@ -72,7 +77,9 @@ def without_reading(folder, names, progress=None, sync=False):
 
 def main(cfg: Config):
     model_config = override_fields(FLAVORS[cfg.flavor], cfg.model_args, "--model_args")
-    layout = check_layout(cfg, model_config, seq_len=256, local_batch_size=1, global_batch_size=-1, device=cfg.device)
+    layout = check_layout(
+        cfg, model_config, seq_len=256, local_batch_size=1, global_batch_size=-1, device=cfg.device
+    )
     layout = make_mesh(connect(layout, cfg, cfg.device))
     model, optimizer = trained(cfg, layout, model_config)
     group = dist.new_group(backend="gloo")  # for DCP's asynchronous saves
@@ -104,7 +111,12 @@ def main(cfg: Config):
             dcp.save(tensors, checkpoint_id=f"{folder}/dcp")
             return lambda: None
         kind = dcp.state_dict_saver.AsyncCheckpointerType(mode)
-        return dcp.async_save(tensors, checkpoint_id=f"{folder}/dcp", process_group=group, async_checkpointer_type=kind).result
+        return dcp.async_save(
+            tensors,
+            checkpoint_id=f"{folder}/dcp",
+            process_group=group,
+            async_checkpointer_type=kind,
+        ).result
 
     def load():
         assert ours("off", load_only=True).load() == {}
@@ -143,12 +155,15 @@ def main(cfg: Config):
                 waits[name].append(taken[0].item())
                 totals[name].append(taken[1].item())
             if layout.rank == 0:
-                size = max(size, sum(file.stat().st_size for file in Path(folder).rglob("*.distcp")))
+                size = max(
+                    size, sum(file.stat().st_size for file in Path(folder).rglob("*.distcp"))
+                )
                 shutil.rmtree(folder)
             dist.barrier()
     for checkpoints in writers.values():
         checkpoints.close()
-    for process in multiprocessing.active_children():  # DCP's, which would complain when this process is gone
+    # DCP's, which would complain when this process is gone
+    for process in multiprocessing.active_children():
         process.kill()
     if layout.rank == 0:
         print_results(cfg, layout, size, waits, totals)
@@ -158,17 +173,24 @@ def print_results(cfg, layout, size, waits, totals):
     data, began = bytes(1 << 26), time.perf_counter()
     zlib.crc32(data)
     speed = len(data) / (time.perf_counter() - began)
-    print(f"{cfg.flavor} {cfg.model_args} on {layout.world_size} x {layout.device.type}, {os.cpu_count()} cores, torch "
-          f"{torch.__version__}: {size / 1e6:.0f} MB. Shortest of {cfg.repeats} (median), and the shortest as a multiple")
+    print(
+        f"{cfg.flavor} {cfg.model_args} on {layout.world_size} x {layout.device.type}, "
+        f"{os.cpu_count()} cores, torch "
+        f"{torch.__version__}: {size / 1e6:.0f} MB. Shortest of {cfg.repeats} (median), and the "
+        "shortest as a multiple"
+    )
     print(f"{'':30} training waits{'':22} until it is durable")
     for name, values in waits.items():
         base, cells = "dcp.load" if "load" in name else "dcp.save", []
         for mine, theirs in ((values, waits[base]), (totals[name], totals[base])):
-            ratio = min(mine) / min(theirs)  # of the shortest: what else the machine does can only add
+            # of the shortest: what else the machine does can only add
+            ratio = min(mine) / min(theirs)
             cells.append(f"{min(mine):.3f} s ({statistics.median(mine):.3f}) {ratio:5.2f} x {base}")
         print(f"{name:30} {cells[0]:36} {cells[1] if 'load' not in name else ''}")
     for how, kind in ((min, "shortest"), (statistics.median, "median")):
-        full, without = (how(waits[name]) for name in ("--checkpoint_async off", "the same without checksums"))
+        full, without = (
+            how(waits[name]) for name in ("--checkpoint_async off", "the same without checksums")
+        )
         print(f"checksums: {1 - without / full:.1%} of the save ({kind})")
     print(f"crc32 on one core: {speed / 1e9:.1f} GB/s")
 

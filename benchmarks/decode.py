@@ -1,14 +1,17 @@
-"""What a sampled token costs the host: the policy of grpo.py in one process or under FSDP, with FSDP's hooks off (as rollouts
-are, on a GPU as CUDA graphs) and on (kernel by kernel), in turns.
+"""What a sampled token costs the host: the policy of grpo.py in one process or under FSDP, with
+FSDP's hooks off (as rollouts are, on a GPU as CUDA graphs) and on (kernel by kernel), in turns.
 
     python benchmarks/decode.py                                  # 28 narrow layers on a CPU; one process
     torchrun --nproc_per_node 2 benchmarks/decode.py             # under FSDP
     torchrun --nproc_per_node 8 benchmarks/decode.py --flavor 1.7B --rows 64     # GPUs, if there are any
     .venv-cuda/bin/python -m torch.distributed.run --nproc_per_node 2 benchmarks/decode.py --flavor 1.7B --rows 64 --null
 
---null: on the device of tests/nullcuda, which computes nothing; the host's work is the real one. Printed are milliseconds of
-rank 0 per token of all rows, CPU time of the sampling thread and the clock's, the least of the rounds. Random weights.
+--null: on the device of tests/nullcuda, which computes nothing; the host's work is the real one.
+Printed are milliseconds of
+rank 0 per token of all rows, CPU time of the sampling thread and the clock's, the least of the
+rounds. Random weights.
 """
+
 import argparse
 import os
 import sys
@@ -26,7 +29,8 @@ import torch.distributed as dist
 
 @contextmanager
 def gathered_with_hooks(model):
-    """whole_weights() as it would be with FSDP's hooks on: they find all weights gathered, and leave them so."""
+    """whole_weights() as it would be with FSDP's hooks on: they find all weights gathered, and
+    leave them so."""
     from distributed.layout import reshard
 
     units = [module for module in model.modules() if hasattr(module, "reshard")]
@@ -42,7 +46,9 @@ def gathered_with_hooks(model):
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("--flavor", help="of models/qwen3.py, not one with experts")
     p.add_argument("--rows", type=int, default=8)
     p.add_argument("--new", type=int, default=24, help="tokens per sample")
@@ -66,19 +72,36 @@ def main():
     from rl.decoding import rollout
     from rl.rollouts import whole_weights
 
-    narrow = Qwen3Config(dim=64, n_layers=28, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=128, vocab_size=256)
+    narrow = Qwen3Config(
+        dim=64, n_layers=28, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=128, vocab_size=256
+    )
     config = FLAVORS[args.flavor] if args.flavor else narrow
     dtype = "auto" if torch.cuda.is_available() else "float32"
     cfg = Config(seq_len=16 + args.new, max_new_tokens=args.new, compute_dtype=dtype)
-    layout = check_layout(cfg, config, seq_len=cfg.seq_len, local_batch_size=1, global_batch_size=-1, device=cfg.device,
-                          world_size=int(os.environ.get("WORLD_SIZE", 1)))
+    layout = check_layout(
+        cfg,
+        config,
+        seq_len=cfg.seq_len,
+        local_batch_size=1,
+        global_batch_size=-1,
+        device=cfg.device,
+        world_size=int(os.environ.get("WORLD_SIZE", 1)),
+    )
     layout = make_mesh(connect(layout, cfg, cfg.device))
     if args.null:
         answers.empty_weights()
     model = policy.build_policy(cfg, layout, Qwen3, config)
     noise = torch.rand(args.rows, 1, args.new, generator=torch.Generator().manual_seed(0))
-    sample = partial(rollout, model, [[1 + i % 50] * 16 for i in range(args.rows)], noise, 1.0, [], max_len=cfg.seq_len,
-                     rows=args.rows)
+    sample = partial(
+        rollout,
+        model,
+        [[1 + i % 50] * 16 for i in range(args.rows)],
+        noise,
+        1.0,
+        [],
+        max_len=cfg.seq_len,
+        rows=args.rows,
+    )
     found, known = {}, replay.Replays
     for _ in range(args.rounds):
         for name, gathered in (("off", whole_weights), ("on", gathered_with_hooks)):
@@ -94,7 +117,9 @@ def main():
         of = f"{args.flavor or 'narrow'}, {args.rows} rows"
         print(f"{of}, {layout.world_size} process(es), {kind}, torch {torch.__version__}")
         for name, rounds in found.items():
-            cpu, clock = (1000 * min(spent) / args.new for spent in list(zip(*rounds, strict=True))[:2])
+            cpu, clock = (
+                1000 * min(spent) / args.new for spent in list(zip(*rounds, strict=True))[:2]
+            )
             print(f"hooks {name:3} {cpu:7.2f} ms of CPU, {clock:7.2f} ms per token")
     dist.barrier()
     disconnect()

@@ -6,6 +6,7 @@ vocab_size=128256,tie_embeddings=true" --seq_len 8192 --local_batch_size 2      
 
 One process and one device. On a CPU, time is CPU seconds and memory that of the whole process without its imports.
 """
+
 import os
 import statistics
 import sys
@@ -13,7 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-sys.path[0] = str(Path(__file__).parent.parent)  # in benchmarks/ are files of the same names as the modules imported here
+# in benchmarks/ are files of the same names as the modules imported here
+sys.path[0] = str(Path(__file__).parent.parent)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
@@ -29,7 +31,8 @@ class Config(StepConfig):
     )
     seq_len: int = 512  # tokens per sequence
     local_batch_size: int = 1  # sequences per step
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of matmuls and activations; weights and optimizer stay float32
+    # of matmuls and activations; weights and optimizer stay float32
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
     counts: bool = False  # torchao's optimizer compiles, which the count would disturb
     rounds: int = 3  # rounds that count; their order changes
     steps_per_round: int = 1  # steps per turn of a variant
@@ -53,19 +56,30 @@ def main(cfg: Config):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = {name: flags for name, flags in ROWS.items() if cfg.only in name}
     if device == "cpu":
-        rows = {name: flags for name, flags in rows.items() if "compile" not in name and "offload" not in name}
-    configs = {f"ours: {name}": replace(cfg, flags=f"{cfg.flags} {flags}") for name, flags in rows.items()}
+        rows = {
+            name: flags
+            for name, flags in rows.items()
+            if "compile" not in name and "offload" not in name
+        }
+    configs = {
+        f"ours: {name}": replace(cfg, flags=f"{cfg.flags} {flags}") for name, flags in rows.items()
+    }
     reports = {}
     for name in configs:  # one after the other: together they would not fit
         reports |= measure([name], configs.get, cfg.rounds, device)
     tokens, first = cfg.seq_len * cfg.local_batch_size, next(iter(configs))
-    print(f"{cfg.model_args}; {tokens:,} tokens per step, {cfg.dtype}, {device}, {cfg.rounds} rounds")
+    print(
+        f"{cfg.model_args}; {tokens:,} tokens per step, {cfg.dtype}, {device}, {cfg.rounds} rounds"
+    )
     print("| | peak GiB | of the first | tokens/s | x the first |\n|" + " --- |" * 5)
     gib = lambda r: (r["peak"] - (r["before"] if device == "cpu" else 0)) / 2**30  # noqa: E731
     for name, r in reports.items():
         speed = tokens / statistics.median(r["times"])
-        print(f"| {name.removeprefix('ours: ')} | {gib(r):.2f} | {gib(r) / gib(reports[first]):.0%} | {speed:,.0f} | "
-              f"{ratio_of(reports, name, first):.2f} |")
+        print(
+            f"| {name.removeprefix('ours: ')} | {gib(r):.2f} | {gib(r) / gib(reports[first]):.0%} "
+            f"| {speed:,.0f} | "
+            f"{ratio_of(reports, name, first):.2f} |"
+        )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
-"""Forward and backward of one MoE layer: the grouped matmul, a loop over experts, and transformers' Qwen3-MoE layer.
+"""Forward and backward of one MoE layer: the grouped matmul, a loop over experts, and transformers'
+Qwen3-MoE layer.
 
     python benchmarks/moe.py
     python benchmarks/moe.py --tokens 8192 --dim 2048 --moe_ffn_dim 768 --n_experts 128 --top_k 8 --dtype bfloat16
 
-All have the same weights and the same input, and their results and gradients are compared before anything is timed. They
-take turns in one run, and their order changes with the round; only their ratios mean something elsewhere. On a CPU the time is
-that of this process, all threads together, so what else the machine does hardly shows.
+All have the same weights and the same input, and their results and gradients are compared before
+anything is timed. They take turns in one run, and their order changes with the round; only their
+ratios mean something elsewhere. On a CPU the time is that of this process, all threads together, so
+what else the machine does hardly shows.
 """
+
 import platform
 import statistics
 import sys
@@ -19,7 +22,8 @@ from unittest import mock
 
 import torch
 
-sys.path[0] = str(Path(__file__).parent.parent)  # in benchmarks/ are files of the same names as the modules imported here
+# in benchmarks/ are files of the same names as the modules imported here
+sys.path[0] = str(Path(__file__).parent.parent)
 
 import models.moe
 from models.qwen3 import MoE, Qwen3Config
@@ -39,7 +43,8 @@ class Config:
 
 
 def layers(cfg: Config, device) -> dict:
-    """name -> (layer, its parameters in the order: router, gate and up, down), all with the same weights."""
+    """name -> (layer, its parameters in the order: router, gate and up, down), all with the same
+    weights."""
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
@@ -48,8 +53,11 @@ def layers(cfg: Config, device) -> dict:
     theirs = {}
     for kind in ("eager", "grouped_mm"):
         config = Qwen3MoeConfig(
-            hidden_size=cfg.dim, num_experts=cfg.n_experts, num_experts_per_tok=cfg.top_k,
-            moe_intermediate_size=cfg.moe_ffn_dim, norm_topk_prob=True,
+            hidden_size=cfg.dim,
+            num_experts=cfg.n_experts,
+            num_experts_per_tok=cfg.top_k,
+            moe_intermediate_size=cfg.moe_ffn_dim,
+            norm_topk_prob=True,
         )
         config._experts_implementation = kind  # a whole model's from_pretrained would set it
         theirs[kind] = Qwen3MoeSparseMoeBlock(config).to(device)
@@ -72,7 +80,10 @@ def layers(cfg: Config, device) -> dict:
     mine = [ours.router.weight, e.w1, e.w3, e.w2]
     found = {"ours, grouped_mm": (ours, mine), "ours, loop over experts": (looped, mine)}
     for kind, block in theirs.items():
-        found[f"transformers, {kind}"] = (block, [block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj])
+        found[f"transformers, {kind}"] = (
+            block,
+            [block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj],
+        )
     return found
 
 
@@ -94,16 +105,29 @@ def seconds(work, device) -> float:
 
 
 def main(cfg: Config):
-    device = torch.device("cuda" if cfg.device == "auto" and torch.cuda.is_available() else cfg.device.replace("auto", "cpu"))
+    device = torch.device(
+        "cuda"
+        if cfg.device == "auto" and torch.cuda.is_available()
+        else cfg.device.replace("auto", "cpu")
+    )
     found = layers(cfg, device)
-    x = torch.randn(8, cfg.tokens // 8, cfg.dim, device=device).to(getattr(torch, cfg.dtype)).requires_grad_()
+    x = (
+        torch.randn(8, cfg.tokens // 8, cfg.dim, device=device)
+        .to(getattr(torch, cfg.dtype))
+        .requires_grad_()
+    )
     out_grad = torch.randn_like(x)
-    work = {name: partial(step, layer, params, x, out_grad) for name, (layer, params) in found.items()}
+    work = {
+        name: partial(step, layer, params, x, out_grad) for name, (layer, params) in found.items()
+    }
     results = {name: run() for name, run in work.items()}
     want = results["ours, grouped_mm"]
-    tolerance = 1e-4 if cfg.dtype == "float32" else 0.1  # bf16 scores send a token elsewhere now and then
+    # bf16 scores send a token elsewhere now and then
+    tolerance = 1e-4 if cfg.dtype == "float32" else 0.1
     for name, got in results.items():
-        for what, a, b in zip(("output", "input", "router", "gate_up", "down"), got, want, strict=True):
+        for what, a, b in zip(
+            ("output", "input", "router", "gate_up", "down"), got, want, strict=True
+        ):
             error = ((a - b).float().norm() / b.float().norm()).item()
             assert error < tolerance, f"{name}: {what} is off by {error:.1e}"
 
@@ -116,12 +140,22 @@ def main(cfg: Config):
                 times[name].append(took)
     machine = f"{platform.machine()} CPU, threads: {torch.get_num_threads()}"
     machine = torch.cuda.get_device_name() if device.type == "cuda" else machine
-    print(f"{machine}, torch {torch.__version__}, {cfg.dtype}: {cfg.tokens} tokens, dim {cfg.dim}, moe_ffn_dim "
-          f"{cfg.moe_ffn_dim}, {cfg.n_experts} experts, top_k {cfg.top_k}; {cfg.rounds} rounds, outputs and gradients equal "
-          f"within {tolerance}")
+    print(
+        f"{machine}, torch {torch.__version__}, {cfg.dtype}: {cfg.tokens} tokens, dim {cfg.dim}, "
+        "moe_ffn_dim "
+        f"{cfg.moe_ffn_dim}, {cfg.n_experts} experts, top_k {cfg.top_k}; {cfg.rounds} rounds, "
+        "outputs and gradients equal "
+        f"within {tolerance}"
+    )
     for name in names:
-        ratios = {what: f(times[name]) / f(times[names[0]]) for what, f in (("median", statistics.median), ("shortest", min))}
-        print(f"{name:28}  {statistics.median(times[name]):.4f} s  " + "  ".join(f"{k} {v:.2f} x" for k, v in ratios.items()))
+        ratios = {
+            what: f(times[name]) / f(times[names[0]])
+            for what, f in (("median", statistics.median), ("shortest", min))
+        }
+        print(
+            f"{name:28}  {statistics.median(times[name]):.4f} s  "
+            + "  ".join(f"{k} {v:.2f} x" for k, v in ratios.items())
+        )
 
 
 if __name__ == "__main__":

@@ -1,15 +1,18 @@
-"""Machine-made mutants: changes of one operator, constant or line of the product, each of which some test should notice.
+"""Machine-made mutants: changes of one operator, constant or line of the product, each of which
+some test should notice.
 
     make mutants                                     # 100 mutants, drawn with a fixed seed: runs/mutants.jsonl
     make mutants ARGS="--seed 3 --n 20 --only rl/"   # others; what the file says already is not run again
     make mutants ARGS="--seconds 900"                # survivors again whose tests had not all had the time
     make mutants ARGS="--show"                       # the survivors, as diffs
 
-A mutant lives in a copy of the repository. The quick tests whose files name the mutated function, or else the mutated module,
-run until one fails or the time is up. Tests that compare sources with documents are left out, because any change of a line
-would fail there. A survivor is a change without a consequence, or one that only make test-slow or make test-cuda can see, or
-one whose test had not run when the time was up (the list says so), or a missing test.
+A mutant lives in a copy of the repository. The quick tests whose files name the mutated function,
+or else the mutated module, run until one fails or the time is up. Tests that compare sources with
+documents are left out, because any change of a line would fail there. A survivor is a change
+without a consequence, or one that only make test-slow or make test-cuda can see, or one whose test
+had not run when the time was up (the list says so), or a missing test.
 """
+
 import argparse
 import ast
 import json
@@ -27,26 +30,62 @@ from pathlib import Path
 
 REPO = Path(__file__).parent.parent
 MUTATED = ["parallel.py", "checkpoint.py", "data.py", "distributed/*.py", "rl/*.py"]
-OF_SOURCES = ("house", "copies", "lessons", "course", "exercises", "provenance", "pictures", "recipes", "grpo_docs")
-SWAPS = {ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"), ast.Eq: ("==", "!="),
-         ast.NotEq: ("!=", "=="), ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is"), ast.In: ("in", "not in"),
-         ast.NotIn: ("not in", "in"), ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "+"), ast.Div: ("/", "*"),
-         ast.FloorDiv: ("//", "*"), ast.Mod: ("%", "//"), ast.And: ("and", "or"), ast.Or: ("or", "and"),
-         ast.BitOr: ("|", "&"), ast.BitAnd: ("&", "|")}
+OF_SOURCES = (
+    "house",
+    "copies",
+    "lessons",
+    "course",
+    "exercises",
+    "provenance",
+    "pictures",
+    "recipes",
+    "grpo_docs",
+)
+SWAPS = {
+    ast.Lt: ("<", "<="),
+    ast.LtE: ("<=", "<"),
+    ast.Gt: (">", ">="),
+    ast.GtE: (">=", ">"),
+    ast.Eq: ("==", "!="),
+    ast.NotEq: ("!=", "=="),
+    ast.Is: ("is", "is not"),
+    ast.IsNot: ("is not", "is"),
+    ast.In: ("in", "not in"),
+    ast.NotIn: ("not in", "in"),
+    ast.Add: ("+", "-"),
+    ast.Sub: ("-", "+"),
+    ast.Mult: ("*", "+"),
+    ast.Div: ("/", "*"),
+    ast.FloorDiv: ("//", "*"),
+    ast.Mod: ("%", "//"),
+    ast.And: ("and", "or"),
+    ast.Or: ("or", "and"),
+    ast.BitOr: ("|", "&"),
+    ast.BitAnd: ("&", "|"),
+}
 
 
 def mutants_of(path: str) -> list[dict]:
-    """All mutants of a file: {"file", "function", "line", "start", "end", "new"}, start and end as offsets into the text."""
+    """All mutants of a file: {"file", "function", "line", "start", "end", "new"}, start and end as
+    offsets into the text."""
     text = Path(REPO, path).read_text()
     starts = [0]
     for line in text.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
-    place = lambda node: (starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset)  # noqa: E731
+
+    def place(node):
+        return (
+            starts[node.lineno - 1] + node.col_offset,
+            starts[node.end_lineno - 1] + node.end_col_offset,
+        )  # noqa: E731
+
     found = []
 
     def add(node, start, end, new):
         if "\n" not in text[start:end] and text.isascii():  # col_offset counts bytes
-            found.append(dict(file=path, function=function, line=node.lineno, start=start, end=end, new=new))
+            found.append(
+                dict(file=path, function=function, line=node.lineno, start=start, end=end, new=new)
+            )
 
     def between(node, left, right, op):
         if type(op) in SWAPS:
@@ -54,18 +93,32 @@ def mutants_of(path: str) -> list[dict]:
             add(node, start, end, text[start:end].replace(*SWAPS[type(op)], 1))
 
     tree = ast.parse(text)
-    owner = {id(method): node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for method in node.body}
+    owner = {
+        id(method): node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        for method in node.body
+    }
     for scope in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
-        function = owner.get(id(scope), scope.name) if scope.name.startswith("__") else scope.name  # the class of an __init__
-        idle = [node for node in ast.walk(scope) if isinstance(node, ast.Raise | ast.JoinedStr)]  # messages, and types:
-        idle += [hint for node in ast.walk(scope) for name in ("annotation", "returns") if (hint := getattr(node, name, None))]
+        # the class of an __init__
+        function = owner.get(id(scope), scope.name) if scope.name.startswith("__") else scope.name
+        # messages, and types:
+        idle = [node for node in ast.walk(scope) if isinstance(node, ast.Raise | ast.JoinedStr)]
+        idle += [
+            hint
+            for node in ast.walk(scope)
+            for name in ("annotation", "returns")
+            if (hint := getattr(node, name, None))
+        ]
         skipped = {id(part) for node in idle for part in ast.walk(node)}
         for node in ast.walk(scope):
             if id(node) in skipped:
                 continue
             if isinstance(node, ast.Compare) and len(node.ops) == 1:
                 between(node, node.left, node.comparators[0], node.ops[0])
-            elif isinstance(node, ast.BinOp) and not isinstance(node.left, ast.Constant | ast.JoinedStr):
+            elif isinstance(node, ast.BinOp) and not isinstance(
+                node.left, ast.Constant | ast.JoinedStr
+            ):
                 between(node, node.left, node.right, node.op)
             elif isinstance(node, ast.BoolOp) and len(node.values) == 2:
                 between(node, *node.values, node.op)
@@ -74,35 +127,68 @@ def mutants_of(path: str) -> list[dict]:
                 add(node, *place(node), str(new))
             elif isinstance(node, ast.If):
                 add(node, *place(node.test), f"not ({ast.get_source_segment(text, node.test)})")
-            elif isinstance(node, ast.AugAssign) or isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            elif (
+                isinstance(node, ast.AugAssign)
+                or isinstance(node, ast.Expr)
+                and isinstance(node.value, ast.Call)
+            ):
                 add(node, *place(node), "pass")
-    unique = {(m["start"], m["end"], m["new"]): m for m in found}  # a nested function is walked twice
+    # a nested function is walked twice
+    unique = {(m["start"], m["end"], m["new"]): m for m in found}
     return list(unique.values())
 
 
 def tests_for(mutant: dict) -> list[str]:
-    """The test file of the mutated module (where it has none, of the modules that import it), then those that name the mutated
-    function, then those that name the module; of each the shortest first."""
-    texts = {path: path.read_text() for path in sorted(REPO.glob("tests/**/test_*.py"))
-             if not path.stem.removeprefix("test_").startswith(OF_SOURCES) and "nullcuda" not in path.parts}
+    """The test file of the mutated module (where it has none, of the modules that import it), then
+    those that name the mutated function, then those that name the module; of each the shortest
+    first."""
+    texts = {
+        path: path.read_text()
+        for path in sorted(REPO.glob("tests/**/test_*.py"))
+        if not path.stem.removeprefix("test_").startswith(OF_SOURCES)
+        and "nullcuda" not in path.parts
+    }
     module = mutant["file"].removesuffix(".py").replace("/", ".")
-    names = [rf"\b{re.escape(mutant['function'])}\b", rf"\b{re.escape(module)}\b",
-             rf"from {module.rpartition('.')[0] or module} import"]
+    names = [
+        rf"\b{re.escape(mutant['function'])}\b",
+        rf"\b{re.escape(module)}\b",
+        rf"from {module.rpartition('.')[0] or module} import",
+    ]
     folder, _, name = module.rpartition(".")
     imports = rf"from {module} import|from {folder or module} import [^\n]*\b{name}\b"
-    users = {path.stem for path in (*REPO.glob("*.py"), *REPO.glob("*/*.py")) if re.search(imports, path.read_text())}
-    own = {f"test_{stem}" for stem in ({name} if f"test_{name}" in {path.stem for path in texts} else users)}
-    ranks = {path: [-1] * (path.stem in own) + [i for i, name in enumerate(names) if re.search(name, text)]
-             for path, text in texts.items()}
+    users = {
+        path.stem
+        for path in (*REPO.glob("*.py"), *REPO.glob("*/*.py"))
+        if re.search(imports, path.read_text())
+    }
+    own = {
+        f"test_{stem}"
+        for stem in ({name} if f"test_{name}" in {path.stem for path in texts} else users)
+    }
+    ranks = {
+        path: [-1] * (path.stem in own)
+        + [i for i, name in enumerate(names) if re.search(name, text)]
+        for path, text in texts.items()
+    }
     if module.startswith("distributed"):
         ranks[REPO / "tests/test_parallel.py"].insert(0, 0.5)  # the table of layouts
-    return [str(path) for path in sorted(texts, key=lambda path: (ranks[path] or [9], len(texts[path]))) if ranks[path]]
+    return [
+        str(path)
+        for path in sorted(texts, key=lambda path: (ranks[path] or [9], len(texts[path])))
+        if ranks[path]
+    ]
 
 
 def try_mutant(mutant: dict, seconds: float) -> dict:
-    """The mutant with "caught": the first test that failed, or "" when all passed or were not finished in time."""
+    """The mutant with "caught": the first test that failed, or "" when all passed or were not
+    finished in time."""
     folder, began = Path(tempfile.mkdtemp()), time.monotonic()
-    shutil.copytree(REPO, folder / "main", ignore=shutil.ignore_patterns(".*", "runs", "__pycache__"), symlinks=True)
+    shutil.copytree(
+        REPO,
+        folder / "main",
+        ignore=shutil.ignore_patterns(".*", "runs", "__pycache__"),
+        symlinks=True,
+    )
     if (REPO.parent / "shared").exists():
         (folder / "shared").symlink_to(REPO.parent / "shared")
     file = folder / "main" / mutant["file"]
@@ -113,18 +199,33 @@ def try_mutant(mutant: dict, seconds: float) -> dict:
     command = [sys.executable, "-m", "pytest", "-x", *quick, *tests]
     log = folder / "log"
     with open(log, "w") as out:
-        process = subprocess.Popen(command, cwd=folder / "main", stdout=out, stderr=out, start_new_session=True)
+        process = subprocess.Popen(
+            command, cwd=folder / "main", stdout=out, stderr=out, start_new_session=True
+        )
         try:
             status = process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
             status = None
             os.killpg(process.pid, signal.SIGKILL)
     said = log.read_text()
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", said, re.M) or re.findall(r"^(E  .*)", said, re.M)
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", said, re.M) or re.findall(
+        r"^(E  .*)", said, re.M
+    )
     dots = sum(map(len, re.findall(r"^([.sF]+)(?: +\[ *\d+%\])?$", said, re.M)))
     shutil.rmtree(folder, ignore_errors=True)
-    caught = failed[0] if status == 1 and failed else "" if status in (0, None, 5) else f"status {status}"
-    return mutant | dict(caught=caught, finished=status is not None, tests=dots, seconds=round(time.monotonic() - began, 1))
+    caught = (
+        failed[0]
+        if status == 1 and failed
+        else ""
+        if status in (0, None, 5)
+        else f"status {status}"
+    )
+    return mutant | dict(
+        caught=caught,
+        finished=status is not None,
+        tests=dots,
+        seconds=round(time.monotonic() - began, 1),
+    )
 
 
 def diff(mutant: dict) -> str:
@@ -136,13 +237,17 @@ def diff(mutant: dict) -> str:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--n", type=int, default=100, help="how many are drawn")
     parser.add_argument("--seed", type=int, default=28, help="of the draw")
     parser.add_argument("--only", default="", help="only files whose path begins so")
     parser.add_argument("--seconds", type=float, default=240, help="of tests per mutant")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="mutants at a time")
-    parser.add_argument("--file", default=str(REPO / "runs/mutants.jsonl"), help="where the results are kept")
+    parser.add_argument(
+        "--file", default=str(REPO / "runs/mutants.jsonl"), help="where the results are kept"
+    )
     parser.add_argument("--show", action="store_true", help="print the survivors and run nothing")
     args = parser.parse_args()
     file = Path(args.file)
@@ -153,13 +258,20 @@ def main():
         late = "\n  not all tests had the time to run"
         print("\n".join(diff(m) + late * (not m["finished"]) for m in done if not m["caught"]))
         return
-    files = sorted({str(path.relative_to(REPO)) for pattern in MUTATED for path in REPO.glob(pattern)})
+    files = sorted(
+        {str(path.relative_to(REPO)) for pattern in MUTATED for path in REPO.glob(pattern)}
+    )
     every = [mutant for name in files for mutant in mutants_of(name)]
-    drawn = [m for m in random.Random(args.seed).sample(every, args.n) if m["file"].startswith(args.only)]
+    drawn = [
+        m for m in random.Random(args.seed).sample(every, args.n) if m["file"].startswith(args.only)
+    ]
     decided = {key(m) for m in done if m["caught"] or m["finished"]}
     todo = [m for m in drawn if key(m) not in decided]
     todo.sort(key=lambda m: key(m) in set(map(key, done)))  # new ones first
-    print(f"{len(every)} mutants are possible; {len(drawn)} drawn with seed {args.seed}, {len(todo)} to run")
+    print(
+        f"{len(every)} mutants are possible; {len(drawn)} drawn with seed {args.seed}, "
+        f"{len(todo)} to run"
+    )
     file.parent.mkdir(exist_ok=True)
     with ThreadPoolExecutor(args.workers) as workers:
         for ended in as_completed([workers.submit(try_mutant, m, args.seconds) for m in todo]):
@@ -167,7 +279,10 @@ def main():
             with open(file, "a") as out:
                 out.write(json.dumps(result) + "\n")
             verdict = f"caught by {result['caught']}" if result["caught"] else "SURVIVED"
-            print(f"{diff(result)}\n  {verdict} ({result['tests']} tests, {result['seconds']:.0f} s)", flush=True)
+            print(
+                f"{diff(result)}\n  {verdict} ({result['tests']} tests, {result['seconds']:.0f} s)",
+                flush=True,
+            )
             done.append(result)
     kept = {key(m): m for m in done if key(m) in set(map(key, drawn))}.values()
     print(f"{sum(bool(m['caught']) for m in kept)} of {len(kept)} caught")

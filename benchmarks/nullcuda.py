@@ -1,14 +1,17 @@
-"""What a training step asks of a GPU, counted without one (tests/nullcuda), and what that costs at the least: a roofline.
+"""What a training step asks of a GPU, counted without one (tests/nullcuda), and what that costs at
+the least: a roofline.
 
     .venv-cuda/bin/python benchmarks/nullcuda.py                              # all rows; about a minute each on two CPU cores
     .venv-cuda/bin/python benchmarks/nullcuda.py --only "8B on 8" --repo ../before       # of another checkout, as a comparison
     .venv-cuda/bin/python benchmarks/nullcuda.py --layers 4          # of each model only four layers, of their real width
 
-torchtitan takes part where `import torchtitan` works. Counted is the fourth step, for bytes and FLOPs the third, of one rank;
-the others are not there. Launches: kernels, matmuls, fills. Bytes: what the kernels that are no matmul read and write, each
-tensor once per kernel; so caches, and gathers that use a part of a tensor, are not in it. Matmuls and attention are FLOPs.
-AdamW is left out, 28 bytes per parameter of this rank: on sharded parameters the counter does not see it.
+torchtitan takes part where `import torchtitan` works. Counted is the fourth step, for bytes and
+FLOPs the third, of one rank; the others are not there. Launches: kernels, matmuls, fills. Bytes:
+what the kernels that are no matmul read and write, each tensor once per kernel; so caches, and
+gathers that use a part of a tensor, are not in it. Matmuls and attention are FLOPs. AdamW is left
+out, 28 bytes per parameter of this rank: on sharded parameters the counter does not see it.
 """
+
 import argparse
 import json
 import os
@@ -19,7 +22,8 @@ from collections import Counter
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
-sys.path[:1] = [str(REPO / "tests/nullcuda"), str(REPO)]  # in benchmarks/ are files of the same names as the modules imported
+# in benchmarks/ are files of the same names as the modules imported
+sys.path[:1] = [str(REPO / "tests/nullcuda"), str(REPO)]
 
 import torch
 from build import environment
@@ -43,14 +47,20 @@ CASES = {  # processes, GiB of a device, recipe and flags
     "Qwen3 30B-A3B on 8": (8, 140, "train_qwen3.py --flavor 30B-A3B --compile --ac op --ep 8"),
     "DeepSeek 16B on 8": (8, 80, "train_deepseek.py --flavor 16B --compile --ac op --ep 8"),
 }
-FIXED = ("--seq_len 8192 --local_batch_size 1 --steps 4 --log_every 0 --val_every 0 --checkpoint_every 0 "
-         "--device cuda").split()
-BYTES_PER_SECOND, FLOPS = 4.3e12, {"bf16": (700e12, 790e12), "float8": (1100e12, 1300e12)}  # an H200; float8 is a guess
+FIXED = (
+    "--seq_len 8192 --local_batch_size 1 --steps 4 --log_every 0 --val_every 0 --checkpoint_every "
+    "0 "
+    "--device cuda"
+).split()
+# an H200; float8 is a guess
+BYTES_PER_SECOND, FLOPS = 4.3e12, {"bf16": (700e12, 790e12), "float8": (1100e12, 1300e12)}
 
 
 # ---------------------------------------------------------------- bytes and FLOPs of what runs
 def with_equal_heads(count):
-    """torch's count of attention, before 2.13 only for as many heads of keys as of queries: grouped heads multiply as much."""
+    """torch's count of attention, before 2.13 only for as many heads of keys as of queries: grouped
+    heads multiply as much."""
+
     def counted(*shapes):
         heads = max(shape[1] for shape in shapes)
         return count(*((shape[0], heads, *shape[2:]) for shape in shapes))
@@ -59,25 +69,33 @@ def with_equal_heads(count):
 
 
 flop_counter.sdpa_flop_count, flop_counter.sdpa_backward_flop_count = map(
-    with_equal_heads, (flop_counter.sdpa_flop_count, flop_counter.sdpa_backward_flop_count))
+    with_equal_heads, (flop_counter.sdpa_flop_count, flop_counter.sdpa_backward_flop_count)
+)
 ATEN = torch.ops.aten
-GROUPED = ("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2")  # older torch lacks the last
+# older torch lacks the last
+GROUPED = ("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2")
 
 
 @register_flop_formula([getattr(ATEN, name) for name in GROUPED if hasattr(ATEN, name)])
 def grouped_flops(a: tuple, b: tuple, *others, out_shape=None, **options) -> int:
-    """The products of experts, for which torch has no formula. (N, K) x (E, K, M): every row is multiplied with the matrix of
-    its expert. (K, N) x (N, M), the gradient of the matrices: every row counts once. Both are the same number."""
+    """The products of experts, for which torch has no formula. (N, K) x (E, K, M): every row is
+    multiplied with the matrix of its expert. (K, N) x (N, M), the gradient of the matrices: every
+    row counts once. Both are the same number."""
     assert len(a) == 2, (a, b)
     return 2 * a[0] * a[1] * b[-1]
 
 
 def size(x) -> int:
-    return sum(t.numel() * t.element_size() for t in tree_leaves(x) if isinstance(t, torch.Tensor) and t.is_cuda)
+    return sum(
+        t.numel() * t.element_size()
+        for t in tree_leaves(x)
+        if isinstance(t, torch.Tensor) and t.is_cuda
+    )
 
 
 class Traffic(TorchDispatchMode):
-    """Adds up what each operator reads and writes; what compiled code runs by itself is added by the kernels' own launches."""
+    """Adds up what each operator reads and writes; what compiled code runs by itself is added by
+    the kernels' own launches."""
 
     supports_higher_order_operators = True
 
@@ -98,27 +116,50 @@ class Traffic(TorchDispatchMode):
         out = op(*args, **kwargs)
         packet = getattr(op, "overloadpacket", None)
         if packet in flop_registry:
-            # products that are told a dtype or an output: only their factors have the shapes that count
+            # products that are told a dtype or an output: only their factors have the shapes that
+            # count
             plain = packet in (ATEN.mm, ATEN.addmm)
             factors = [a for a in args if isinstance(a, torch.Tensor) or not plain]
             self.flops += flop_registry[packet](*factors, **({} if plain else kwargs), out_val=out)
         elif self.launches(op, packet, types) and "adamw" not in str(op):
             given = dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | kwargs
-            written = [given.get(a.name) for a in op._schema.arguments if a.alias_info and a.alias_info.is_write]
+            written = [
+                given.get(a.name)
+                for a in op._schema.arguments
+                if a.alias_info and a.alias_info.is_write
+            ]
             known = {id(t) for t in tree_leaves(given)}
             new = [t for t in tree_leaves(out) if id(t) not in known]
             reads = {name: value for name, value in given.items() if name != "out"}
-            if "all_gather_copy_in" in str(op):  # it returns the whole buffer, and writes this rank's part of it
+            # it returns the whole buffer, and writes this rank's part of it
+            if "all_gather_copy_in" in str(op):
                 reads, written, new = {}, [args[0], args[0]], []
-            self.add(str(op), size([reads, written, new]) - (size(written) if "fill" in str(op) or "zero" in str(op) else 0))
+            self.add(
+                str(op),
+                size([reads, written, new])
+                - (size(written) if "fill" in str(op) or "zero" in str(op) else 0),
+            )
         return out
 
     def launches(self, op, packet, types) -> bool:
-        free = (ATEN.empty, ATEN.empty_like, ATEN.empty_strided, ATEN.new_empty, ATEN.new_empty_strided, ATEN._unsafe_view,
-                ATEN.detach, ATEN.split)
+        free = (
+            ATEN.empty,
+            ATEN.empty_like,
+            ATEN.empty_strided,
+            ATEN.new_empty,
+            ATEN.new_empty_strided,
+            ATEN._unsafe_view,
+            ATEN.detach,
+            ATEN.split,
+        )
         if any(t.__name__ == "DTensor" for t in types):
             return False  # its local operators come next
-        return isinstance(op, torch._ops.OpOverload) and not op.is_view and packet not in free and "c10d" not in op.namespace
+        return (
+            isinstance(op, torch._ops.OpOverload)
+            and not op.is_view
+            and packet not in free
+            and "c10d" not in op.namespace
+        )
 
     def watch_triton(self):
         from torch._inductor.runtime.triton_heuristics import CachingAutotuner
@@ -126,7 +167,11 @@ class Traffic(TorchDispatchMode):
         run = CachingAutotuner.run
 
         def counted(tuner, *args, **kwargs):
-            twice = [a for a, name in zip(args, tuner.fn.arg_names, strict=False) if name.startswith("in_out_ptr")]
+            twice = [
+                a
+                for a, name in zip(args, tuner.fn.arg_names, strict=False)
+                if name.startswith("in_out_ptr")
+            ]
             self.add(f"triton {tuner.fn.__name__}", size([args, twice]))
             return run(tuner, *args, **kwargs)
 
@@ -135,7 +180,8 @@ class Traffic(TorchDispatchMode):
 
 
 class Steps:
-    """begin() and end() around each step: marks in the log, the third step's traffic, the allocator's peak."""
+    """begin() and end() around each step: marks in the log, the third step's traffic, the
+    allocator's peak."""
 
     def __init__(self):
         self.n, self.traffic, self.out = 0, Traffic().watch_triton(), {}
@@ -151,13 +197,17 @@ class Steps:
     def end(self):
         if self.n == 3:
             self.traffic.__exit__(None, None, None)
-            self.out = dict(bytes=self.traffic.bytes, flops=self.traffic.flops, by_op=self.traffic.by_op.most_common(40))
+            self.out = dict(
+                bytes=self.traffic.bytes,
+                flops=self.traffic.flops,
+                by_op=self.traffic.by_op.most_common(40),
+            )
         self.out["peak"] = torch.cuda.max_memory_allocated()
         if path := os.environ.get("COUNT_OUT"):
             Path(path).write_text(json.dumps(self.out))
 
 
-# ---------------------------------------------------------------- one case, in a process of its own on the null device
+# --------------------------------------------- one case, in a process of its own on the null device
 def run_ours(name: str, layers: int):
     import answers
 
@@ -188,7 +238,8 @@ def run_ours(name: str, layers: int):
 
 
 def run_torchtitan(name: str, layers: int):
-    """torchtitan 0.2.2 by its own functions, in the order of its Trainer; on one device that takes autocast and not FSDP."""
+    """torchtitan 0.2.2 by its own functions, in the order of its Trainer; on one device that takes
+    autocast and not FSDP."""
     import answers
     import torch.distributed as dist
     from torch.testing._internal.distributed import fake_pg  # noqa: F401, registers the backend
@@ -205,12 +256,23 @@ def run_torchtitan(name: str, layers: int):
     from torchtitan.protocols.train_spec import get_train_spec
 
     job, spec = JobConfig(), get_train_spec("llama3")
-    job.model.name, job.model.flavor, job.training.seq_len, job.compile.enable = "llama3", "8B", 8192, "--compile" in flags
-    job.activation_checkpoint.mode = next((m for a, m in AC.items() if f"--ac {a}" in flags), "none")
-    job.activation_checkpoint.selective_ac_option, job.parallelism.data_parallel_shard_degree = "op", -1
+    job.model.name, job.model.flavor, job.training.seq_len, job.compile.enable = (
+        "llama3",
+        "8B",
+        8192,
+        "--compile" in flags,
+    )
+    job.activation_checkpoint.mode = next(
+        (m for a, m in AC.items() if f"--ac {a}" in flags), "none"
+    )
+    job.activation_checkpoint.selective_ac_option, job.parallelism.data_parallel_shard_degree = (
+        "op",
+        -1,
+    )
     if "float8" in flags:
         job.model.converters = ["quantize.linear.float8"]
-        job.quantize.linear.float8.recipe_name = "rowwise" if "rowwise" in flags else None  # None: tensorwise
+        # None: tensorwise
+        job.quantize.linear.float8.recipe_name = "rowwise" if "rowwise" in flags else None
         job.quantize.linear.float8.filter_fqns = ["output"]  # as in all its own configurations
     job.parallelism.tensor_parallel_degree = tp = 2 if "--tp 2" in flags else 1
     dims = ParallelDims(1, world // tp, 1, tp, 1, 1, 1, world_size=world)
@@ -225,7 +287,11 @@ def run_torchtitan(name: str, layers: int):
     model = spec.parallelize_fn(model, dims, job).to_empty(device="cuda")
     optimizers = spec.build_optimizers_fn([model], job.optimizer, dims)
     schedulers = spec.build_lr_schedulers_fn(optimizers, job.lr_scheduler, 1000)
-    autocast, ids, steps = utils.maybe_enable_amp(dims, "bfloat16", "cuda"), torch.zeros(1, 8193, dtype=torch.int64), Steps()
+    autocast, ids, steps = (
+        utils.maybe_enable_amp(dims, "bfloat16", "cuda"),
+        torch.zeros(1, 8193, dtype=torch.int64),
+        Steps(),
+    )
     for step in range(1, 5):
         answers.Log.mark(f"step {step}")
         steps.begin()
@@ -255,72 +321,143 @@ AC = {"op": "selective", "full": "full"}
 def count(system: str, name: str, repo: Path, layers: int) -> dict | None:
     """What a case did in its fourth step, and what its process found out itself; None: it failed."""
     with tempfile.TemporaryDirectory() as folder:
-        files = dict(COUNT_OUT=f"{folder}/out", COUNT_RUN=f"{folder}/run", NULLCUDA_LOG=f"{folder}/log")
-        settings = dict(NULLCUDA_GIB=str(CASES[name][1]), PYTORCH_ALLOC_CONF="expandable_segments:True")
-        command = [sys.executable, __file__, "--case", name, "--system", system, "--layers", str(layers)]
-        process = subprocess.run(command, cwd=repo, capture_output=True, text=True,
-                                 env=os.environ | environment() | files | settings | dict(COUNT_REPO=str(repo)))
+        files = dict(
+            COUNT_OUT=f"{folder}/out", COUNT_RUN=f"{folder}/run", NULLCUDA_LOG=f"{folder}/log"
+        )
+        settings = dict(
+            NULLCUDA_GIB=str(CASES[name][1]), PYTORCH_ALLOC_CONF="expandable_segments:True"
+        )
+        command = [
+            sys.executable,
+            __file__,
+            "--case",
+            name,
+            "--system",
+            system,
+            "--layers",
+            str(layers),
+        ]
+        process = subprocess.run(
+            command,
+            cwd=repo,
+            capture_output=True,
+            text=True,
+            env=os.environ | environment() | files | settings | dict(COUNT_REPO=str(repo)),
+        )
         logs = [*Path(folder).glob("log*")]
         if process.returncode or not logs:
-            print(f"{system}, {name}: {process.stdout[-300:]}{process.stderr[-1500:]}", file=sys.stderr)
+            print(
+                f"{system}, {name}: {process.stdout[-300:]}{process.stderr[-1500:]}",
+                file=sys.stderr,
+            )
             return None
         lines = logs[0].read_text().splitlines()
         found = json.loads(Path(files["COUNT_OUT"]).read_text())
     step = [line.split() for line in lines[lines.index("mark step 4") : lines.index("mark end 4")]]
     kinds = Counter(words[0] for words in step)
-    copies = Counter(word for words in step if words[0].startswith("copy") for word in words if word.startswith("kind="))
+    copies = Counter(
+        word
+        for words in step
+        if words[0].startswith("copy")
+        for word in words
+        if word.startswith("kind=")
+    )
+    # attention of cuDNN, which has a stand-in
     found["launches"] = sum(kinds[k] for k in ("kernel", "triton", "gemm", "memset")) + sum(
-        words[:2] == ["mark", "kernel"] for words in step)  # attention of cuDNN, which has a stand-in
+        words[:2] == ["mark", "kernel"] for words in step
+    )
     found |= {k: copies[f"kind={k}"] for k in ("d2d", "h2d", "d2h")}
-    found["syncs"] = sum(kinds[k] for k in ("sync_stream", "sync_device", "sync_event", "copy_sync"))
+    found["syncs"] = sum(
+        kinds[k] for k in ("sync_stream", "sync_device", "sync_event", "copy_sync")
+    )
     found |= dict(zip(("collectives", "beside"), collectives(step), strict=True))
     return found | {k: kinds[k] for k in ("free", "map", "malloc")}
 
 
 def collectives(step: list[list[str]]) -> tuple[int, int]:
-    """(collectives of more than a number or a table of counts, those with a matmul or attention between their start and the
-    wait for them). Sends and receives in a group are one."""
+    """(collectives of more than a number or a table of counts, those with a matmul or attention
+    between their start and the wait for them). Sends and receives in a group are one."""
     n = beside = i = 0
     while i < len(step):
         begin, depth = i, step[i][:2] == ["nccl", "group_start"]
         while depth and step[i][:2] != ["nccl", "group_end"]:
             i += 1
-        sizes = [dict(word.split("=") for word in words[2:]) for words in step[begin : i + 1] if words[0] == "nccl"]
+        sizes = [
+            dict(word.split("=") for word in words[2:])
+            for words in step[begin : i + 1]
+            if words[0] == "nccl"
+        ]
         sizes = [size for size in sizes if size]  # not of the group's begin and end
         i += 1
         if sum(int(size["count"]) for size in sizes) < 100_000:
             continue
-        event = next(words[-1] for words in step[i:] if words[0] == "record" and words[1] == f"stream={sizes[0]['stream']}")
-        meanwhile = step[i : next((j for j in range(i, len(step)) if step[j] == ["wait", "stream=0", event]), len(step))]
+        event = next(
+            words[-1]
+            for words in step[i:]
+            if words[0] == "record" and words[1] == f"stream={sizes[0]['stream']}"
+        )
+        meanwhile = step[
+            i : next(
+                (j for j in range(i, len(step)) if step[j] == ["wait", "stream=0", event]),
+                len(step),
+            )
+        ]
         n += 1
-        beside += any(words[0] == "gemm" or words[:2] == ["mark", "kernel"] or "GroupProblemShape" in " ".join(words)
-                      for words in meanwhile)  # the last: cutlass, for experts
+        beside += any(
+            words[0] == "gemm"
+            or words[:2] == ["mark", "kernel"]
+            or "GroupProblemShape" in " ".join(words)
+            for words in meanwhile
+        )  # the last: cutlass, for experts
     return n, beside
 
 
 def roofline(found: dict, name: str) -> tuple[float, float]:
-    """Least seconds of a step, (with the slower, with the faster matmuls): FLOPs and bytes one after the other."""
+    """Least seconds of a step, (with the slower, with the faster matmuls): FLOPs and bytes one
+    after the other."""
     kind = "float8" if "wise" in name else "bf16"
     return tuple(found["flops"] / rate + found["bytes"] / BYTES_PER_SECOND for rate in FLOPS[kind])
 
 
-HEADER = ("| | x ours | least time | TFLOP | GB | launches | d2d | h2d | d2h | waits | frees | maps | peak GiB | collectives | "
-          "beside matmuls |")
+HEADER = (
+    "| | x ours | least time | TFLOP | GB | launches | d2d | h2d | d2h | waits | frees | maps | "
+    "peak GiB | collectives | "
+    "beside matmuls |"
+)
 
 
 def row(system: str, name: str, found: dict, ours: dict | None) -> str:
     ms = [1000 * s for s in roofline(found, name)]
     ratio = sum(ms) / sum(1000 * s for s in roofline(ours, name)) if ours else 1
-    cells = [f"{name}: {system}", f"{ratio:.2f}", f"{ms[1]:.0f}-{ms[0]:.0f} ms", f"{found['flops'] / 1e12:.0f}",
-             f"{found['bytes'] / 1e9:,.0f}", f"{found['launches']:,}", found["d2d"], found["h2d"], found["d2h"], found["syncs"],
-             found["free"], found["map"] + found["malloc"], f"{found['peak'] / 2**30:.1f}", found["collectives"],
-             found["beside"]]
+    cells = [
+        f"{name}: {system}",
+        f"{ratio:.2f}",
+        f"{ms[1]:.0f}-{ms[0]:.0f} ms",
+        f"{found['flops'] / 1e12:.0f}",
+        f"{found['bytes'] / 1e9:,.0f}",
+        f"{found['launches']:,}",
+        found["d2d"],
+        found["h2d"],
+        found["d2h"],
+        found["syncs"],
+        found["free"],
+        found["map"] + found["malloc"],
+        f"{found['peak'] / 2**30:.1f}",
+        found["collectives"],
+        found["beside"],
+    ]
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--only", default="", help="the case of this name, or else the cases with this in their name")
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument(
+        "--only",
+        default="",
+        help="the case of this name, or else the cases with this in their name",
+    )
     p.add_argument("--repo", type=Path, default=REPO, help="the checkout whose recipes run")
     p.add_argument("--systems", default="ours,torchtitan", help="who is counted")
     p.add_argument("--layers", type=int, default=0, help="of each model, 0: all")
@@ -333,10 +470,14 @@ def main():
         return {"ours": run_ours, "torchtitan": run_torchtitan}[args.system](args.case, args.layers)
     print(HEADER + "\n|" + " --- |" * 15)
     saved = {}
-    for name in [args.only] if args.only in CASES else [name for name in CASES if args.only in name]:
+    for name in (
+        [args.only] if args.only in CASES else [name for name in CASES if args.only in name]
+    ):
         for system in args.systems.split(","):
             if system == "torchtitan" and "8B" in name or system == "ours":
-                saved[f"{name}: {system}"] = found = count(system, name, args.repo.resolve(), args.layers)
+                saved[f"{name}: {system}"] = found = count(
+                    system, name, args.repo.resolve(), args.layers
+                )
                 if found:
                     print(row(system, name, found, saved.get(f"{name}: ours")), flush=True)
     if args.save:

@@ -1,4 +1,5 @@
-"""Rollout tokens/s beside transformers' generate, beside an earlier commit, and on a GPU beside vLLM where it is installed.
+"""Rollout tokens/s beside transformers' generate, beside an earlier commit, and on a GPU beside
+vLLM where it is installed.
 
     python benchmarks/rollout.py
     python benchmarks/rollout.py --rows 32 --rounds 9 --threads 2
@@ -7,11 +8,13 @@
     python benchmarks/rollout.py --rows 64 --sizes small-32k --ragged --before ../earlier    # samples of different lengths
     python benchmarks/rollout.py --device cuda --sizes qwen3-1.7B --new 512     # random weights of that shape
 
-The same random Qwen3 for all, prompts of 32 tokens, one sample of each, temperature 1, no sample ends early; with --ragged, of
-ours alone, four samples per row whose lengths are drawn (lognormal, median 96, sigma 1, at most 1,000). Each variant is a
-process of its own, in rounds, so that a busy machine disturbs all alike. On a CPU time is the process's CPU time; on a GPU it
-is the clock's. Printed are medians of the rounds, and of the rounds' ratios.
+The same random Qwen3 for all, prompts of 32 tokens, one sample of each, temperature 1, no sample
+ends early; with --ragged, of ours alone, four samples per row whose lengths are drawn (lognormal,
+median 96, sigma 1, at most 1,000). Each variant is a process of its own, in rounds, so that a busy
+machine disturbs all alike. On a CPU time is the process's CPU time; on a GPU it is the clock's.
+Printed are medians of the rounds, and of the rounds' ratios.
 """
+
 import argparse
 import importlib.util
 import json
@@ -22,14 +25,28 @@ import tempfile
 import time
 from pathlib import Path
 
-SMALL = dict(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-             intermediate_size=384)
+SMALL = dict(
+    hidden_size=128,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    intermediate_size=384,
+)
 SIZES = {
     "small": SMALL | dict(vocab_size=64),
     "small-32k": SMALL | dict(vocab_size=32000),  # the draw of a token costs as much as the model
     "small-152k": SMALL | dict(vocab_size=151936),
-    "qwen3-1.7B": dict(hidden_size=2048, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128,
-                       intermediate_size=6144, vocab_size=151936, tie_word_embeddings=True),
+    "qwen3-1.7B": dict(
+        hidden_size=2048,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        intermediate_size=6144,
+        vocab_size=151936,
+        tie_word_embeddings=True,
+    ),
 }
 
 
@@ -41,13 +58,20 @@ def make_model(folder: str, size: str):
     is_small = size.startswith("small")
     spread = 0.1 if is_small else 0.02
     config = Qwen3Config(**SIZES[size], max_position_embeddings=4096, initializer_range=spread)
-    Qwen3ForCausalLM(config).to(torch.float32 if is_small else torch.bfloat16).save_pretrained(folder)
+    Qwen3ForCausalLM(config).to(torch.float32 if is_small else torch.bfloat16).save_pretrained(
+        folder
+    )
 
 
 def drawn_lengths() -> list[int]:
     import torch
 
-    return (torch.randn(4096, generator=torch.Generator().manual_seed(1)).exp() * 96).long().clamp(1, 1000).tolist()
+    return (
+        (torch.randn(4096, generator=torch.Generator().manual_seed(1)).exp() * 96)
+        .long()
+        .clamp(1, 1000)
+        .tolist()
+    )
 
 
 def sampler(variant: str, folder: str, device: str, new: int, ragged=False):
@@ -59,7 +83,9 @@ def sampler(variant: str, folder: str, device: str, new: int, ragged=False):
 
         engine = LLM(folder, skip_tokenizer_init=True, max_model_len=32 + new)
         params = SamplingParams(temperature=1.0, max_tokens=new, ignore_eos=True, detokenize=False)
-        return lambda prompts: engine.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        return lambda prompts: engine.generate(
+            [{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False
+        )
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     if variant == "transformers":
         from transformers import AutoModelForCausalLM
@@ -68,8 +94,16 @@ def sampler(variant: str, folder: str, device: str, new: int, ragged=False):
 
         def sample(prompts):
             batch = torch.tensor(prompts, device=device)
-            model.generate(batch, attention_mask=torch.ones_like(batch), do_sample=True, temperature=1.0, top_k=0,
-                           max_new_tokens=new, min_new_tokens=new, pad_token_id=0)
+            model.generate(
+                batch,
+                attention_mask=torch.ones_like(batch),
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                max_new_tokens=new,
+                min_new_tokens=new,
+                pad_token_id=0,
+            )
 
         return sample
     from rl.decoding import rollout
@@ -84,10 +118,20 @@ def sampler(variant: str, folder: str, device: str, new: int, ragged=False):
         lengths = drawn_lengths()
         ends = lambda s: None if len(s["ids"]) >= lengths[s["index"]] else []  # noqa: E731
         noise = torch.rand(1024, 4, 1000, generator=torch.Generator().manual_seed(0))
-        return lambda prompts: rollout(model, prompts, noise[: len(prompts)], 1.0, [], max_len=1100, rows=len(prompts),
-                                       reply=ends)
+        return lambda prompts: rollout(
+            model,
+            prompts,
+            noise[: len(prompts)],
+            1.0,
+            [],
+            max_len=1100,
+            rows=len(prompts),
+            reply=ends,
+        )
     noise = torch.rand(1024, 1, new, generator=torch.Generator().manual_seed(0))
-    return lambda prompts: rollout(model, prompts, noise[: len(prompts)], 1.0, [], max_len=32 + new, rows=len(prompts))
+    return lambda prompts: rollout(
+        model, prompts, noise[: len(prompts)], 1.0, [], max_len=32 + new, rows=len(prompts)
+    )
 
 
 def measure(args):
@@ -97,25 +141,33 @@ def measure(args):
     torch.set_num_threads(args.threads)
     sample, speed = sampler(args.variant, args.folder, args.device, args.new, args.ragged), {}
     for rows in args.rows:
-        prompts = torch.randint(1, 64, (rows, 32), generator=torch.Generator().manual_seed(rows)).tolist()
+        prompts = torch.randint(
+            1, 64, (rows, 32), generator=torch.Generator().manual_seed(rows)
+        ).tolist()
         if args.device == "cuda":
             sample(prompts)  # the first time kernels are chosen, and memory is taken
         clock = time.perf_counter if args.device == "cuda" else time.process_time
         began = clock()
         sample(prompts)
-        speed[rows] = (sum(drawn_lengths()[: 4 * rows]) if args.ragged else rows * args.new) / (clock() - began)
+        speed[rows] = (sum(drawn_lengths()[: 4 * rows]) if args.ragged else rows * args.new) / (
+            clock() - began
+        )
     print(json.dumps(speed))
 
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rows", type=lambda text: [int(n) for n in text.split(",")], default=[1, 32, 256])
+    parser.add_argument(
+        "--rows", type=lambda text: [int(n) for n in text.split(",")], default=[1, 32, 256]
+    )
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--sizes", choices=SIZES, default="small")
-    parser.add_argument("--ragged", action="store_true", help="samples of different lengths, ours alone")
+    parser.add_argument(
+        "--ragged", action="store_true", help="samples of different lengths, ours alone"
+    )
     parser.add_argument("--before", help="a worktree of an earlier commit")
     parser.add_argument("--variant", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
@@ -134,18 +186,34 @@ def main():
             rounds.append({})
             for variant in variants:
                 code = args.before if variant == "before" else args.code
-                given = [sys.executable, __file__, *sys.argv[1:], "--variant", variant, "--folder", folder, "--code", code]
+                given = [
+                    sys.executable,
+                    __file__,
+                    *sys.argv[1:],
+                    "--variant",
+                    variant,
+                    "--folder",
+                    folder,
+                    "--code",
+                    code,
+                ]
                 done = subprocess.run(given, stdout=subprocess.PIPE, text=True, check=True)
                 rounds[-1][variant] = json.loads(done.stdout.splitlines()[-1])
     import torch
 
     second = "second" if args.device == "cuda" else "CPU second"
-    print(f"{args.sizes}, 32 + {args.new} tokens, {args.rounds} rounds, {args.threads} thread(s), torch {torch.__version__}")
+    print(
+        f"{args.sizes}, 32 + {args.new} tokens, {args.rounds} rounds, {args.threads} thread(s), "
+        f"torch {torch.__version__}"
+    )
     for rows in map(str, args.rows):
         for variant in variants:
             speed = statistics.median(r[variant][rows] for r in rounds)
             ratio = statistics.median(r["ours"][rows] / r[variant][rows] for r in rounds)
-            print(f"{rows:>5} rows  {variant:14} {speed:10,.0f} tokens per {second}   ours: {ratio:6.2f} x")
+            print(
+                f"{rows:>5} rows  {variant:14} {speed:10,.0f} tokens per {second}   ours: "
+                f"{ratio:6.2f} x"
+            )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
-"""What grows with the number of ranks: sockets, the rendezvous, the parts of a run, and the table of a checkpoint.
+"""What grows with the number of ranks: sockets, the rendezvous, the parts of a run, and the table
+of a checkpoint.
 
     python benchmarks/scaling.py                    # 4 to 32 processes, tables of 64, 1,024 and 16,384 ranks; 3 minutes
     python benchmarks/scaling.py --processes 4,8 --tables 64x200
 
-The processes are real, on this machine. The tables are those of runs with one file per rank, with every tensor split over all
-ranks; plans, shards and the file tensors.json are the real ones, only the tensors have no values. CPU seconds are of one
-process, so the number of cores of this machine does not matter.
+The processes are real, on this machine. The tables are those of runs with one file per rank, with
+every tensor split over all ranks; plans, shards and the file tensors.json are the real ones, only
+the tensors have no values. CPU seconds are of one process, so the number of cores of this machine
+does not matter.
 """
+
 import argparse
 import contextlib
 import os
@@ -48,31 +51,45 @@ def memory_mb() -> float:
 
 
 def count_metadata_calls() -> Counter:
-    """Count, from now on, this process's calls that ask a file system for names: stat, listings, open."""
+    """Count, from now on, this process's calls that ask a file system for names: stat, listings,
+    open."""
     calls = Counter()
     for name in ("stat", "lstat", "listdir", "scandir", "open"):
         real = getattr(os, name)
-        setattr(os, name, lambda *args, real=real, **more: calls.update(["n"]) or real(*args, **more))
-    sys.addaudithook(lambda event, args: calls.update(["n"] * (event == "open" and isinstance(args[0], str))))
+        setattr(
+            os, name, lambda *args, real=real, **more: calls.update(["n"]) or real(*args, **more)
+        )
+    sys.addaudithook(
+        lambda event, args: calls.update(["n"] * (event == "open" and isinstance(args[0], str)))
+    )
     return calls
 
 
 def measure_run(rank: int, n: int, folder: str, answers) -> None:
-    """In one of n processes: what the parts of a run cost, without the model. The model: 48 matrices, split over all ranks."""
+    """In one of n processes: what the parts of a run cost, without the model. The model: 48
+    matrices, split over all ranks."""
     found, calls = {}, count_metadata_calls()
 
     def measure(name, work, per=1, unit=1.0):
         began, before, asked = time.process_time(), memory_mb(), calls["n"]
         for _ in range(per):
             result = work()
-        found[f"{name}: CPU {'ms' if unit > 1 else 's'}"] = (time.process_time() - began) / per * unit
-        found[f"{name}: MB"], found[f"{name}: files asked for"] = memory_mb() - before, (calls["n"] - asked) / per
-        dist.all_reduce(torch.ones(1))  # along a ring: a barrier would open 2 log N sockets that a run opens at its end only
+        found[f"{name}: CPU {'ms' if unit > 1 else 's'}"] = (
+            (time.process_time() - began) / per * unit
+        )
+        found[f"{name}: MB"], found[f"{name}: files asked for"] = (
+            memory_mb() - before,
+            (calls["n"] - asked) / per,
+        )
+        # along a ring: a barrier would open 2 log N sockets that a run opens at its end only
+        dist.all_reduce(torch.ones(1))
         return result
 
     def start():
         allow_many_ranks()
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n
+        )
         return make_mesh(Layout(dp_shard=n, rank=rank, global_batch_size=n))
 
     def open_run():
@@ -81,8 +98,15 @@ def measure_run(rank: int, n: int, folder: str, answers) -> None:
             part = DTensor.from_local(torch.ones(4, 64), layout.mesh["fsdp"], [Shard(0)])
             module.register_parameter(f"w{i}", nn.Parameter(part))
         optimizer = torch.optim.AdamW(module.parameters())
-        run = Checkpoints(CheckpointConfig(), f"{folder}/run", modules=[module], optimizer=optimizer, source="",
-                          identity={"model": {"class": "Module"}, "data": {}, "optimizer": {}}, config={"checkpoint_every": 1})
+        run = Checkpoints(
+            CheckpointConfig(),
+            f"{folder}/run",
+            modules=[module],
+            optimizer=optimizer,
+            source="",
+            identity={"model": {"class": "Module"}, "data": {}, "optimizer": {}},
+            config={"checkpoint_every": 1},
+        )
         check_replicas([module], layout)
         return run
 
@@ -108,28 +132,46 @@ def measure_run(rank: int, n: int, folder: str, answers) -> None:
 
 
 def measure_table(n_ranks: int, n_tensors: int) -> dict:
-    """CPU seconds of rank 0 in the first save, of any rank in a resume, and the size of tensors.json and manifest.json."""
+    """CPU seconds of rank 0 in the first save, of any rank in a resume, and the size of
+    tensors.json and manifest.json."""
     from torch.distributed.checkpoint import default_planner, filesystem, metadata, planner, storage
     from torch.distributed.tensor import distribute_tensor, init_device_mesh
 
     rows, columns = n_ranks * 4, 64
-    properties, bytes_each = metadata.TensorProperties(torch.float32), rows // n_ranks * columns * 4 + 800
+    properties, bytes_each = (
+        metadata.TensorProperties(torch.float32),
+        rows // n_ranks * columns * 4 + 800,
+    )
     names = [f"optimizer.blocks.{i}.attn.wq.weight.exp_avg" for i in range(n_tensors)]
 
     def items(rank):
         chunk = metadata.ChunkStorageMetadata(torch.Size([rank * 4, 0]), torch.Size([4, columns]))
         data = planner.TensorWriteData(chunk, properties, torch.Size([rows, columns]))
-        return [planner.WriteItem(metadata.MetadataIndex(name, chunk.offsets), planner.WriteItemType.SHARD, tensor_data=data)
-                for name in names]
+        return [
+            planner.WriteItem(
+                metadata.MetadataIndex(name, chunk.offsets),
+                planner.WriteItemType.SHARD,
+                tensor_data=data,
+            )
+            for name in names
+        ]
 
     found, began = {"shards": n_ranks * n_tensors}, time.process_time()
     plans = [planner.SavePlan(items(rank)) for rank in range(n_ranks)]
     found["-"], began = time.process_time() - began, time.process_time()
     saver = default_planner.DefaultSavePlanner(flatten_state_dict=False)
     plans, about = saver.create_global_plan(plans)
-    results = [[storage.WriteResult(item.index, bytes_each, filesystem._StorageInfo(
-        f"__{rank}_0.distcp", i * bytes_each, bytes_each)) for i, item in enumerate(plan.items)]
-        for rank, plan in enumerate(plans)]
+    results = [
+        [
+            storage.WriteResult(
+                item.index,
+                bytes_each,
+                filesystem._StorageInfo(f"__{rank}_0.distcp", i * bytes_each, bytes_each),
+            )
+            for i, item in enumerate(plan.items)
+        ]
+        for rank, plan in enumerate(plans)
+    ]
     content = table_bytes(about, results)
     found["first save, rank 0: CPU s"] = time.process_time() - began
     began, same = time.process_time(), [items(0), items(0)]
@@ -146,14 +188,18 @@ def measure_table(n_ranks: int, n_tensors: int) -> dict:
             os.truncate(f"{folder}/{name}", size)  # takes no space
         write_manifest(folder, files | {TABLE: [len(content), ""]}, step=1)
         del plans, about, results
-        found |= measure_resume(folder, n_ranks, names, (rows, columns), distribute_tensor, init_device_mesh)
+        found |= measure_resume(
+            folder, n_ranks, names, (rows, columns), distribute_tensor, init_device_mesh
+        )
     return found
 
 
 def measure_resume(folder, n_ranks, names, shape, distribute_tensor, init_device_mesh) -> dict:
     dist.init_process_group("fake", rank=n_ranks // 2, world_size=n_ranks)
     with torch.device("meta"):
-        tensor = distribute_tensor(torch.empty(shape), init_device_mesh("cpu", (n_ranks,)), [Shard(0)])
+        tensor = distribute_tensor(
+            torch.empty(shape), init_device_mesh("cpu", (n_ranks,)), [Shard(0)]
+        )
     began = time.process_time()
     read_manifest(folder)  # looks at the files of all ranks
     looked, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -162,9 +208,12 @@ def measure_resume(folder, n_ranks, names, shape, distribute_tensor, init_device
     parsed = time.process_time()
     shards = find_shards(dict.fromkeys(names, tensor), table, folder)
     assert len(shards.storage_data) == len(names)  # of each tensor one shard: this rank's
-    return {"resume, rank 0, files: CPU s": looked - began, "any rank, table: CPU s": parsed - looked,
-            "its own shards: CPU s": time.process_time() - parsed,
-            "more MB": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e3}
+    return {
+        "resume, rank 0, files: CPU s": looked - began,
+        "any rank, table: CPU s": parsed - looked,
+        "its own shards: CPU s": time.process_time() - parsed,
+        "more MB": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e3,
+    }
 
 
 def print_rows(head: str, rows: list[tuple]) -> None:
@@ -175,9 +224,13 @@ def print_rows(head: str, rows: list[tuple]) -> None:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--processes", default="4,8,16,32", help="numbers of real processes")
-    parser.add_argument("--tables", default="64x2000,1024x400,16384x24", help="RANKSxTENSORS of checkpoints")
+    parser.add_argument(
+        "--tables", default="64x2000,1024x400,16384x24", help="RANKSxTENSORS of checkpoints"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     import_dcp()  # takes a second, which is not counted
@@ -186,17 +239,25 @@ def main():
         answers = mp.get_context("fork").SimpleQueue()
         with tempfile.TemporaryDirectory() as folder:
             with open(f"{folder}/log", "w") as log, contextlib.redirect_stdout(log):
-                processes = mp.start_processes(measure_run, (n, folder, answers), n, join=False, start_method="fork")
+                processes = mp.start_processes(
+                    measure_run, (n, folder, answers), n, join=False, start_method="fork"
+                )
             while not processes.join(1):  # raises the error of a process
                 pass
             found = dict(answers.get() for _ in range(n))
-        others = {name: sum(found[rank][name] for rank in range(1, n)) / (n - 1) for name in found[0]}
-        found[0]["most sockets"], others["most sockets"] = (max(found[rank]["sockets"] for rank in ranks) for ranks in (
-            [0], range(1, n)))
+        others = {
+            name: sum(found[rank][name] for rank in range(1, n)) / (n - 1) for name in found[0]
+        }
+        found[0]["most sockets"], others["most sockets"] = (
+            max(found[rank]["sockets"] for rank in ranks) for ranks in ([0], range(1, n))
+        )
         rows += [(f"{n}, rank 0", found[0]), (f"{n}, others", others)]
     for part in ("sockets|store|start|step", "save", "resume"):
         print(f"Processes: {part.replace('|', ', ')}\n")
-        print_rows("processes", [(label, {k: v for k, v in row.items() if re.search(part, k)}) for label, row in rows])
+        print_rows(
+            "processes",
+            [(label, {k: v for k, v in row.items() if re.search(part, k)}) for label, row in rows],
+        )
         print()
     rows = []
     for text in args.tables.split(","):

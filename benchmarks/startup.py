@@ -1,12 +1,15 @@
-"""Start of the process to the end of the first step: `python train_llama3.py --steps 1` against transformers in a plain loop.
+"""Start of the process to the end of the first step: `python train_llama3.py --steps 1` against
+transformers in a plain loop.
 
     python benchmarks/startup.py
     python benchmarks/startup.py --imports          # and what the time of our imports goes to
 
-Both train one step of 2,048 tokens on the debug flavor's shape; ours reads text besides (tokenized before the first round) and
-checks and logs what every run does. They take turns. CPU seconds of the whole process, so what else the machine does hardly
-shows, and seconds on the clock, which on a busy machine mean nothing.
+Both train one step of 2,048 tokens on the debug flavor's shape; ours reads text besides (tokenized
+before the first round) and checks and logs what every run does. They take turns. CPU seconds of the
+whole process, so what else the machine does hardly shows, and seconds on the clock, which on a busy
+machine mean nothing.
 """
+
 import os
 import re
 import statistics
@@ -24,8 +27,16 @@ sys.path[0] = str(REPO)  # in benchmarks/ are files of the same names as the mod
 from support.config import parse_config
 
 # Packages that take long to import and that one step without their flags does not need
-HEAVY = ("torch.distributed.pipelining", "torch.distributed.checkpoint", "torch.utils.tensorboard", "torchao", "transformers",
-         "tokenizers", "wandb", "matplotlib")
+HEAVY = (
+    "torch.distributed.pipelining",
+    "torch.distributed.checkpoint",
+    "torch.utils.tensorboard",
+    "torchao",
+    "transformers",
+    "tokenizers",
+    "wandb",
+    "matplotlib",
+)
 THEIRS = """
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -50,17 +61,26 @@ class Config:
 
 def ours(out: str) -> list[str]:
     flags = {"steps": 1, "val_every": 0, "checkpoint_every": 0, "device": "cpu", "out": out}
-    return [sys.executable, f"{REPO}/train_llama3.py", *(f"--{name}={value}" for name, value in flags.items())]
+    return [
+        sys.executable,
+        f"{REPO}/train_llama3.py",
+        *(f"--{name}={value}" for name, value in flags.items()),
+    ]
 
 
 def run(command: list[str]) -> tuple[float, float, str]:
-    """(CPU seconds, seconds on the clock, stderr) of a process that must succeed and report its step."""
+    """(CPU seconds, seconds on the clock, stderr) of a process that must succeed and report its
+    step."""
     before, begin = os.times(), time.perf_counter()
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, cwd=REPO)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, cwd=REPO
+    )
     clock, after = time.perf_counter() - begin, os.times()
     if done.returncode or "loss" not in done.stdout:
         raise SystemExit(f"{' '.join(command)[:200]}\n{done.stdout}{done.stderr}")
-    cpu = after.children_user + after.children_system - before.children_user - before.children_system
+    cpu = (
+        after.children_user + after.children_system - before.children_user - before.children_system
+    )
     return cpu, clock, done.stderr
 
 
@@ -77,17 +97,26 @@ def print_imports(stderr: str) -> None:
 
 def main(cfg: Config):
     with tempfile.TemporaryDirectory() as folder:
-        commands = {"ours": lambda i: ours(f"{folder}/{i}"), "transformers": lambda i: [sys.executable, "-c", THEIRS]}
+        commands = {
+            "ours": lambda i: ours(f"{folder}/{i}"),
+            "transformers": lambda i: [sys.executable, "-c", THEIRS],
+        }
         times = {name: [] for name in commands}
         for i in range(cfg.rounds + 1):
             for name in sorted(commands, reverse=i % 2 == 1):
                 times[name] += [run(commands[name](i))[:2]] * (i > 0)
-        print(f"{cfg.rounds} rounds; medians\n| | CPU seconds | x ours | seconds on the clock | shortest |\n|" + " --- |" * 5)
+        print(
+            f"{cfg.rounds} rounds; medians\n| | CPU seconds | x ours | seconds on the clock | "
+            "shortest |\n|" + " --- |" * 5
+        )
         for name, seconds in times.items():
             cpu, clock = zip(*seconds)
             low = min(clock)
             ratio = statistics.median(a / b[0] for a, b in zip(cpu, times["ours"]))
-            print(f"| {name} | {statistics.median(cpu):.2f} | {ratio:.2f} | {statistics.median(clock):.2f} | {low:.2f} |")
+            print(
+                f"| {name} | {statistics.median(cpu):.2f} | {ratio:.2f} | "
+                f"{statistics.median(clock):.2f} | {low:.2f} |"
+            )
         if cfg.imports:
             command = ours(f"{folder}/imports")
             print_imports(run([command[0], "-X", "importtime", *command[1:]])[2])

@@ -11,6 +11,7 @@ turns on the GPU, whose order changes from round to round. A turn is one step th
 back after the turn before, and then --steps_per_round that are. Weights and optimizer states of all of them have to fit at
 once; --systems takes fewer. MFU counts PaLM's FLOPs against the data sheet and against the rate that a large matmul reaches.
 """
+
 import os
 import re
 import statistics
@@ -19,7 +20,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-sys.path[0] = str(Path(__file__).parent.parent)  # in benchmarks/ are files of the same names as the modules imported here
+# in benchmarks/ are files of the same names as the modules imported here
+sys.path[0] = str(Path(__file__).parent.parent)
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import torch
@@ -36,7 +38,8 @@ class Config(StepConfig):
     model_args: str = LLAMA_1B  # fields of Llama3Config
     seq_len: int = 8192  # tokens per sequence
     local_batch_size: int = 2  # sequences per step
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of matmuls and activations; weights and optimizer stay float32
+    # of matmuls and activations; weights and optimizer stay float32
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
     eager: bool = False  # the eager ones as well
     systems: str = ""  # only these of ours, transformers, torchtitan: "ours,torchtitan"
     steps_per_round: int = 5  # timed steps per turn of a variant
@@ -58,32 +61,55 @@ def matmul_rate() -> float:
 
 def main(cfg: Config):
     if not torch.cuda.is_available():
-        raise SystemExit("benchmarks/train.py needs a GPU, and torch finds none here; use benchmarks/train_cpu.py")
+        raise SystemExit(
+            "benchmarks/train.py needs a GPU, and torch finds none here; use "
+            "benchmarks/train_cpu.py"
+        )
     wanted = cfg.systems.split(",") if cfg.systems else []
-    names = [n for n in variants(compiled=True, eager=cfg.eager, fsdp=True) if not wanted or re.split("[ ,]", n)[0] in wanted]
+    names = [
+        n
+        for n in variants(compiled=True, eager=cfg.eager, fsdp=True)
+        if not wanted or re.split("[ ,]", n)[0] in wanted
+    ]
     configs = {name: replace(cfg, float8="off") for name in names}
     if cfg.float8 != "off":
         have_it = ("ours", "torchtitan") if "wise" in cfg.float8 else ("ours",)
-        configs |= {f"{n}: {cfg.float8}": cfg for n in names if n.endswith("compiled") and n.startswith(have_it)}
+        configs |= {
+            f"{n}: {cfg.float8}": cfg
+            for n in names
+            if n.endswith("compiled") and n.startswith(have_it)
+        }
     names = list(configs)
     if not names:
-        raise SystemExit(f"--systems {cfg.systems}: none of them is installed; use some of ours,transformers,torchtitan")
+        raise SystemExit(
+            f"--systems {cfg.systems}: none of them is installed; use some of "
+            "ours,transformers,torchtitan"
+        )
     rate, peak = matmul_rate(), peak_flops(torch.cuda.get_device_name())
     torch.cuda.empty_cache()
     reports = measure(names, configs.get, cfg.rounds, "cuda")
     c, tokens = llama_config(cfg), cfg.seq_len * cfg.local_batch_size
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {cfg.model_args}; {tokens:,} tokens per step, "
-          f"{cfg.dtype}, --ac {cfg.ac}, matmul of 8192 at {rate / 1e12:,.0f} TFLOP/s, "
-          f"{cfg.rounds} rounds of {cfg.steps_per_round} steps")
-    print("| | x ours | tokens/s | MFU | of the matmul's rate | peak GiB | seconds to the second step |\n|" + " --- |" * 7)
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {cfg.model_args}; {tokens:,} "
+        "tokens per step, "
+        f"{cfg.dtype}, --ac {cfg.ac}, matmul of 8192 at {rate / 1e12:,.0f} TFLOP/s, "
+        f"{cfg.rounds} rounds of {cfg.steps_per_round} steps"
+    )
+    print(
+        "| | x ours | tokens/s | MFU | of the matmul's rate | peak GiB | seconds to the second "
+        "step |\n|" + " --- |" * 7
+    )
     for name in names:
         r = reports[name]
         per_second = tokens / statistics.median(r["times"])
         n = r["parameters"] - c.vocab_size * c.dim
         flops = per_second * (6 * n + 12 * c.n_layers * c.n_heads * c.head_dim * cfg.seq_len)
         mfu = f"{flops / peak:.1%}" if peak else "unknown"
-        print(f"| {name} | {ratio_of(reports, name, names[0]):.3f} | {per_second:,.0f} | {mfu} | {flops / rate:.1%} | "
-              f"{r['peak'] / 2**30:.1f} | {r['first']:.0f} |")
+        print(
+            f"| {name} | {ratio_of(reports, name, names[0]):.3f} | {per_second:,.0f} | {mfu} | "
+            f"{flops / rate:.1%} | "
+            f"{r['peak'] / 2**30:.1f} | {r['first']:.0f} |"
+        )
 
 
 if __name__ == "__main__":

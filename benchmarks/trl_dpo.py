@@ -1,7 +1,9 @@
-"""DPO beside TRL: the loss, gradient, margin and accuracy of forks/train_dpo.py against TRL's own _compute_loss, on one batch.
+"""DPO beside TRL: the loss, gradient, margin and accuracy of forks/train_dpo.py against TRL's own
+_compute_loss, on one batch.
 
     pip install trl && python benchmarks/trl_dpo.py
 """
+
 import contextlib
 import sys
 from collections import defaultdict
@@ -27,10 +29,15 @@ class Fused(torch.nn.Module):
         self.model = model
 
     def forward(self, input_ids, attention_mask, labels, **options):
-        logits, labels = self.model(input_ids)[:, :-1].float(), labels[:, 1:]  # (B, T - 1, V), (B, T - 1)
-        logprobs = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0] * (labels != -100)
+        # (B, T - 1, V), (B, T - 1)
+        logits, labels = self.model(input_ids)[:, :-1].float(), labels[:, 1:]
+        logprobs = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0] * (
+            labels != -100
+        )
         nothing = torch.zeros_like(logprobs)  # for numbers of TRL's log only
-        return SimpleNamespace(log_probs=logprobs, entropy=nothing, mean_logits=nothing, is_top1=nothing.bool())
+        return SimpleNamespace(
+            log_probs=logprobs, entropy=nothing, mean_logits=nothing, is_top1=nothing.bool()
+        )
 
 
 def theirs(pairs, policy, reference):
@@ -41,17 +48,36 @@ def theirs(pairs, policy, reference):
         sys.exit(f"{error}; install it: pip install trl")
     dpo.disable_gradient_checkpointing = lambda *args, **options: contextlib.nullcontext()
     rows = [pair[0] for pair in pairs] + [pair[1] for pair in pairs]
-    ids = torch.zeros(len(rows), max(len(s["prompt"]) + len(s["ids"]) for s in rows), dtype=torch.long)
+    ids = torch.zeros(
+        len(rows), max(len(s["prompt"]) + len(s["ids"]) for s in rows), dtype=torch.long
+    )
     attended, completion = torch.zeros_like(ids), torch.zeros_like(ids)
     for row, s in enumerate(rows):
         n, end = len(s["prompt"]), len(s["prompt"]) + len(s["ids"])
-        ids[row, :end], attended[row, :end], completion[row, n:end] = torch.tensor(s["prompt"] + s["ids"]), 1, 1
+        ids[row, :end], attended[row, :end], completion[row, n:end] = (
+            torch.tensor(s["prompt"] + s["ids"]),
+            1,
+            1,
+        )
     alone = SimpleNamespace(device=ids.device, gather=lambda x: x, gather_for_metrics=lambda x: x)
     trainer = SimpleNamespace(
-        model=Fused(policy), ref_model=Fused(reference), accelerator=alone, aux_loss_enabled=False, ld_alpha=None, beta=BETA,
-        precompute_ref_logps=False, args=SimpleNamespace(gradient_checkpointing_kwargs=None), f_divergence_type="reverse_kl",
-        loss_types=["sigmoid"], loss_weights=[1.0], label_smoothing=0.0, use_weighting=False, _total_train_tokens=0, _tp_size=1,
-        _metrics=defaultdict(lambda: defaultdict(list)))
+        model=Fused(policy),
+        ref_model=Fused(reference),
+        accelerator=alone,
+        aux_loss_enabled=False,
+        ld_alpha=None,
+        beta=BETA,
+        precompute_ref_logps=False,
+        args=SimpleNamespace(gradient_checkpointing_kwargs=None),
+        f_divergence_type="reverse_kl",
+        loss_types=["sigmoid"],
+        loss_weights=[1.0],
+        label_smoothing=0.0,
+        use_weighting=False,
+        _total_train_tokens=0,
+        _tp_size=1,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+    )
     inputs = dict(input_ids=ids, attention_mask=attended, completion_mask=completion)
     loss = dpo.DPOTrainer._compute_loss(trainer, trainer.model, inputs, False)
     loss.backward()
@@ -66,9 +92,13 @@ def main():
     for flags in ({}, dict(pack_tokens=64)):
         found, grads = ours(flags, pairs)
         off = max(((grads[fqn] - want[fqn]).norm() / want[fqn].norm()).item() for fqn in want)
-        print(f"{flags or 'rows'}: loss {found['loss']:.7f}, TRL {loss:.7f}; gradients differ by {off:.1e} at most; margin "
-              f"{found['margin']:.6f}, TRL {log['rewards/margins']:.6f}; accuracy {found['accuracy']:.2f}, TRL "
-              f"{log['rewards/accuracies']:.2f}")
+        print(
+            f"{flags or 'rows'}: loss {found['loss']:.7f}, TRL {loss:.7f}; gradients differ by "
+            f"{off:.1e} at most; margin "
+            f"{found['margin']:.6f}, TRL {log['rewards/margins']:.6f}; accuracy "
+            f"{found['accuracy']:.2f}, TRL "
+            f"{log['rewards/accuracies']:.2f}"
+        )
 
 
 if __name__ == "__main__":

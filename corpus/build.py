@@ -1,4 +1,6 @@
-"""Text -> token shards: documents of text files, tokenizers trained on the text, and tokenization piece by piece."""
+"""Text -> token shards: documents of text files, tokenizers trained on the text, and tokenization
+piece by piece."""
+
 import contextlib
 import hashlib
 import json
@@ -17,7 +19,16 @@ from typing import NamedTuple
 import numpy as np
 
 from corpus.mixture import PACKED, format_of, prepare_column
-from corpus.shards import FIRST, LOSS, cache_name, changed_files, read_index, token_dtype, write_index, write_shard
+from corpus.shards import (
+    FIRST,
+    LOSS,
+    cache_name,
+    changed_files,
+    read_index,
+    token_dtype,
+    write_index,
+    write_shard,
+)
 from corpus.tokenizer import BESIDE, BPE_VOCAB, EOT_NAMES, files_beside, load_tokenizer
 from support.config import own_rank
 from support.files import sha256_file, write_file
@@ -27,8 +38,9 @@ MANY_DOCUMENTS = 100  # a .jsonl with at least so many lines is split by hash
 BPE_BYTES = 10_000_000  # bytes of text for a tokenizer of our own
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Pieces of text files: bytes of text (.txt, .md), or a JSON object per document (a line of a .jsonl, a row of a .parquet)
+# --------------------------------------------------------------------------------------------------
+# Pieces of text files: bytes of text (.txt, .md), or a JSON object per document (a line of a
+# .jsonl, a row of a .parquet)
 class Piece(NamedTuple):
     """A part of a file: unpacked bytes start..end. Each piece becomes one shard per split."""
 
@@ -41,12 +53,13 @@ class Piece(NamedTuple):
 
 
 def read_chunks(piece: Piece):
-    """Yields the text of a piece in chunks of bytes: of a packed file as unpacked, of a .parquet lines of JSON."""
+    """Yields the text of a piece in chunks of bytes: of a packed file as unpacked, of a .parquet
+    lines of JSON."""
     if piece.path.suffix in PACKED:
         from corpus.files import unpacked
 
         chunks = unpacked(piece.path, piece.text_column)
-        yield from chunks if piece.end is None else [b"".join(chunks)[piece.start:piece.end]]
+        yield from chunks if piece.end is None else [b"".join(chunks)[piece.start : piece.end]]
     else:
         with open(piece.path, "rb") as file:
             file.seek(piece.start)
@@ -63,7 +76,8 @@ def json_lines(piece: Piece):
 
 
 def is_chat(path: Path, text_column: str = "text") -> bool:
-    """Whether a file holds conversations, by its first line or row. A row with "text" is plain text to train on."""
+    """Whether a file holds conversations, by its first line or row. A row with "text" is plain text
+    to train on."""
     if format_of(path) != ".jsonl" or not path.is_file():
         return False
     packed = contextlib.closing(json_lines(Piece(path, 0, None, "hash", True, text_column)))
@@ -73,28 +87,44 @@ def is_chat(path: Path, text_column: str = "text") -> bool:
         record = json.loads(first)
     except (ValueError, RecursionError):
         return False  # read_documents reports the error with the line number
-    return isinstance(record, dict) and text_column not in record and bool({"messages", "conversations"} & record.keys())
+    return (
+        isinstance(record, dict)
+        and text_column not in record
+        and bool({"messages", "conversations"} & record.keys())
+    )
 
 
 def name_line(piece: Piece, index: int) -> str:
     """File and number of the line or row with this index in a piece, for errors."""
-    before = piece.start and b"".join(read_chunks(piece._replace(start=0, end=piece.start))).count(b"\n")
-    return f"{piece.path} {'row' if piece.path.suffix == '.parquet' else 'line'} {before + index + 1}"
+    before = piece.start and b"".join(read_chunks(piece._replace(start=0, end=piece.start))).count(
+        b"\n"
+    )
+    return (
+        f"{piece.path} {'row' if piece.path.suffix == '.parquet' else 'line'} {before + index + 1}"
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Text -> documents
 def cut_into_pieces(paths: list, eot_text: str, text_column: str = "text") -> list:
-    """The pieces of all files. In a file of many JSON objects the hash of each document decides about training or validation,
-    so that both are alike; of any other text the tail is for validation."""
+    """The pieces of all files. In a file of many JSON objects the hash of each document decides
+    about training or validation, so that both are alike; of any other text the tail is for
+    validation."""
     pieces, total = [], sum(path.stat().st_size for path in paths)
-    chunk = min(max(total // 64, 1 << 20), 512 << 20)  # enough pieces for all processes, few enough files for a file system
+    # enough pieces for all processes, few enough files for a file system
+    chunk = min(max(total // 64, 1 << 20), 512 << 20)
     for path in paths:
         whole = Piece(path, 0, None, "hash", True, text_column)
         if path.suffix not in PACKED:
-            with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+            with (
+                open(path, "rb") as file,
+                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text,
+            ):
                 found = cut_bytes(path, text, eot_text, text_column, chunk)
-        elif format_of(path) == ".jsonl" and next(islice(json_lines(whole), MANY_DOCUMENTS, None), None) is not None:
+        elif (
+            format_of(path) == ".jsonl"
+            and next(islice(json_lines(whole), MANY_DOCUMENTS, None), None) is not None
+        ):
             found = [whole]  # one piece: unpacked once, by the reader
         else:
             found = cut_bytes(path, b"".join(read_chunks(whole)), eot_text, text_column, chunk)
@@ -104,11 +134,22 @@ def cut_into_pieces(paths: list, eot_text: str, text_column: str = "text") -> li
     return pieces
 
 
-def cut_bytes(path: Path, text: mmap.mmap | bytes, eot_text: str, text_column: str, chunk: int) -> list:
+def cut_bytes(
+    path: Path, text: mmap.mmap | bytes, eot_text: str, text_column: str, chunk: int
+) -> list:
     """The pieces of one text, each of about `chunk` bytes."""
-    size, eot, pieces, is_jsonl = len(text), re.escape(eot_text.encode()), [], format_of(path) == ".jsonl"
-    between = re.compile(b"\n" if is_jsonl else b"\n(?!%s)|%s" % (eot, eot))  # an eot belongs to the text before it
-    by_hash = is_jsonl and sum(1 for _ in islice(re.finditer(b"\n", text), MANY_DOCUMENTS)) == MANY_DOCUMENTS
+    size, eot, pieces, is_jsonl = (
+        len(text),
+        re.escape(eot_text.encode()),
+        [],
+        format_of(path) == ".jsonl",
+    )
+    # an eot belongs to the text before it
+    between = re.compile(b"\n" if is_jsonl else b"\n(?!%s)|%s" % (eot, eot))
+    by_hash = (
+        is_jsonl
+        and sum(1 for _ in islice(re.finditer(b"\n", text), MANY_DOCUMENTS)) == MANY_DOCUMENTS
+    )
     border = size if by_hash else tail_border(text, is_jsonl)
     for split, start, end in ("hash" if by_hash else "train", 0, border), ("val", border, size):
         while start < end:
@@ -119,7 +160,8 @@ def cut_bytes(path: Path, text: mmap.mmap | bytes, eot_text: str, text_column: s
 
 
 def tail_border(text: mmap.mmap | bytes, is_jsonl: bool) -> int:
-    """Start of the last 20th of a text: at a line, or, in a .txt without lines nearby, at a character."""
+    """Start of the last 20th of a text: at a line, or, in a .txt without lines nearby, at a
+    character."""
     border = len(text) - len(text) // VAL_PART
     line = text.rfind(b"\n", 0 if is_jsonl else border - border // VAL_PART, border) + 1
     if line or is_jsonl:
@@ -130,12 +172,15 @@ def tail_border(text: mmap.mmap | bytes, is_jsonl: bool) -> int:
 
 
 def read_documents(piece: Piece, eot_text: str):
-    """Yields (split, text, whether the document ends) for each segment. In a .txt the spelled eot token ends a document."""
+    """Yields (split, text, whether the document ends) for each segment. In a .txt the spelled eot
+    token ends a document."""
     if format_of(piece.path) == ".txt":
         try:
             text = b"".join(read_chunks(piece)).decode().removeprefix("\ufeff")
         except UnicodeDecodeError as error:
-            raise ValueError(f"{piece.path}: byte {piece.start + error.start} is not UTF-8; use iconv -f latin1") from None
+            raise ValueError(
+                f"{piece.path}: byte {piece.start + error.start} is not UTF-8; use iconv -f latin1"
+            ) from None
         *whole, last = text.split(eot_text)
         for document in whole:
             yield from cut_at_lines(piece.split, document, True)
@@ -143,7 +188,9 @@ def read_documents(piece: Piece, eot_text: str):
         return
     for i, line in enumerate(json_lines(piece)):
         try:
-            record = json.loads(line.decode("utf-8-sig")) if line.strip() else {piece.text_column: ""}
+            record = (
+                json.loads(line.decode("utf-8-sig")) if line.strip() else {piece.text_column: ""}
+            )
             document = record[piece.text_column]
             key = record.get("split_key", document)  # our stdlib.jsonl is split by path
             split = split_of(piece, key.encode())
@@ -157,37 +204,50 @@ def read_documents(piece: Piece, eot_text: str):
 
 def split_of(piece: Piece, key: bytes) -> str:
     """Split of a document: of its piece, or by the hash of the key."""
-    by_hash = "val" if hashlib.sha256(key).digest()[0] * VAL_PART < 256 else "train"  # 13 of 256: one in 20
+    # 13 of 256: one in 20
+    by_hash = "val" if hashlib.sha256(key).digest()[0] * VAL_PART < 256 else "train"
     return by_hash if piece.split == "hash" else piece.split
 
 
 def cut_at_lines(split: str, text: str, closed: bool, size: int = 1 << 16):
-    """Yields (split, segment, whether the document ends) for a document, to be tokenized in parallel and in little memory. Cuts
-    after a newline if possible."""
+    """Yields (split, segment, whether the document ends) for a document, to be tokenized in
+    parallel and in little memory. Cuts after a newline if possible."""
     start = 0
     while start < len(text):
-        stop = len(text) if start + size >= len(text) else text.rfind("\n", start, start + size) + 1 or start + size
+        stop = (
+            len(text)
+            if start + size >= len(text)
+            else text.rfind("\n", start, start + size) + 1 or start + size
+        )
         yield split, text[start:stop], closed and stop == len(text)
         start = stop
 
 
 def tokenize_text(piece: Piece, tokenizer, eot: int):
-    """Yields (split, ids, mask, whether a document ends) for each segment; eot follows the last segment of a document."""
+    """Yields (split, ids, mask, whether a document ends) for each segment; eot follows the last
+    segment of a document."""
     found = read_documents(piece, tokenizer.id_to_token(eot))
-    while group := list(islice(found, 64)):  # 4 MB of text at once: as Encoding objects they take 200 MB
-        encodings = tokenizer.encode_batch_fast([text for _, text, _ in group], add_special_tokens=False)
+    # 4 MB of text at once: as Encoding objects they take 200 MB
+    while group := list(islice(found, 64)):
+        encodings = tokenizer.encode_batch_fast(
+            [text for _, text, _ in group], add_special_tokens=False
+        )
         for (split, _, closed), encoding in zip(group, encodings):
             ids = encoding.ids + [eot] * closed
             yield split, ids, [1] * len(ids), closed
 
 
 def tokenize_chats(piece: Piece, tokenizer_file: Path, skipped: list | None):
-    """Yields (split, ids, mask, whether a document ends) for each conversation; mask: 1 for a token with a loss.
+    """Yields (split, ids, mask, whether a document ends) for each conversation; mask: 1 for a token
+    with a loss.
 
     skipped: list that takes the error of each bad conversation; None: raise the first."""
     from sft.chat import chat_tokenizer, parse_conversation, read_template, tokens_and_mask
 
-    template, tokenizer = read_template(str(tokenizer_file.parent), str(piece.path)), chat_tokenizer(tokenizer_file)
+    template, tokenizer = (
+        read_template(str(tokenizer_file.parent), str(piece.path)),
+        chat_tokenizer(tokenizer_file),
+    )
     for i, line in enumerate(json_lines(piece)):
         if line := line.strip():
             try:
@@ -195,7 +255,10 @@ def tokenize_chats(piece: Piece, tokenizer_file: Path, skipped: list | None):
             except ValueError as error:
                 problem = f"{name_line(piece, i)}: {error}"
                 if skipped is None:
-                    raise ValueError(f"{problem}; python data.py prepare --skip_bad N leaves out up to N such lines") from None
+                    raise ValueError(
+                        f"{problem}; python data.py prepare --skip_bad N leaves out up to N such "
+                        "lines"
+                    ) from None
                 skipped.append(problem)
             else:
                 yield split_of(piece, line), ids, mask, len(ids) > 0
@@ -208,112 +271,202 @@ def tokenize_documents(piece: Piece, tokenizer_file: Path, eot: int, skipped: li
     return tokenize_text(piece, load_tokenizer(tokenizer_file), eot)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Documents -> tokenizer, documents -> token shards
-def train_tokenizer(paths: list, file: Path, vocab_size: int = BPE_VOCAB, text_column: str = "text"):
-    """Train a byte-level BPE on the beginning of each text. Returns the number of ids, smaller than vocab_size if no more pairs
-    occur twice in the text."""
+def train_tokenizer(
+    paths: list, file: Path, vocab_size: int = BPE_VOCAB, text_column: str = "text"
+):
+    """Train a byte-level BPE on the beginning of each text. Returns the number of ids, smaller than
+    vocab_size if no more pairs occur twice in the text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     texts, enough = [], BPE_BYTES * vocab_size // BPE_VOCAB // len(paths)
     for path in paths:
         size, pieces = 0, cut_into_pieces([path], EOT_NAMES[0], text_column)
-        for split, text, _ in (document for piece in pieces for document in read_documents(piece, EOT_NAMES[0])):
+        for split, text, _ in (
+            document for piece in pieces for document in read_documents(piece, EOT_NAMES[0])
+        ):
             if split == "train":
                 texts.append(text)
                 size += len(text)
             if size >= enough:
                 break
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     alphabet = pre_tokenizers.ByteLevel.alphabet()  # all 256 bytes: no text is unknown
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[EOT_NAMES[0]], initial_alphabet=alphabet, min_frequency=2, show_progress=False))
+    tokenizer.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[EOT_NAMES[0]],
+            initial_alphabet=alphabet,
+            min_frequency=2,
+            show_progress=False,
+        ),
+    )
     write_file(file, tokenizer.to_str().encode())
     return tokenizer.get_vocab_size()
 
 
-def tokenize_piece(piece: Piece, number: int, folder: Path, tokenizer: tuple, source: dict, skip_bad: int) -> dict:
-    """Writes the shards of a piece, then a note, piece-00000.json. Returns the note, {"entries": {split: entry of index.json},
-    "skipped": errors of bad conversations}. Of a fitting note with intact shards nothing is written again."""
+def tokenize_piece(
+    piece: Piece, number: int, folder: Path, tokenizer: tuple, source: dict, skip_bad: int
+) -> dict:
+    """Writes the shards of a piece, then a note, piece-00000.json. Returns the note, {"entries":
+    {split: entry of index.json}, "skipped": errors of bad conversations}. Of a fitting note with
+    intact shards nothing is written again."""
     (tokenizer_file, eot, vocab_size), text = tokenizer, piece.path.stat()
-    note, dtype, chat = folder / f"piece-{number:05d}.json", token_dtype(vocab_size), source.get("chat_template")
+    note, dtype, chat = (
+        folder / f"piece-{number:05d}.json",
+        token_dtype(vocab_size),
+        source.get("chat_template"),
+    )
     made_from = cache_name(piece, text.st_size, text.st_mtime_ns, source["tokenizer"], eot, chat)
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # no note, or a damaged one
+    # no note, or a damaged one
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         known = json.loads(note.read_bytes())
-        if known["made_from"] == made_from and not any(changed_files(folder, entry) for entry in known["entries"].values()):
+        if known["made_from"] == made_from and not any(
+            changed_files(folder, entry) for entry in known["entries"].values()
+        ):
             return known
 
     splits = ("train", "val") if piece.split == "hash" else (piece.split,)
     tokens = {split: [np.empty(0, dtype)] for split in splits}
-    bits, documents, skipped = {split: [np.empty(0, np.uint8)] for split in splits}, dict.fromkeys(splits, 0), []
-    for split, ids, mask, closed in tokenize_documents(piece, tokenizer_file, eot, skipped if skip_bad else None):
+    bits, documents, skipped = (
+        {split: [np.empty(0, np.uint8)] for split in splits},
+        dict.fromkeys(splits, 0),
+        [],
+    )
+    for split, ids, mask, closed in tokenize_documents(
+        piece, tokenizer_file, eot, skipped if skip_bad else None
+    ):
         tokens[split].append(np.array(ids, dtype))
         documents[split] += closed
         if chat:
             bits[split].append(np.array(mask, np.uint8) * LOSS)
             bits[split][-1][:1] |= FIRST
-    entries = {split: write_shard(folder / f"{split}-{number:05d}.npy", np.concatenate(tokens[split]), documents[split],
-                                  np.concatenate(bits[split]) if chat else None) for split in splits}
+    entries = {
+        split: write_shard(
+            folder / f"{split}-{number:05d}.npy",
+            np.concatenate(tokens[split]),
+            documents[split],
+            np.concatenate(bits[split]) if chat else None,
+        )
+        for split in splits
+    }
     known = {"made_from": made_from, "entries": entries, "skipped": skipped}
     write_file(note, json.dumps(known).encode())
     return known
 
 
-def build_shards(paths: list, tokenizer: tuple, folder: Path, workers=1, text_column="text", skip_bad=0, share=(0, 1)):
-    """Tokenizes text files into a folder of token shards. After an interruption, the same call keeps finished pieces.
+def build_shards(
+    paths: list,
+    tokenizer: tuple,
+    folder: Path,
+    workers=1,
+    text_column="text",
+    skip_bad=0,
+    share=(0, 1),
+):
+    """Tokenizes text files into a folder of token shards. After an interruption, the same call
+    keeps finished pieces.
 
-    tokenizer: from find_tokenizer(). workers: processes; 1 = here, with the threads of the `tokenizers` library.
-    skip_bad: leave out at most so many bad conversations; skipped.txt lists them. share (i, n): make every n-th piece from
-    number i on, and no index.json; a call for all pieces keeps the pieces of the shares. Raises ValueError."""
+    tokenizer: from find_tokenizer(). workers: processes; 1 = here, with the threads of the
+    `tokenizers` library.
+    skip_bad: leave out at most so many bad conversations; skipped.txt lists them. share (i, n):
+    make every n-th piece from
+    number i on, and no index.json; a call for all pieces keeps the pieces of the shares. Raises
+    ValueError."""
     tokenizer_file, eot, vocab_size = tokenizer
     pieces = cut_into_pieces(paths, load_tokenizer(tokenizer_file).id_to_token(eot), text_column)
-    source = {"inputs": [[path.name, path.stat().st_size] for path in paths], "tokenizer": sha256_file(tokenizer_file)}
+    source = {
+        "inputs": [[path.name, path.stat().st_size] for path in paths],
+        "tokenizer": sha256_file(tokenizer_file),
+    }
     source |= {"text_column": text_column} if text_column != "text" else {}
     if chats := [path for path in paths if is_chat(path, text_column)]:
         if other := next((path for path in paths if path not in chats), None):
-            raise ValueError(f"{chats[0]} holds conversations and {other} text; use --data name=path:weight,name=path:weight")
+            raise ValueError(
+                f"{chats[0]} holds conversations and {other} text; use --data "
+                "name=path:weight,name=path:weight"
+            )
         from sft.chat import read_template
 
         rules = read_template(str(tokenizer_file.parent), str(chats[0])).rules
         source["chat_template"] = hashlib.sha256(rules.encode()).hexdigest()
-    if (folder / "index.json").exists() and ((old := read_index(folder))["source"], old["eot"]) != (source, eot):
-        raise ValueError(f"{folder} has shards of other files, or of another tokenizer or chat template; name a new --out")
+    if (folder / "index.json").exists() and ((old := read_index(folder))["source"], old["eot"]) != (
+        source,
+        eot,
+    ):
+        raise ValueError(
+            f"{folder} has shards of other files, or of another tokenizer or chat template; name "
+            "a new --out"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     files = {"tokenizer.json": tokenizer_file.read_bytes()} | files_beside(tokenizer_file)
     for name, content in files.items():
         write_file(folder / name, content)
-    job = partial(tokenize_piece, folder=folder, tokenizer=tokenizer, source=source, skip_bad=skip_bad)
-    splits, skipped, mine = {"train": [], "val": []}, [], range(len(pieces))[share[0]::share[1]]
+    job = partial(
+        tokenize_piece, folder=folder, tokenizer=tokenizer, source=source, skip_bad=skip_bad
+    )
+    splits, skipped, mine = {"train": [], "val": []}, [], range(len(pieces))[share[0] :: share[1]]
     workers = min(workers, len(mine))
     with contextlib.ExitStack() as stack:
         do = map
         if workers > 1:
             os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread in each process
-            do = stack.enter_context(ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))).map
-        for done, note in enumerate(do(job, pieces[share[0]::share[1]], mine), 1):
+            do = stack.enter_context(
+                ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
+            ).map
+        for done, note in enumerate(do(job, pieces[share[0] :: share[1]], mine), 1):
             skipped += note["skipped"]
             for split, entry in note["entries"].items():
                 splits[split].append(entry)
             if sys.stderr.isatty() and own_rank() == 0:
-                print(f"\rtokenizing {done}/{len(mine)}", end="\n" * (done == len(mine)), file=sys.stderr, flush=True)
+                print(
+                    f"\rtokenizing {done}/{len(mine)}",
+                    end="\n" * (done == len(mine)),
+                    file=sys.stderr,
+                    flush=True,
+                )
     if share[1] > 1:
         return
     if skip_bad or skipped:  # an interrupted run with --skip_bad may have left notes
         write_file(folder / "skipped.txt", "".join(f"{line}\n" for line in skipped).encode())
         total = sum(entry["documents"] for entry in chain(*splits.values())) + len(skipped)
         if len(skipped) > skip_bad:
-            raise ValueError(f"--skip_bad {skip_bad}: {len(skipped)} of {total} conversations cannot be trained, see "
-                             f"{folder}/skipped.txt; the first is {skipped[0]}")
-        print(f"{len(skipped)} of {total} conversations are left out; {folder}/skipped.txt lists them")
-    beside = {name: hashlib.sha256(content).hexdigest() for name, content in files.items() if name in BESIDE}
-    write_index(folder, {"vocab_size": vocab_size, "eot": eot, "source": source, "beside": beside, "splits": splits})
+            raise ValueError(
+                f"--skip_bad {skip_bad}: {len(skipped)} of {total} conversations cannot be "
+                "trained, see "
+                f"{folder}/skipped.txt; the first is {skipped[0]}"
+            )
+        print(
+            f"{len(skipped)} of {total} conversations are left out; {folder}/skipped.txt lists them"
+        )
+    beside = {
+        name: hashlib.sha256(content).hexdigest()
+        for name, content in files.items()
+        if name in BESIDE
+    }
+    write_index(
+        folder,
+        {
+            "vocab_size": vocab_size,
+            "eot": eot,
+            "source": source,
+            "beside": beside,
+            "splits": splits,
+        },
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The built-in corpus
 def collect_stdlib(paths: list, target: Path) -> Path:
-    """Write all sources as one .jsonl, each text once. Split by path: the same files validate in every version of Python."""
+    """Write all sources as one .jsonl, each text once. Split by path: the same files validate in
+    every version of Python."""
     root, texts = sysconfig.get_paths()["stdlib"], {}
     for path in paths:
         with contextlib.suppress(UnicodeDecodeError):

@@ -1,7 +1,10 @@
-"""Tokenized text in the user's cache: found again by path, size and time of the text files, or made by corpus/build.py.
+"""Tokenized text in the user's cache: found again by path, size and time of the text files, or made
+by corpus/build.py.
 
---init_from weights need data tokenized with the tokenizer of their training, or with an equal one: check_tokenizer.
+--init_from weights need data tokenized with the tokenizer of their training, or with an equal one:
+check_tokenizer.
 """
+
 import json
 import os
 import sys
@@ -11,14 +14,31 @@ from pathlib import Path
 
 from corpus.mixture import parse_mixture
 from corpus.shards import cache_name, is_shards
-from corpus.tokenizer import BPE_VOCAB, files_beside, find_tokenizer, load_tokenizer, text_folder, tokenizer_path
+from corpus.tokenizer import (
+    BPE_VOCAB,
+    files_beside,
+    find_tokenizer,
+    load_tokenizer,
+    text_folder,
+    tokenizer_path,
+)
 from distributed.agree import brief
 from storage.newest import ABOUT, newest_readable, resume_source
 from support.config import own_rank
 from support.files import read_json, sha256_file
 
-STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__",
-                  "encodings", "pydoc_data", "entities.py"}  # the last three are 2 MB of tables, not text to learn from
+# the last three are 2 MB of tables, not text to learn from
+STDLIB_SKIPPED = {
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "encodings",
+    "pydoc_data",
+    "entities.py",
+}
 
 
 def stdlib_files() -> list:
@@ -26,22 +46,33 @@ def stdlib_files() -> list:
     root, found = Path(sysconfig.get_paths()["stdlib"]), []
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(set(folders) - STDLIB_SKIPPED)
-        found += [Path(folder, name) for name in sorted(set(names) - STDLIB_SKIPPED)
-                  if name.endswith(".py") and not name.startswith("_sysconfigdata") and Path(folder, name).is_file()]
+        found += [
+            Path(folder, name)
+            for name in sorted(set(names) - STDLIB_SKIPPED)
+            if name.endswith(".py")
+            and not name.startswith("_sysconfigdata")
+            and Path(folder, name).is_file()
+        ]
     if (size := sum(path.stat().st_size for path in found)) < 2_000_000:
-        raise ValueError(f"--data stdlib: this Python has few sources ({size / 1e6:.1f} MB in {root}); use --data FILE.txt")
+        raise ValueError(
+            f"--data stdlib: this Python has few sources ({size / 1e6:.1f} MB in {root}); use "
+            "--data FILE.txt"
+        )
     return found
 
 
 def cache_folder(cache_dir: str) -> Path:
     home = os.path.expanduser("~/Library/Caches" if sys.platform == "darwin" else "~/.cache")
-    return Path(cache_dir or os.path.join(os.environ.get("XDG_CACHE_HOME") or home, "nanotitan")).absolute()
+    return Path(
+        cache_dir or os.path.join(os.environ.get("XDG_CACHE_HOME") or home, "nanotitan")
+    ).absolute()
 
 
 def cached_corpus(data: str, tokenizer: str, cache_dir: str, no_chats: str = "") -> Path:
-    """The folder of token shards for a text, made on first use. The name has a hash of path, size and time of each file, so
-    that a later start does not read the text. Of the tokenizer's small files the contents count, because every checkpoint has a
-    copy under another path. no_chats: the error for a recipe that trains on text only."""
+    """The folder of token shards for a text, made on first use. The name has a hash of path, size
+    and time of each file, so that a later start does not read the text. Of the tokenizer's small
+    files the contents count, because every checkpoint has a copy under another path. no_chats: the
+    error for a recipe that trains on text only."""
     cache, rules, left_out = cache_folder(cache_dir), BPE_VOCAB, []
     if data == "stdlib":
         paths = stdlib_files()
@@ -53,27 +84,42 @@ def cached_corpus(data: str, tokenizer: str, cache_dir: str, no_chats: str = "")
         file = tokenizer_path(tokenizer)
         rules = sha256_file(file), sorted(files_beside(file).items())
     stats = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-    folder = cache / f"{Path(data).stem.strip('*') or 'text'}-{cache_name(data == 'stdlib', rules, stats)}"
+    folder = (
+        cache
+        / f"{Path(data).stem.strip('*') or 'text'}-{cache_name(data == 'stdlib', rules, stats)}"
+    )
     if (folder / "index.json").is_file():
         return folder
-    import fcntl  # not at the top: on Windows support.config says that this is no place for us, and has to come first
+    # not at the top: on Windows support.config says that this is no place for us, and has to come
+    # first
+    import fcntl
 
     from corpus.build import build_shards, collect_stdlib, is_chat, train_tokenizer
 
     if data != "stdlib" and (no_chats or not tokenizer) and any(map(is_chat, paths)):
-        raise ValueError(no_chats or f"--data {data} holds conversations; give the folder of a tokenizer and a chat template")
+        raise ValueError(
+            no_chats
+            or f"--data {data} holds conversations; give the folder of a tokenizer and a chat template"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(1)  # all ranks come here together: rank 0 goes first, because only rank 0 shows progress
+        # all ranks come here together: rank 0 goes first, because only rank 0 shows progress
+        time.sleep(1)
     with open(cache / "lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the other ranks wait here, and find the corpus finished
         if (folder / "index.json").is_file():
             return folder
         if own_rank() == 0:
-            others = f", without {brief([path.name for path in left_out])} (no text)" * bool(left_out)
+            others = f", without {brief([path.name for path in left_out])} (no text)" * bool(
+                left_out
+            )
             size = sum(size for _, size, _ in stats) / 1e6
-            print(f"{data}: {len(paths):,} file{'s' * (len(paths) > 1)}{others}, {size:.1f} MB of text, tokenized once into "
-                  f"{folder}", flush=True)
+            print(
+                f"{data}: {len(paths):,} file{'s' * (len(paths) > 1)}{others}, {size:.1f} MB of "
+                "text, tokenized once into "
+                f"{folder}",
+                flush=True,
+            )
         if data == "stdlib":
             paths = [collect_stdlib(paths, cache / "stdlib.jsonl")]
         if not tokenizer:
@@ -82,31 +128,53 @@ def cached_corpus(data: str, tokenizer: str, cache_dir: str, no_chats: str = "")
     return folder
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The tokenizer of --init_from
 def check_tokenizer(out: str, identity: dict, cfg):
     """Raises ValueError when the data has other ids than the training of the --init_from weights."""
     here, source = identity.get("data", {}).get("tokenizer_sha256"), resume_source(out, cfg)
     if here is None or source and source.folder != cfg.init_from:
         return
-    path, there = newest_readable(source.folder, source.step, ABOUT) if source else text_folder(cfg.init_from), None
+    path, there = (
+        newest_readable(source.folder, source.step, ABOUT)
+        if source
+        else text_folder(cfg.init_from),
+        None,
+    )
     if source:
-        there = read_json(path, "state.json").get("identity", {}).get("data", {}).get("tokenizer_sha256")
+        there = (
+            read_json(path, "state.json")
+            .get("identity", {})
+            .get("data", {})
+            .get("tokenizer_sha256")
+        )
     if there is None and os.path.lexists(os.path.join(path, "tokenizer.json")):
         there = sha256_file(tokenizer_path(path))
     shards = next((part.path for part in parse_mixture(cfg.data) if is_shards(part.path)), cfg.data)
     if there not in (None, here) and not same_ids(path, cfg.tokenizer or shards):
-        fix = f"leave out --tokenizer {cfg.tokenizer}" if cfg.tokenizer else f"make the shards with --tokenizer {path}"
-        raise ValueError(f"--init_from {cfg.init_from} was trained with another tokenizer (sha256 {there[:12]}) than the data "
-                         f"has ({here[:12]}); {fix}, or learn new ids with --exclude_from_loading tok_embeddings,head")
+        fix = (
+            f"leave out --tokenizer {cfg.tokenizer}"
+            if cfg.tokenizer
+            else f"make the shards with --tokenizer {path}"
+        )
+        raise ValueError(
+            f"--init_from {cfg.init_from} was trained with another tokenizer (sha256 "
+            f"{there[:12]}) than the data "
+            f"has ({here[:12]}); {fix}, or learn new ids with --exclude_from_loading "
+            "tok_embeddings,head"
+        )
 
 
 def same_ids(*tokenizers: str) -> bool:
-    """Whether two tokenizers, given by their paths, cut every text into the same ids; False if a file is gone. The library
-    spells both alike. Padding and templates may differ, because nothing here uses them."""
+    """Whether two tokenizers, given by their paths, cut every text into the same ids; False if a
+    file is gone. The library spells both alike. Padding and templates may differ, because nothing
+    here uses them."""
     unused = {"post_processor": None, "decoder": None}
     try:
-        first, second = (json.loads(load_tokenizer(tokenizer_path(path)).to_str()) | unused for path in tokenizers)
+        first, second = (
+            json.loads(load_tokenizer(tokenizer_path(path)).to_str()) | unused
+            for path in tokenizers
+        )
     except ValueError:
         return False
     return first == second

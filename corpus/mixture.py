@@ -1,9 +1,12 @@
-"""What --data names: formats of text, and mixtures, name=path:weight,name=path:weight: the part that gives each sequence.
+"""What --data names: formats of text, and mixtures, name=path:weight,name=path:weight: the part
+that gives each sequence.
 
-The weights are shares of the sequences, exact at every moment: of the first n sequences of a run, a part with share w has given
-more than n w - 1 and fewer than n w + 1, for every n. The turn depends on the cursor alone, so that a run goes on from a
-checkpoint, on any number of ranks, without counting from the beginning.
+The weights are shares of the sequences, exact at every moment: of the first n sequences of a run, a
+part with share w has given more than n w - 1 and fewer than n w + 1, for every n. The turn depends
+on the cursor alone, so that a run goes on from a checkpoint, on any number of ranks, without
+counting from the beginning.
 """
+
 import math
 import os
 import re
@@ -14,13 +17,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-NEEDED = "a mixture is name=path:weight,name=path:weight, like web=tokens/web:0.7,code=tokens/code:0.3"
-PACKED, FORMATS = (".gz", ".zst", ".parquet"), ".txt, .md, .jsonl (each also with .gz or .zst) or .parquet"
+NEEDED = (
+    "a mixture is name=path:weight,name=path:weight, like web=tokens/web:0.7,code=tokens/code:0.3"
+)
+PACKED, FORMATS = (
+    (".gz", ".zst", ".parquet"),
+    ".txt, .md, .jsonl (each also with .gz or .zst) or .parquet",
+)
 LONGEST_PERIOD = 100_000  # sequences until the turns repeat: enough for shares of five decimals
 
 
 def format_of(path: Path) -> str:
-    """Format after unpacking: .txt (Markdown, too) or .jsonl (a .parquet, too). Any other suffix is no text."""
+    """Format after unpacking: .txt (Markdown, too) or .jsonl (a .parquet, too). Any other suffix is
+    no text."""
     suffix = path.with_suffix("").suffix if path.suffix in (".gz", ".zst") else path.suffix
     return {".md": ".txt", ".parquet": ".jsonl"}.get(suffix, suffix)
 
@@ -31,8 +40,11 @@ def is_text_file(path: Path) -> bool:
 
 def prepare_column(path: Path) -> str:
     """For errors: how to train on a file with another name than "text" for its texts."""
-    return (f'if its texts are not named "text": python data.py prepare --input {quote(str(path))} --text_column NAME '
-            "--tokenizer tokenizer.json --out FOLDER, and train with --data FOLDER")
+    return (
+        f'if its texts are not named "text": python data.py prepare --input {quote(str(path))} '
+        "--text_column NAME "
+        "--tokenizer tokenizer.json --out FOLDER, and train with --data FOLDER"
+    )
 
 
 class Part(NamedTuple):
@@ -42,7 +54,8 @@ class Part(NamedTuple):
 
 
 def parse_mixture(data: str, flag: str = "--data") -> list[Part]:
-    """The parts of --data, sorted by name; without a mixture a single part without a name. The shares have no common divisor.
+    """The parts of --data, sorted by name; without a mixture a single part without a name. The
+    shares have no common divisor.
     flag: for errors. Raises ValueError."""
     if not re.match(r"\w[\w.-]*=", data) or os.path.lexists(data):
         return [Part("", data, 1)]
@@ -62,13 +75,20 @@ def parse_mixture(data: str, flag: str = "--data") -> list[Part]:
     total = sum(share for _, share in found.values())
     period = math.lcm(*((share / total).denominator for _, share in found.values()))
     if period > LONGEST_PERIOD:
-        raise ValueError(f"{flag}: with these weights the turns repeat after {period:,} sequences; round the weights, so that "
-                         f"the turns repeat after at most {LONGEST_PERIOD:,}")
-    return [Part(name, path, int(share / total * period)) for name, (path, share) in sorted(found.items())]
+        raise ValueError(
+            f"{flag}: with these weights the turns repeat after {period:,} sequences; round the "
+            "weights, so that "
+            f"the turns repeat after at most {LONGEST_PERIOD:,}"
+        )
+    return [
+        Part(name, path, int(share / total * period))
+        for name, (path, share) in sorted(found.items())
+    ]
 
 
 class Turns(NamedTuple):
-    """The part that gives each sequence. The order repeats after a period: as many sequences as the sum of the shares."""
+    """The part that gives each sequence. The order repeats after a period: as many sequences as the
+    sum of the shares."""
 
     shares: np.ndarray  # (parts,) int64
     part: np.ndarray  # (period,) int64: the part of each sequence
@@ -89,16 +109,19 @@ class Turns(NamedTuple):
 def take_turns(shares: list[int]) -> Turns:
     """The turns of parts with these shares, each exact within one sequence at every prefix.
 
-    With w a part's share of the whole, sequence j (from 0) of the part may come from place floor(j / w) on: earlier, the part
-    would be more than one sequence ahead. The sequence must come before place ceil((j + 1) / w): later, the part would be more
-    than one sequence behind. Of all sequences that may come, take the earliest deadline. If each part gave the fraction w of a
-    sequence at every place, all deadlines would be met; then earliest deadline first meets all of them in whole sequences, too.
-    (Scheduling on one processor, in the windows of Baruah et al., Proportionate progress, Algorithmica 15, 1996.)
+    With w a part's share of the whole, sequence j (from 0) of the part may come from place floor(j
+    / w) on: earlier, the part would be more than one sequence ahead. The sequence must come before
+    place ceil((j + 1) / w): later, the part would be more than one sequence behind. Of all
+    sequences that may come, take the earliest deadline. If each part gave the fraction w of a
+    sequence at every place, all deadlines would be met; then earliest deadline first meets all of
+    them in whole sequences, too. (Scheduling on one processor, in the windows of Baruah et al.,
+    Proportionate progress, Algorithmica 15, 1996.)
     """
     period, given, part, number = sum(shares), [0] * len(shares), [], []
     for place in range(period):
         may_come = [i for i, share in enumerate(shares) if given[i] * period // share <= place]
-        _, i = min((-(-(given[i] + 1) * period // shares[i]), i) for i in may_come)  # the earliest deadline, rounded up
+        # the earliest deadline, rounded up
+        _, i = min((-(-(given[i] + 1) * period // shares[i]), i) for i in may_come)
         part.append(i)
         number.append(given[i])
         given[i] += 1

@@ -1,12 +1,16 @@
-"""A folder of token shards: train-00000.npy, val-00000.npy, ..., tokenizer.json and, written last, index.json.
+"""A folder of token shards: train-00000.npy, val-00000.npy, ..., tokenizer.json and, written last,
+index.json.
 
-A shard is a one-dimensional array of token ids for np.load, uint16 if the vocabulary allows, else uint32. Each document ends
-with the end-of-text token (eot), which marks the boundary. index.json lists the shards with checksums and counts, and names the
-sources. (piece-*.json lets an interrupted data.py prepare continue: corpus/build.py.)
+A shard is a one-dimensional array of token ids for np.load, uint16 if the vocabulary allows, else
+uint32. Each document ends with the end-of-text token (eot), which marks the boundary. index.json
+lists the shards with checksums and counts, and names the sources. (piece-*.json lets an interrupted
+data.py prepare continue: corpus/build.py.)
 
-A shard of conversations has a uint8 array beside it, train-00000.mask.npy: bit LOSS at the assistant's tokens, bit FIRST at the
-first token of a conversation. No eot is between conversations: the chat template has already written every separator.
+A shard of conversations has a uint8 array beside it, train-00000.mask.npy: bit LOSS at the
+assistant's tokens, bit FIRST at the first token of a conversation. No eot is between conversations:
+the chat template has already written every separator.
 """
+
 import hashlib
 import io
 import json
@@ -46,19 +50,33 @@ def write_array(path: Path, array: np.ndarray) -> tuple[str, int]:
     return hashlib.sha256(content).hexdigest(), len(content)
 
 
-def write_shard(path: Path, tokens: np.ndarray, documents: int, mask: np.ndarray | None = None) -> dict:
+def write_shard(
+    path: Path, tokens: np.ndarray, documents: int, mask: np.ndarray | None = None
+) -> dict:
     """Returns the shard's entry in index.json."""
     sha256, size = write_array(path, tokens)
-    entry = {"name": path.name, "sha256": sha256, "bytes": size, "tokens": len(tokens), "documents": documents}
+    entry = {
+        "name": path.name,
+        "sha256": sha256,
+        "bytes": size,
+        "tokens": len(tokens),
+        "documents": documents,
+    }
     if mask is not None:
-        entry["mask_sha256"], entry["mask_bytes"] = write_array(path.with_name(mask_name(path.name)), mask)
+        entry["mask_sha256"], entry["mask_bytes"] = write_array(
+            path.with_name(mask_name(path.name)), mask
+        )
     return entry
 
 
 def changed_files(folder: Path, entry: dict) -> list[str]:
     """Names of the files of a shard, tokens and mask, whose checksum is not the one of the entry."""
     checksums = {entry["name"]: entry["sha256"], mask_name(entry["name"]): entry.get("mask_sha256")}
-    return [name for name, sha256 in checksums.items() if sha256 and sha256_file(folder / name) != sha256]
+    return [
+        name
+        for name, sha256 in checksums.items()
+        if sha256 and sha256_file(folder / name) != sha256
+    ]
 
 
 def index_totals(index: dict) -> dict:
@@ -66,15 +84,29 @@ def index_totals(index: dict) -> dict:
 
     sha256 identifies the data: checksums of all shards in order, vocabulary, eot and tokenizer."""
     splits = index["splits"]
-    shards = [[entry["sha256"] + entry.get("mask_sha256", "") for entry in splits[split]] for split in ("train", "val")]
+    shards = [
+        [entry["sha256"] + entry.get("mask_sha256", "") for entry in splits[split]]
+        for split in ("train", "val")
+    ]
     identity = repr((shards, index["vocab_size"], index["eot"], index["source"]["tokenizer"]))
-    return {"sha256": hashlib.sha256(identity.encode()).hexdigest(),
-            "documents": {split: sum(entry["documents"] for entry in entries) for split, entries in splits.items()}}
+    return {
+        "sha256": hashlib.sha256(identity.encode()).hexdigest(),
+        "documents": {
+            split: sum(entry["documents"] for entry in entries) for split, entries in splits.items()
+        },
+    }
 
 
 def write_index(folder: Path, index: dict):
-    version = MASKED if any("mask_sha256" in entry for entry in chain(*index["splits"].values())) else VERSION
-    write_file(folder / "index.json", json.dumps({"version": version, **index_totals(index), **index}, indent=1).encode())
+    version = (
+        MASKED
+        if any("mask_sha256" in entry for entry in chain(*index["splits"].values()))
+        else VERSION
+    )
+    write_file(
+        folder / "index.json",
+        json.dumps({"version": version, **index_totals(index), **index}, indent=1).encode(),
+    )
 
 
 def check_index(index: dict):
@@ -84,9 +116,19 @@ def check_index(index: dict):
     for entry in chain(*index["splits"].values()):
         if not re.fullmatch(r"(train|val)-\d+\.npy", entry["name"]):
             raise ValueError(f"{entry['name']!r} is not the name of a shard")
-        if min(entry["tokens"], entry["documents"], index["eot"], index["vocab_size"] - index["eot"] - 1) < 0:
+        if (
+            min(
+                entry["tokens"],
+                entry["documents"],
+                index["eot"],
+                index["vocab_size"] - index["eot"] - 1,
+            )
+            < 0
+        ):
             raise ValueError("impossible numbers")
-        if ("mask_sha256" in entry) != ("mask_bytes" in entry) or ("mask_sha256" in entry) != (index["version"] == MASKED):
+        if ("mask_sha256" in entry) != ("mask_bytes" in entry) or ("mask_sha256" in entry) != (
+            index["version"] == MASKED
+        ):
             raise ValueError("a mask is missing, or too many")
     if not index["beside"].keys() <= set(BESIDE):
         raise ValueError(f"{index['beside']} names other files than {BESIDE}")
@@ -100,9 +142,13 @@ def read_index(folder: Path) -> dict:
         index = json.loads((folder / "index.json").read_text("utf-8"))
         check_index(index)
     except FileNotFoundError:
-        raise ValueError(f"{folder}: no index.json of finished token shards; make some: {PREPARE}") from None
+        raise ValueError(
+            f"{folder}: no index.json of finished token shards; make some: {PREPARE}"
+        ) from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{folder}/index.json is damaged or old ({error!r}); delete the folder, and {PREPARE}") from None
+        raise ValueError(
+            f"{folder}/index.json is damaged or old ({error!r}); delete the folder, and {PREPARE}"
+        ) from None
     return index
 
 
@@ -122,13 +168,17 @@ def mask_array_of(entry: dict) -> tuple:
 
 
 def open_array(folder: Path, name: str, needed: int, dtype: np.dtype, length: int) -> np.ndarray:
-    """A file of array_of or mask_array_of, memory-mapped. Raises ValueError if the file does not fit index.json."""
+    """A file of array_of or mask_array_of, memory-mapped. Raises ValueError if the file does not
+    fit index.json."""
     path, cure = folder / name, f"delete it and {folder}/index.json and make the shards again"
     if not path.is_file():
         raise ValueError(f"{path} is missing; {cure}")
     size = path.stat().st_size
     if size != needed:
-        raise ValueError(f"{path} is {'truncated' if size < needed else 'too long'}: {size} bytes, need {needed}; {cure}")
+        raise ValueError(
+            f"{path} is {'truncated' if size < needed else 'too long'}: {size} bytes, need "
+            f"{needed}; {cure}"
+        )
     try:
         array = np.lib.format.open_memmap(path, mode="r")
         # a header of another length would shift all tokens
@@ -141,14 +191,15 @@ def open_array(folder: Path, name: str, needed: int, dtype: np.dtype, length: in
     raise ValueError(f"{path}: its header is damaged or belongs to other data; {cure}")
 
 
-# A mapped array keeps a file open, and a process may open only 1,024 files, or 256. So at most 32 arrays stay open, of all
-# folders together; opening an array again takes microseconds.
+# A mapped array keeps a file open, and a process may open only 1,024 files, or 256. So at most 32
+# arrays stay open, of all folders together; opening an array again takes microseconds.
 opened_array = lru_cache(32)(open_array)
 
 
 def check_arrays(folder: Path, index: dict):
-    """Raises ValueError if a file is missing or its size does not fit index.json: at the start, and not in the middle of a run.
-    The header of a shard is checked when the shard is opened. 16 threads hide the latency of network file systems."""
+    """Raises ValueError if a file is missing or its size does not fit index.json: at the start, and
+    not in the middle of a run. The header of a shard is checked when the shard is opened. 16
+    threads hide the latency of network file systems."""
     entries = [*chain(*index["splits"].values())]
     arrays = [array_of(entry, index) for entry in entries]
     arrays += [mask_array_of(entry) for entry in entries if index["version"] == MASKED]
@@ -174,15 +225,27 @@ def find_damage(folder: Path) -> list:
         path, masked = folder / entry["name"], index["version"] == MASKED
         try:
             tokens = open_array(folder, *array_of(entry, index))
-            begins = open_array(folder, *mask_array_of(entry)) & FIRST if masked else tokens == index["eot"]
+            begins = (
+                open_array(folder, *mask_array_of(entry)) & FIRST
+                if masked
+                else tokens == index["eot"]
+            )
         except ValueError as error:
             problems.append(str(error))
             continue
-        problems += [f"{folder / name}: wrong checksum, a byte has changed" for name in changed_files(folder, entry)]
+        problems += [
+            f"{folder / name}: wrong checksum, a byte has changed"
+            for name in changed_files(folder, entry)
+        ]
         if tokens.max(initial=0) >= index["vocab_size"]:
-            problems.append(f"{path}: token id {tokens.max()}, but the vocabulary ends at {index['vocab_size'] - 1}")
+            problems.append(
+                f"{path}: token id {tokens.max()}, but the vocabulary ends at "
+                f"{index['vocab_size'] - 1}"
+            )
         if (documents := np.count_nonzero(begins)) != entry["documents"]:
-            problems.append(f"{path}: {documents} documents, but index.json says {entry['documents']}")
+            problems.append(
+                f"{path}: {documents} documents, but index.json says {entry['documents']}"
+            )
     return problems
 
 

@@ -1,4 +1,6 @@
-"""Tokenizers: tokenizer.json and the files beside it, the tokens that end a text, and text shown while it is generated."""
+"""Tokenizers: tokenizer.json and the files beside it, the tokens that end a text, and text shown
+while it is generated."""
+
 import json
 import os
 from dataclasses import dataclass
@@ -13,8 +15,14 @@ from support.files import HF_LIMIT, HF_LIMITS, hf_file, hub_hint, read_json
 
 BPE_VOCAB = 4096  # ids of a tokenizer of our own
 EOT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
-# Files beside tokenizer.json in a Hugging Face folder: special tokens, chat template, and the ids that end an answer
-BESIDE = ("tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "generation_config.json")
+# Files beside tokenizer.json in a Hugging Face folder: special tokens, chat template, and the ids
+# that end an answer
+BESIDE = (
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "generation_config.json",
+)
 
 
 @lru_cache(maxsize=1)
@@ -27,9 +35,15 @@ def load_tokenizer(file: Path):
         raise ValueError(f"{file}: not a tokenizer.json ({error})") from None
     lengths = []  # of the texts that rules put in the place of others, one rule after the other
     for rules in filter(None, (tokenizer.normalizer, tokenizer.decoder)):
-        json.loads(rules.__getstate__(), object_hook=lambda rule: lengths.append(len(rule.get("content", ""))))
+        json.loads(
+            rules.__getstate__(),
+            object_hook=lambda rule: lengths.append(len(rule.get("content", ""))),
+        )
     if (growth := np.prod([max(1, length) for length in lengths], dtype=float)) > 10_000:
-        raise ValueError(f"{file}: its rules may make a text {growth:,.0f} times longer, which is absurd: 10,000 is the most")
+        raise ValueError(
+            f"{file}: its rules may make a text {growth:,.0f} times longer, which is absurd: "
+            "10,000 is the most"
+        )
     tokenizer.no_truncation()  # some tokenizer.json cut every text at 512 tokens
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True  # "<|endoftext|>" inside a document is text, not its end
@@ -37,53 +51,74 @@ def load_tokenizer(file: Path):
 
 
 def encoding_of(tokenizer, text: str, bos: bool):
-    """The tokens of a text, with places in the text. bos: add the tokenizer's tokens for begin and end."""
+    """The tokens of a text, with places in the text. bos: add the tokenizer's tokens for begin and
+    end."""
     try:
         return tokenizer.encode(text, add_special_tokens=bos)
-    except BaseException as error:  # the library panics if a regular expression of a stranger's tokenizer.json gives up
+    except BaseException as error:
+        # the library panics if a regular expression of a stranger's tokenizer.json gives up
         if type(error).__name__ != "PanicException":
             raise
         raise ValueError(f"the tokenizer fails on {text[:40]!r}: {error}") from None
 
 
 def files_beside(tokenizer_file) -> dict:
-    """{name: content} of the files to copy along with a tokenizer.json. ValueError for links elsewhere, absurd sizes."""
+    """{name: content} of the files to copy along with a tokenizer.json. ValueError for links
+    elsewhere, absurd sizes."""
     folder = os.path.dirname(os.path.abspath(tokenizer_file))
     there = [name for name in BESIDE if os.path.lexists(os.path.join(folder, name))]
-    return {name: Path(hf_file(folder, name, HF_LIMITS.get(name, HF_LIMIT))).read_bytes() for name in there}
+    return {
+        name: Path(hf_file(folder, name, HF_LIMITS.get(name, HF_LIMIT))).read_bytes()
+        for name in there
+    }
 
 
 def tokenizer_path(path: str) -> Path:
-    """The path of a tokenizer.json, given itself or by its folder. ValueError for links elsewhere and absurd sizes."""
+    """The path of a tokenizer.json, given itself or by its folder. ValueError for links elsewhere
+    and absurd sizes."""
     file = Path(path, "tokenizer.json") if os.path.isdir(path) else Path(path)
     if not file.is_file():
-        raise ValueError(f"--tokenizer {path}: need a tokenizer.json, or a folder that holds one{hub_hint(path)}")
+        raise ValueError(
+            f"--tokenizer {path}: need a tokenizer.json, or a folder that holds one{hub_hint(path)}"
+        )
     hf_file(str(file.parent), file.name, HF_LIMITS["tokenizer.json"])
     return file
 
 
 def find_tokenizer(path: str, eot: str = ""):
-    """(tokenizer.json, eot id, vocab size) for a tokenizer.json or its folder. eot: text of the token, "": look for it."""
+    """(tokenizer.json, eot id, vocab size) for a tokenizer.json or its folder. eot: text of the
+    token, "": look for it."""
     file = tokenizer_path(path)
     files_beside(file)  # raises for links elsewhere and absurd sizes
     tokenizer, names = load_tokenizer(file), [eot] if eot else list(EOT_NAMES)
     if not eot and (eos := read_special_tokens(str(file.parent)).get("eos_token")):
         names.append(eos)
-    special = {token.content for token in tokenizer.get_added_tokens_decoder().values()}  # a BPE may know "</s>" as HTML
-    eot_id = next((tokenizer.token_to_id(name) for name in names if name in special or name == eot), None)
+    # a BPE may know "</s>" as HTML
+    special = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    eot_id = next(
+        (tokenizer.token_to_id(name) for name in names if name in special or name == eot), None
+    )
     if eot_id is None:
-        raise ValueError(f"--tokenizer {path}: has none of {', '.join(names)} to end a text; use data.py prepare --eot TOKEN")
+        raise ValueError(
+            f"--tokenizer {path}: has none of {', '.join(names)} to end a text; use data.py "
+            "prepare --eot TOKEN"
+        )
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     if vocab_size > 1 << 24:  # a broken file: the model would get a row for every id
-        raise ValueError(f"--tokenizer {path}: its ids go up to {vocab_size - 1}; need ids below {1 << 24}")
+        raise ValueError(
+            f"--tokenizer {path}: its ids go up to {vocab_size - 1}; need ids below {1 << 24}"
+        )
     return file, eot_id, vocab_size
 
 
 def bytes_of_tokens(tokenizer_json: bytes, vocab_size: int):
-    """(vocab,) int64: bytes of text in each token, 0 for special tokens. None if the tokenizer is not byte-level."""
+    """(vocab,) int64: bytes of text in each token, 0 for special tokens. None if the tokenizer is
+    not byte-level."""
     try:
         rules = json.loads(tokenizer_json)
-        if rules["model"].get("type") != "BPE" or '"ByteLevel"' not in json.dumps(rules.get("decoder")):
+        if rules["model"].get("type") != "BPE" or '"ByteLevel"' not in json.dumps(
+            rules.get("decoder")
+        ):
             return None
         count = np.zeros(vocab_size, np.int64)
         for token, i in rules["model"]["vocab"].items():
@@ -91,7 +126,9 @@ def bytes_of_tokens(tokenizer_json: bytes, vocab_size: int):
         for token in rules.get("added_tokens") or []:
             count[token["id"]] = 0 if token["special"] else len(token["content"].encode())
     except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        raise ValueError(f"tokenizer.json does not fit a vocabulary of {vocab_size} ids: {error!r}") from None
+        raise ValueError(
+            f"tokenizer.json does not fit a vocabulary of {vocab_size} ids: {error!r}"
+        ) from None
     return count
 
 
@@ -112,69 +149,103 @@ def read_beside(folder: str, name: str) -> dict:
 
 
 def weights_folder(folder: str) -> str:
-    """The Hugging Face folder of the weights: for a PEFT adapter its base, named in adapter_config.json. Raises ValueError."""
+    """The Hugging Face folder of the weights: for a PEFT adapter its base, named in
+    adapter_config.json. Raises ValueError."""
     base = read_beside(folder, ADAPTER).get("base_model_name_or_path", folder)
-    if base != folder and not (isinstance(base, str) and is_hf_folder(base) and not read_beside(base, ADAPTER)):
-        raise ValueError(f"{folder}/{ADAPTER}: base_model_name_or_path is {base!r}, which is no folder of weights here; write "
-                         "the base's folder there, or put it in that place: hf download MODEL --local-dir MODEL")
+    if base != folder and not (
+        isinstance(base, str) and is_hf_folder(base) and not read_beside(base, ADAPTER)
+    ):
+        raise ValueError(
+            f"{folder}/{ADAPTER}: base_model_name_or_path is {base!r}, which is no folder of "
+            "weights here; write "
+            "the base's folder there, or put it in that place: hf download MODEL --local-dir MODEL"
+        )
     return base
 
 
 def text_folder(folder: str) -> str:
-    """The folder with the tokenizer of a run, step or Hugging Face folder: the newest step of a run, and the base of a PEFT
-    adapter that has no tokenizer.json itself."""
+    """The folder with the tokenizer of a run, step or Hugging Face folder: the newest step of a
+    run, and the base of a PEFT adapter that has no tokenizer.json itself."""
     if not is_hf_folder(folder):
         return newest_readable(folder)
-    return folder if os.path.lexists(os.path.join(folder, "tokenizer.json")) else weights_folder(folder)
+    return (
+        folder
+        if os.path.lexists(os.path.join(folder, "tokenizer.json"))
+        else weights_folder(folder)
+    )
 
 
 def check_hf_tokenizer(folder: str, vocab_size: int) -> str | None:
-    """The path of tokenizer.json, None if missing. Raises ValueError when an id is beyond the model's vocabulary."""
+    """The path of tokenizer.json, None if missing. Raises ValueError when an id is beyond the
+    model's vocabulary."""
     path = os.path.join(folder, "tokenizer.json")
     if not os.path.lexists(path):
         return None
     tokenizer_path(folder)
     last = max(load_tokenizer(Path(path)).get_vocab(with_added_tokens=True).values(), default=0)
     if last >= vocab_size:
-        raise ValueError(f"{path}: its ids go up to {last}, but config.json says that vocab_size is {vocab_size}")
+        raise ValueError(
+            f"{path}: its ids go up to {last}, but config.json says that vocab_size is {vocab_size}"
+        )
     return path
 
 
 def read_special_tokens(folder: str) -> dict[str, str]:
     """{name, such as eos_token: text} of the special tokens in a folder's tokenizer_config.json."""
-    tokens = {name: token for name, token in read_beside(folder, "tokenizer_config.json").items() if name.endswith("_token")}
-    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
+    tokens = {
+        name: token
+        for name, token in read_beside(folder, "tokenizer_config.json").items()
+        if name.endswith("_token")
+    }
+    texts = {
+        name: token.get("content") if isinstance(token, dict) else token
+        for name, token in tokens.items()
+    }
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def read_chat_template(folder: str, name: str = "default") -> str | None:
-    """The chat template of a Hugging Face folder, None without one. name: of the template, if the folder has several."""
+    """The chat template of a Hugging Face folder, None without one. name: of the template, if the
+    folder has several."""
     if os.path.lexists(os.path.join(folder, "chat_template.jinja")):
         return Path(hf_file(folder, "chat_template.jinja", HF_LIMIT)).read_text("utf-8")
     template = read_beside(folder, "tokenizer_config.json").get("chat_template")
     if isinstance(template, list):
-        template = next((t.get("template") for t in template if isinstance(t, dict) and t.get("name") == name), None)
+        template = next(
+            (t.get("template") for t in template if isinstance(t, dict) and t.get("name") == name),
+            None,
+        )
     return template if isinstance(template, str) else None
 
 
 def ends_of(folder: str) -> list[int]:
-    """The ids that end a text: eos_token of a Hugging Face folder and the ids in generation_config.json; for a checkpoint of
-    ours the id that ended the documents in training, and the eos_token of the tokenizer, if any. Raises ValueError."""
+    """The ids that end a text: eos_token of a Hugging Face folder and the ids in
+    generation_config.json; for a checkpoint of ours the id that ended the documents in training,
+    and the eos_token of the tokenizer, if any. Raises ValueError."""
     eos = read_special_tokens(folder).get("eos_token", "")
-    found = [find_tokenizer(folder, name)[1] for name in ([eos] if is_hf_folder(folder) else ["", *[eos] * (eos != "")])]
+    found = [
+        find_tokenizer(folder, name)[1]
+        for name in ([eos] if is_hf_folder(folder) else ["", *[eos] * (eos != "")])
+    ]
     listed = read_beside(folder, "generation_config.json").get("eos_token_id")
-    found += [i for i in (listed if isinstance(listed, list) else [listed]) if type(i) is int and i >= 0]
+    found += [
+        i for i in (listed if isinstance(listed, list) else [listed]) if type(i) is int and i >= 0
+    ]
     return list(dict.fromkeys(found))
 
 
 def has_bos(folder: str) -> bool:
-    """Whether texts begin with the tokenizer's beginning-of-text token: for models from Hugging Face folders, and for runs of
-    grpo.py from them. Our own training text has no such token."""
-    return is_hf_folder(folder) or bool(saved_state(newest_readable(folder, names=ABOUT)).get("bos"))
+    """Whether texts begin with the tokenizer's beginning-of-text token: for models from Hugging
+    Face folders, and for runs of grpo.py from them. Our own training text has no such token."""
+    return is_hf_folder(folder) or bool(
+        saved_state(newest_readable(folder, names=ABOUT)).get("bos")
+    )
 
 
 @dataclass(kw_only=True)
 class ChatConfig:
-    chat: bool = False  # wrap the prompt, a question to a chat model, in the chat template of its tokenizer
+    # wrap the prompt, a question to a chat model, in the chat template of its tokenizer
+    chat: bool = False
     system: str = ""  # system message before each prompt, in the chat template; \n is a new line
-    template_args: str = ""  # values for the chat template: "enable_thinking=false"; a number, true, false, or else text
+    # values for the chat template: "enable_thinking=false"; a number, true, false, or else text
+    template_args: str = ""

@@ -1,4 +1,5 @@
 """Errors and answers that all ranks share: if one rank fails, all ranks fail with the same reason."""
+
 from datetime import timedelta
 
 import torch
@@ -18,7 +19,11 @@ def reason(error: BaseException) -> str:
     text = printable(" ".join(str(error).split()))
     if "unexpected pos" in text:  # how torch.save reports a write that came up short
         return "a file could not be written to its end: the disk is full, or a quota or file size limit is reached"
-    return text if text and isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {text}"
+    return (
+        text
+        if text and isinstance(error, ValueError | OSError)
+        else f"{type(error).__name__}: {text}"
+    )
 
 
 def brief(names: list[str]) -> str:
@@ -31,8 +36,8 @@ def rank_in(group) -> int:
 
 
 def gather(value, group) -> list:
-    """The values of all ranks of the group, on all ranks. Costs every rank time and memory for all values: for starts, not for
-    steps or saves. group: None if the process is alone."""
+    """The values of all ranks of the group, on all ranks. Costs every rank time and memory for all
+    values: for starts, not for steps or saves. group: None if the process is alone."""
     values = [value] * (dist.get_world_size(group) if group else 1)
     if group:
         dist.all_gather_object(values, value, group=group)
@@ -45,16 +50,20 @@ def attempt(work, *args) -> tuple:
         return work(*args), None
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "CheckpointException":
-            raise  # Ctrl-C. DCP's CheckpointException is no Exception either, but counts as an error
+            # Ctrl-C. DCP's CheckpointException is no Exception either, but counts as an error
+            raise
         return None, reason(error)
 
 
 def fail_together(work, group):
-    """Return work() on each rank; raise Failed on all ranks if work fails on any rank. Otherwise a failing rank would leave,
-    and its peers would wait in the next collective. The ranks exchange one number, and texts only after a failure."""
+    """Return work() on each rank; raise Failed on all ranks if work fails on any rank. Otherwise a
+    failing rank would leave, and its peers would wait in the next collective. The ranks exchange
+    one number, and texts only after a failure."""
     result, error = attempt(work)
     if holds_on_any_rank(error is not None, group):
-        rank, first = next((rank, text) for rank, text in enumerate(gather(error, group)) if text is not None)
+        rank, first = next(
+            (rank, text) for rank, text in enumerate(gather(error, group)) if text is not None
+        )
         raise Failed(f"rank {rank}: " * (rank > 0) + first)
     return result
 
@@ -76,12 +85,16 @@ def scatter(values: list, group):
 
 
 def on_rank_0(work, group, value=None):
-    """Run work() on rank 0 and return the result on all ranks; raise Failed on all ranks if work fails.
+    """Run work() on rank 0 and return the result on all ranks; raise Failed on all ranks if work
+    fails.
 
-    value: of each rank; work then takes the list of all ranks' values, and no other rank holds the list.
+    value: of each rank; work then takes the list of all ranks' values, and no other rank holds the
+    list.
     """
     if value is not None:
-        values = [value] * (dist.get_world_size(group) if group else 1) if rank_in(group) == 0 else None
+        values = (
+            [value] * (dist.get_world_size(group) if group else 1) if rank_in(group) == 0 else None
+        )
         if group:
             dist.gather_object(value, values, group=group, group_dst=0)
     arguments = () if value is None else (values,)
@@ -99,6 +112,7 @@ def new_gloo_group(name: str):
     start = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout  # --init_timeout_s
     group = dist.new_group(backend="gloo", timeout=start, group_desc=name)
     gather(None, group)  # a rank that died during the start is noticed now
-    # 30 minutes, because ranks wait for the slowest disk. The death of a rank is noticed at once all the same.
+    # 30 minutes, because ranks wait for the slowest disk. The death of a rank is noticed at once
+    # all the same.
     dist.distributed_c10d._set_pg_timeout(timedelta(minutes=30), group)
     return group

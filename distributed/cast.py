@@ -1,8 +1,10 @@
-"""Mixed precision without FSDP: a unit's weights are in the compute dtype only while the unit computes.
+"""Mixed precision without FSDP: a unit's weights are in the compute dtype only while the unit
+computes.
 
-FSDP casts weights when gathering, and gradients when summing over ranks. One process neither gathers nor sums, nor does a rank
-whose experts no other rank has (--ep over all ranks), and FSDP would copy every weight and every gradient several times. So
-here is the cast alone. The units are FSDP's: on one process a block, the embedding, the rest; else the experts of a block.
+FSDP casts weights when gathering, and gradients when summing over ranks. One process neither
+gathers nor sums, nor does a rank whose experts no other rank has (--ep over all ranks), and FSDP
+would copy every weight and every gradient several times. So here is the cast alone. The units are
+FSDP's: on one process a block, the embedding, the rest; else the experts of a block.
 
     before the forward        weights are cast, and modules hold the casts in place of the parameters
     after the forward         the memory of the casts is freed; the graph still knows the tensors
@@ -16,6 +18,7 @@ Frozen weights in the compute dtype, as under LoRA, have no casts.
 
 FSDP rounds at the same places in the same order: losses and gradients are equal to the last bit.
 """
+
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
@@ -26,17 +29,19 @@ from distributed.layout import Layout, all_blocks, local_tensor
 
 
 def cast_weights(stage, layout: Layout, reduce_dtype: torch.dtype) -> None:
-    """Make the model compute in layout.compute_dtype and add up gradients in reduce_dtype. With layout.reshards a block's casts
-    are freed between its forward and its backward."""
+    """Make the model compute in layout.compute_dtype and add up gradients in reduce_dtype. With
+    layout.reshards a block's casts are freed between its forward and its backward."""
     taken = set()
     dtypes = {p.dtype for p in stage.parameters()} | {reduce_dtype}
     if dtypes == {layout.compute_dtype}:
         return
     blocks, units = list(all_blocks(stage).values()), []
-    roots = [(block, layout.reshards and block is not blocks[-1]) for block in blocks]  # backward begins with the last
+    # backward begins with the last
+    roots = [(block, layout.reshards and block is not blocks[-1]) for block in blocks]
     if not stage.config.tie_embeddings:  # the loss reads a tied embedding as well
         roots.append((stage.tok_embeddings, layout.reshards))
-    for root, frees in [*roots, (stage, False)]:  # the loss uses the head's weight directly, outside of the head's forward
+    # the loss uses the head's weight directly, outside of the head's forward
+    for root, frees in [*roots, (stage, False)]:
         modules = [m for m in root.modules() if m not in taken]
         taken.update(modules)
         units.append(CastUnit(root, modules, stage, layout.compute_dtype, reduce_dtype, frees))
@@ -45,35 +50,46 @@ def cast_weights(stage, layout: Layout, reduce_dtype: torch.dtype) -> None:
 
 def cast_experts(experts: list, stage, layout: Layout, reduce_dtype: torch.dtype) -> None:
     """cast_weights for the experts of all blocks alone, where FSDP wraps the rest of the model."""
-    if {p.dtype for each in experts for p in each.parameters()} | {reduce_dtype} != {layout.compute_dtype}:
+    if {p.dtype for each in experts for p in each.parameters()} | {reduce_dtype} != {
+        layout.compute_dtype
+    }:
         dtypes = layout.compute_dtype, reduce_dtype
-        finish_backwards(stage, [CastUnit(each, [each], stage, *dtypes, layout.reshards) for each in experts])
+        finish_backwards(
+            stage, [CastUnit(each, [each], stage, *dtypes, layout.reshards) for each in experts]
+        )
 
 
 def finish_backwards(stage, units: list) -> None:
-    """At the end of each backward free all casts, and give parameters their gradients that did not take part in it."""
+    """At the end of each backward free all casts, and give parameters their gradients that did not
+    take part in it."""
     stage.is_last_backward = True  # parallel.next_backward changes it
 
     def after_backward() -> None:
         for unit in units:
             unit.free()
             for i, total in enumerate(unit.sums):
-                if total is not None and stage.is_last_backward:  # a parameter unused in the last micro-batch
+                # a parameter unused in the last micro-batch
+                if total is not None and stage.is_last_backward:
                     unit.give_gradient(i)
 
     def after_forward(module, args, output) -> None:
         for t in tree_leaves(output):
             if torch.is_grad_enabled() and t.requires_grad:
-                t.register_hook(lambda grad: Variable._execution_engine.queue_callback(after_backward))
+                t.register_hook(
+                    lambda grad: Variable._execution_engine.queue_callback(after_backward)
+                )
 
     stage.register_forward_hook(after_forward)
 
 
 class CastUnit:
-    """The parameters of `modules`, cast around forward and backward of `root`. root gets two methods with the names and the
-    meaning of FSDP's: unshard and reshard. Of a DTensor the cast is this rank's part, a plain tensor."""
+    """The parameters of `modules`, cast around forward and backward of `root`. root gets two
+    methods with the names and the meaning of FSDP's: unshard and reshard. Of a DTensor the cast is
+    this rank's part, a plain tensor."""
 
-    def __init__(self, root: nn.Module, modules: list[nn.Module], stage, dtype, reduce_dtype, frees: bool):
+    def __init__(
+        self, root: nn.Module, modules: list[nn.Module], stage, dtype, reduce_dtype, frees: bool
+    ):
         self.modules, self.stage, self.frees = modules, stage, frees
         self.dtype, self.reduce_dtype = dtype, reduce_dtype
         self.params, self.sums, self.is_cast, self.missing = [], [], False, 0
@@ -82,12 +98,19 @@ class CastUnit:
         root.register_forward_hook(self.after_forward)
 
     def make_casts(self) -> None:
-        """At the first forward: before, the parameters may be moved to a device, and have no values."""
-        self.places = [(m, name, p) for m in self.modules for name, p in m.named_parameters(recurse=False)]
+        """At the first forward: before, the parameters may be moved to a device, and have no
+        values."""
+        self.places = [
+            (m, name, p) for m in self.modules for name, p in m.named_parameters(recurse=False)
+        ]
         self.params = list(dict.fromkeys(p for _, _, p in self.places))  # tied parameters once
-        self.sums = [None] * len(self.params)  # a Tensor while a gradient waits for later micro-batches
+        # a Tensor while a gradient waits for later micro-batches
+        self.sums = [None] * len(self.params)
         # .to keeps the memory if the dtype is the same, and nothing is ever copied
-        self.casts = [nn.Parameter(local_tensor(p.detach()).to(self.dtype), p.requires_grad) for p in self.params]
+        self.casts = [
+            nn.Parameter(local_tensor(p.detach()).to(self.dtype), p.requires_grad)
+            for p in self.params
+        ]
         for i, cast in enumerate(self.casts):
             if cast.requires_grad:
                 cast.register_post_accumulate_grad_hook(lambda cast, i=i: self.take_gradient(i))
@@ -136,7 +159,8 @@ class CastUnit:
 
     def before_backward(self, grad: Tensor) -> None:
         self.unshard()
-        self.missing = sum(cast.requires_grad for cast in self.casts) + self.frozen_casts  # the gradient of the input
+        # the gradient of the input
+        self.missing = sum(cast.requires_grad for cast in self.casts) + self.frozen_casts
 
     def free(self) -> None:
         if self.frees or self.stage.is_last_backward:
@@ -158,5 +182,7 @@ class CastUnit:
     def give_gradient(self, i: int) -> None:
         p, grad = self.params[i], self.sums[i].to(self.params[i].dtype)
         if isinstance(p, DTensor):
-            grad = DTensor.from_local(grad, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+            grad = DTensor.from_local(
+                grad, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+            )
         p.grad, self.sums[i] = grad if p.grad is None else p.grad.add_(grad), None

@@ -1,5 +1,6 @@
-"""Checks on a built model and running processes: the model's tables fit the model, memory holds the training state, and all
-ranks have the same weights and data."""
+"""Checks on a built model and running processes: the model's tables fit the model, memory holds the
+training state, and all ranks have the same weights and data."""
+
 import dis
 import fnmatch
 import os
@@ -23,106 +24,185 @@ from models.layers import takes_places
 from models.loss import IGNORE
 
 # Styles to suggest for a parameter without one
-STYLES = ('"sequence" (a norm or gain of (B, T/tp, D)), "head_norm" (of (B, T, H/tp, K)), "sequence_linear" (a linear of T/tp '
-          'tokens), "colwise" or "rowwise" (a linear that is split)')
+STYLES = (
+    '"sequence" (a norm or gain of (B, T/tp, D)), "head_norm" (of (B, T, H/tp, K)), '
+    '"sequence_linear" (a linear of T/tp '
+    'tokens), "colwise" or "rowwise" (a linear that is split)'
+)
 DROPOUT = "use forks.dropout.dropout, see 'Random numbers' in docs/fork_me.md"
-DRAWING = (_DropoutNd, nn.MultiheadAttention, nn.RNNBase)  # modules that draw from torch's generator
+# modules that draw from torch's generator
+DRAWING = (_DropoutNd, nn.MultiheadAttention, nn.RNNBase)
 
 
 def check_model(model, layout: Layout, cfg, styles) -> None:
-    """Check the tables of the full model before memory is taken. Raises ValueError for a pattern of tp_plan or init_constants
-    without a match, for a style missing in parallel.TP_STYLES, for a parameter or buffer without an initial value, and for a
-    model beyond memory."""
+    """Check the tables of the full model before memory is taken. Raises ValueError for a pattern of
+    tp_plan or init_constants without a match, for a style missing in parallel.TP_STYLES, for a
+    parameter or buffer without an initial value, and for a model beyond memory."""
     check_tp_plan(model, styles)
     names = [fqn for fqn, _ in [*model.named_parameters(), *model.named_buffers()]]
     for pattern in constants_of(model):
         if not fnmatch.filter(names, pattern):
-            raise ValueError(f"init_constants: pattern {pattern!r} matches no parameter or buffer of {type(model).__name__}")
+            raise ValueError(
+                f"init_constants: pattern {pattern!r} matches no parameter or buffer of "
+                f"{type(model).__name__}"
+            )
     initial_values(model)
-    # torch counts the changes of a tensor. Its modules fill a parameter once, but nn.MultiheadAttention this bias twice.
-    twice = {f"{name}.out_proj.bias" for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)}
+    # torch counts the changes of a tensor. Its modules fill a parameter once, but
+    # nn.MultiheadAttention this bias twice.
+    twice = {
+        f"{name}.out_proj.bias"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.MultiheadAttention)
+    }
     for fqn, p in model.named_parameters():
-        if p._version > 1 + (fqn in twice) and not any(fnmatch.fnmatch(fqn, pattern) for pattern in constants_of(model)):
-            raise ValueError(f"{fqn} is filled in a constructor, where no memory is: the values are lost. Give a number in "
-                             f"init_constants, or a standard deviation in init_std, of class {type(model).__name__} instead; "
-                             "leave out a padding_idx, whose zeros are lost, too")
+        if p._version > 1 + (fqn in twice) and not any(
+            fnmatch.fnmatch(fqn, pattern) for pattern in constants_of(model)
+        ):
+            raise ValueError(
+                f"{fqn} is filled in a constructor, where no memory is: the values are lost. Give "
+                "a number in "
+                "init_constants, or a standard deviation in init_std, of class "
+                f"{type(model).__name__} instead; "
+                "leave out a padding_idx, whose zeros are lost, too"
+            )
         if p._backward_hooks or p._post_accumulate_grad_hooks:
-            raise ValueError(f"{fqn} has a hook from a constructor, which nothing would call: FSDP and tp make parameters of "
-                             "their own; change the gradient in a forward, or between clip_grad_norm and the optimizer's step")
+            raise ValueError(
+                f"{fqn} has a hook from a constructor, which nothing would call: FSDP and tp make "
+                "parameters of "
+                "their own; change the gradient in a forward, or between clip_grad_norm and the "
+                "optimizer's step"
+            )
     check_random(model)
     check_owners(model, layout)
     if takes_places(model) and layout.pp > 1 and cfg.ac != "none":
-        raise ValueError(f"--ac {cfg.ac} with --pp {layout.pp} would recompute a block with the places of a later micro-batch, "
-                         "and so with another dropout; use --ac none")
+        raise ValueError(
+            f"--ac {cfg.ac} with --pp {layout.pp} would recompute a block with the places of a "
+            "later micro-batch, "
+            "and so with another dropout; use --ac none"
+        )
     check_memory(model, layout, cfg)
 
 
 def check_documents(model, layout: Layout) -> None:
-    """With --doc_mask, rank 0 names the blocks that do not call attend: the mask changes nothing in such a block."""
+    """With --doc_mask, rank 0 names the blocks that do not call attend: the mask changes nothing in
+    such a block."""
     if layout.rank == 0 and (names := blocks_without_attend(model)):
-        print(f"--doc_mask does nothing in {brief(names)}: they do not call attend, so what else mixes tokens mixes documents")
+        print(
+            f"--doc_mask does nothing in {brief(names)}: they do not call attend, so what else "
+            "mixes tokens mixes documents"
+        )
 
 
 def blocks_without_attend(model) -> list[str]:
-    """Names of the blocks with a forward, of their own or of a module inside, that takes `attend` and never reads it."""
+    """Names of the blocks with a forward, of their own or of a module inside, that takes `attend`
+    and never reads it."""
+
     def ignores_attend(module):
         code = type(module).forward.__code__
-        reads = any(step.opname.startswith("LOAD") and "attend" in str(step.argval) for step in dis.get_instructions(code))
+        reads = any(
+            step.opname.startswith("LOAD") and "attend" in str(step.argval)
+            for step in dis.get_instructions(code)
+        )
         return "attend" in code.co_varnames[: code.co_argcount] and not reads
 
-    return [f"blocks.{name}" for name, block in model.blocks.items() if any(map(ignores_attend, block.modules()))]
+    return [
+        f"blocks.{name}"
+        for name, block in model.blocks.items()
+        if any(map(ignores_attend, block.modules()))
+    ]
 
 
 def check_tp_plan(model, styles) -> None:
-    """Every pattern of the plan must name a module of the full model: a misspelt one would silently leave a layer unsharded."""
+    """Every pattern of the plan must name a module of the full model: a misspelt one would silently
+    leave a layer unsharded."""
     names = [n for n, _ in model.named_modules()]
     for pattern, style in model.tp_plan().items():
         if style not in styles:
-            raise ValueError(f"tp_plan: {pattern!r} asks for style {style!r}; parallel.TP_STYLES has {', '.join(styles)}")
+            raise ValueError(
+                f"tp_plan: {pattern!r} asks for style {style!r}; parallel.TP_STYLES has "
+                f"{', '.join(styles)}"
+            )
         if not fnmatch.filter(names, pattern):
-            raise ValueError(f"tp_plan: pattern {pattern!r} matches no module of {type(model).__name__}")
+            raise ValueError(
+                f"tp_plan: pattern {pattern!r} matches no module of {type(model).__name__}"
+            )
 
 
 def check_random(model) -> None:
-    """Raises ValueError for a module that draws from a generator: every data rank would draw the same numbers, activation
-    checkpointing others in the backward, a layout and a continued run others again, and validation would draw, too."""
+    """Raises ValueError for a module that draws from a generator: every data rank would draw the
+    same numbers, activation checkpointing others in the backward, a layout and a continued run
+    others again, and validation would draw, too."""
     for name, module in model.named_modules():
         if any(isinstance(value, torch.Generator) for value in vars(module).values()):
-            raise ValueError(f"{name or 'the model'} has a generator, and no checkpoint holds its state; {DROPOUT}")
-        if getattr(module, "p" if isinstance(module, _DropoutNd) else "dropout", 0.0) and isinstance(module, DRAWING):
-            raise ValueError(f"{name} is {type(module).__name__}, whose numbers depend on the layout and on --ac; {DROPOUT}")
+            raise ValueError(
+                f"{name or 'the model'} has a generator, and no checkpoint holds its state; "
+                f"{DROPOUT}"
+            )
+        if getattr(
+            module, "p" if isinstance(module, _DropoutNd) else "dropout", 0.0
+        ) and isinstance(module, DRAWING):
+            raise ValueError(
+                f"{name} is {type(module).__name__}, whose numbers depend on the layout and on "
+                f"--ac; {DROPOUT}"
+            )
 
 
 def check_owners(model, layout: Layout) -> None:
-    """Raises ValueError for a parameter that two modules hold, on several processes: FSDP, tp and pp split modules one by one.
-    (A tied head is no module: the loss reads the embedding's weight.)"""
+    """Raises ValueError for a parameter that two modules hold, on several processes: FSDP, tp and
+    pp split modules one by one. (A tied head is no module: the loss reads the embedding's weight.)
+    """
     first = {}
     for fqn, p in model.named_parameters(remove_duplicate=False) if layout.world_size > 1 else ():
         if (other := first.setdefault(p, fqn)) != fqn:
-            raise ValueError(f"{fqn} is {other}: no layout can split a parameter that two modules hold; call one module twice")
+            raise ValueError(
+                f"{fqn} is {other}: no layout can split a parameter that two modules hold; call "
+                "one module twice"
+            )
 
 
 def check_split(stage, plan: dict[str, str]) -> None:
-    """Raise ValueError for the first parameter without a tp style. Every tp rank would train its own copy of the parameter,
-    on its own tokens or heads. Not checked: experts, split by expert_parallel, and styles of a fork. plan: module -> style."""
+    """Raise ValueError for the first parameter without a tp style. Every tp rank would train its
+    own copy of the parameter, on its own tokens or heads. Not checked: experts, split by
+    expert_parallel, and styles of a fork. plan: module -> style."""
     for fqn, p in stage.named_parameters():
         name = fqn.rpartition(".")[0]
-        if isinstance(p, DTensor) or ".experts." in fqn or plan.get(name) not in (None, "gather", "gather_sequence"):
+        if (
+            isinstance(p, DTensor)
+            or ".experts." in fqn
+            or plan.get(name) not in (None, "gather", "gather_sequence")
+        ):
             continue  # both styles move activations only
         is_leaf = name and next(stage.get_submodule(name).children(), None) is None
-        fix = f'add "{pattern_of(name)}" to tp_plan: {STYLES}' if is_leaf else (
-            "put it into a small module of its own, see 'A bare parameter under tp' in docs/fork_me.md")
-        raise ValueError(f"--tp: {fqn} has no style in tp_plan, so every tp rank would train a copy of its own: {fix}")
+        fix = (
+            f'add "{pattern_of(name)}" to tp_plan: {STYLES}'
+            if is_leaf
+            else (
+                "put it into a small module of its own, see 'A bare parameter under tp' in "
+                "docs/fork_me.md"
+            )
+        )
+        raise ValueError(
+            f"--tp: {fqn} has no style in tp_plan, so every tp rank would train a copy of its "
+            f"own: {fix}"
+        )
 
 
 def check_memory(model, layout: Layout, cfg) -> None:
-    """Raise ValueError with the numbers if parameters, gradients and moments alone, shared evenly by all processes, exceed the
-    memory of a device or host. A lower bound: activations, buffers and an uneven split come on top."""
-    size, kind, total = getattr(torch, cfg.param_dtype).itemsize, vars(cfg).get("optimizer"), Counter()
-    adamw = 2 * size if kind in ("adamw", "adamw_sr", "muon") else 0  # bytes of AdamW's two moments of a parameter, if known
+    """Raise ValueError with the numbers if parameters, gradients and moments alone, shared evenly
+    by all processes, exceed the memory of a device or host. A lower bound: activations, buffers and
+    an uneven split come on top."""
+    size, kind, total = (
+        getattr(torch, cfg.param_dtype).itemsize,
+        vars(cfg).get("optimizer"),
+        Counter(),
+    )
+    # bytes of AdamW's two moments of a parameter, if known
+    adamw = 2 * size if kind in ("adamw", "adamw_sr", "muon") else 0
     for fqn, p in model.named_parameters():
         is_muons = kind == "muon" and p.dim() > 1 and fqn.startswith("blocks.")
-        total["parameters"] += p.numel() * (size if p.requires_grad else layout.compute_dtype.itemsize)
+        total["parameters"] += p.numel() * (
+            size if p.requires_grad else layout.compute_dtype.itemsize
+        )
         total["gradients"] += p.numel() * size * p.requires_grad
         total["moments"] += p.numel() * (size if is_muons else adamw) * p.requires_grad
     on_host = layout.device.type == "cpu" or cfg.cpu_offload
@@ -132,20 +212,28 @@ def check_memory(model, layout: Layout, cfg) -> None:
     if (needs := sum(total.values()) * each) > has:
         parts = " + ".join(f"{kind} {n * each / 1e9:.1f}" for kind, n in total.items() if n)
         where, offload = ("a host", "") if on_host else ("each device", "--cpu_offload, ")
-        raise ValueError(f"{where} would need at least {needs / 1e9:.1f} GB ({parts}), and there are {has / 1e9:.1f} GB; use "
-                         f"more processes with --dp_shard, --tp or --pp, {offload}or a smaller --flavor; see --dry_run")
+        raise ValueError(
+            f"{where} would need at least {needs / 1e9:.1f} GB ({parts}), and there are "
+            f"{has / 1e9:.1f} GB; use "
+            f"more processes with --dp_shard, --tp or --pp, {offload}or a smaller --flavor; see "
+            "--dry_run"
+        )
 
 
 def host_memory() -> int:
-    """Bytes for all processes of the host together: memory, or a control group's limit (version 2), and swap."""
+    """Bytes for all processes of the host together: memory, or a control group's limit (version 2),
+    and swap."""
     try:
         sizes = dict(line.split()[:2] for line in Path("/proc/meminfo").read_text().splitlines())
         memory, swap = (int(sizes[name]) * 1024 for name in ("MemTotal:", "SwapTotal:"))
-        folder = Path("/sys/fs/cgroup" + Path("/proc/self/cgroup").read_text().strip().rpartition(":")[2])
+        folder = Path(
+            "/sys/fs/cgroup" + Path("/proc/self/cgroup").read_text().strip().rpartition(":")[2]
+        )
     except (OSError, KeyError):  # no Linux: nothing is refused
         return sys.maxsize
     for place in (folder, *folder.parents):
-        with suppress(OSError, ValueError):  # a container sees its own folders only; "max" is no limit
+        # a container sees its own folders only; "max" is no limit
+        with suppress(OSError, ValueError):
             memory = min(memory, int((place / "memory.max").read_text()))
     return memory + swap
 
@@ -153,11 +241,15 @@ def host_memory() -> int:
 def check_replicas(stages, layout: Layout, **values) -> list[tuple]:
     """Compare the ranks that hold the same part of a parameter, and `values` on all ranks.
 
-    Raises ValueError on all ranks with the first difference and its ranks. Runs once: a wrong seed or file on one node is found
-    at the start, not a week later. The ranks exchange one number per parameter; only after a difference, names. Returns (fqn,
-    parameter, bits_sum) of the trained parameters, for Guard.
+    Raises ValueError on all ranks with the first difference and its ranks. Runs once: a wrong seed
+    or file on one node is found at the start, not a week later. The ranks exchange one number per
+    parameter; only after a difference, names. Returns (fqn, parameter, bits_sum) of the trained
+    parameters, for Guard.
     """
-    start, mine = [(fqn, p, bits_sum(p)) for stage in stages for fqn, p in stage.named_parameters()], {}
+    start, mine = (
+        [(fqn, p, bits_sum(p)) for stage in stages for fqn, p in stage.named_parameters()],
+        {},
+    )
     for name, value in values.items():  # a dict field by field, so that the message names the flag
         fields = value.items() if isinstance(value, dict) else [("", value)]
         mine |= {(f"{name} {field}".strip(), 0): repr(x) for field, x in fields}
@@ -166,7 +258,10 @@ def check_replicas(stages, layout: Layout, **values) -> list[tuple]:
         for i, placement in enumerate(p.placements if isinstance(p, DTensor) else ()):
             if placement.is_replicate() and p.device_mesh.size(i) > 1:
                 groups.setdefault(p.device_mesh.get_group(i), []).append(total)
-    if holds_on_any_rank(any([differ(numbers, group, layout.device) for group, numbers in groups.items()]), dist.group.WORLD):
+    if holds_on_any_rank(
+        any([differ(numbers, group, layout.device) for group, numbers in groups.items()]),
+        dist.group.WORLD,
+    ):
         mine |= {(fqn, local_slice(p)): total for fqn, p, total in start}
         everyone, first = gather((socket.gethostname(), mine), dist.group.WORLD), {}
         for rank, (host, theirs) in enumerate(everyone):
@@ -174,7 +269,9 @@ def check_replicas(stages, layout: Layout, **values) -> list[tuple]:
                 owner, expected = first.setdefault(key, (rank, value))
                 if value != expected:
                     where = f"ranks {owner} and {rank} ({everyone[owner][0]}, {host})"
-                    raise ValueError(f"{key[0]} differs between {where}: same seed, flags, files on every node?")
+                    raise ValueError(
+                        f"{key[0]} differs between {where}: same seed, flags, files on every node?"
+                    )
     return [(fqn, p, total) for fqn, p, total in start if p.requires_grad]
 
 
@@ -191,27 +288,37 @@ def bits_sum(p) -> int:
     """A checksum of the rank's part of a parameter; every bit counts, and every place."""
     total = 0
     flat = local_tensor(p).contiguous().flatten()
-    for bits in (flat.view(torch.int16) if flat.element_size() > 1 else flat.to(torch.int16)).split(2**24):
+    for bits in (flat.view(torch.int16) if flat.element_size() > 1 else flat.to(torch.int16)).split(
+        2**24
+    ):
         places = torch.arange(1, bits.numel() + 1, device=bits.device)
         total = total * 31 % 2**61 + (bits * places).sum().item()
     return total
 
 
 def check_first_batch(batch) -> None:
-    """Raises RuntimeError if no token of a run's first batch has a loss: such a run would go on at loss 0.0000. Only the first
-    is asked, for the answer makes the host wait for the device, and a later batch may be without."""
+    """Raises RuntimeError if no token of a run's first batch has a loss: such a run would go on at
+    loss 0.0000. Only the first is asked, for the answer makes the host wait for the device, and a
+    later batch may be without."""
     n = (batch.labels != IGNORE).sum()
     dist.all_reduce(n)
     if not n:
-        raise RuntimeError(f"no token of the first batch has a loss: all its labels are {IGNORE}; train on data with labels")
+        raise RuntimeError(
+            f"no token of the first batch has a loss: all its labels are {IGNORE}; train on data "
+            "with labels"
+        )
 
 
 def reduce_hash(share: str, layout: Layout, own: float = 0.0) -> tuple[str, list[float]]:
-    """(hash of the tokens and labels of the global batch, `own` of each rank), on every rank. The hash is the sum of the data
-    ranks' hashes (data.py), equal in every layout. own: of this rank, to 1e-6."""
+    """(hash of the tokens and labels of the global batch, `own` of each rank), on every rank. The
+    hash is the sum of the data ranks' hashes (data.py), equal in every layout. own: of this rank,
+    to 1e-6."""
     # of the ranks with the same sequences the first pp, cp and tp rank adds the hash
-    is_first = layout.rank < layout.world_size // layout.pp and layout.rank % (layout.cp * layout.tp) == 0
-    table = torch.zeros(1 + layout.world_size, dtype=torch.int64)  # on the host, so that nothing waits for the device
+    is_first = (
+        layout.rank < layout.world_size // layout.pp and layout.rank % (layout.cp * layout.tp) == 0
+    )
+    # on the host, so that nothing waits for the device
+    table = torch.zeros(1 + layout.world_size, dtype=torch.int64)
     table[0], table[1 + layout.rank] = int(share, 16) * is_first, int(own * 1e6)
     dist.all_reduce(table)
     return f"{table[0].item() % 2**48:012x}", (table[1:] / 1e6).tolist()

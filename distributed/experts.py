@@ -1,4 +1,6 @@
-"""Expert parallelism: the experts are split over ranks, and tokens travel to their experts and back."""
+"""Expert parallelism: the experts are split over ranks, and tokens travel to their experts and
+back."""
+
 from functools import partial
 from itertools import pairwise
 
@@ -9,25 +11,46 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import register_sharding
 
-from distributed.layout import AllGather, AllToAll, Arrive, Depart, Layout, ReduceScatter, all_blocks, local_tensor
+from distributed.layout import (
+    AllGather,
+    AllToAll,
+    Arrive,
+    Depart,
+    Layout,
+    ReduceScatter,
+    all_blocks,
+    local_tensor,
+)
 from models.moe import Balance, Experts, Spread, inverse, kernel_fits, load_statistics
 
-# A rank's experts are cut into so many parts, and while the rows of one part travel, the experts of another compute
+# A rank's experts are cut into so many parts, and while the rows of one part travel, the experts of
+# another compute
 PARTS = {"cuda": 2, "cpu": 1}
 
 
-def expert_parallel(stage, layout: Layout, *, aux_coef: float = 0.0, force_balance: bool = False) -> None:
-    """Split the experts over ep (and each expert over etp). Per layer and direction two all-to-alls of B*T/tp*k*D elements:
-    each token travels to its k experts, and their results travel back; on GPUs in two parts, see PARTS.
+def expert_parallel(
+    stage, layout: Layout, *, aux_coef: float = 0.0, force_balance: bool = False
+) -> None:
+    """Split the experts over ep (and each expert over etp). Per layer and direction two all-to-alls
+    of B*T/tp*k*D elements: each token travels to its k experts, and their results travel back; on
+    GPUs in two parts, see PARTS.
 
-    Between the layers a tp rank holds T/tp of the sequence. With etp 1 it routes these tokens by itself. With etp = tp the tp
-    ranks all-gather the tokens first, each computes its part of every expert's hidden width, and a reduce-scatter adds them up.
-    aux_coef, force_balance: see models.moe.Balance.
+    Between the layers a tp rank holds T/tp of the sequence. With etp 1 it routes these tokens by
+    itself. With etp = tp the tp ranks all-gather the tokens first, each computes its part of every
+    expert's hidden width, and a reduce-scatter adds them up. aux_coef, force_balance: see
+    models.moe.Balance.
     """
     mesh, etp = layout.expert_mesh, layout.etp
-    if layout.device.type == "cuda" and layout.rank == 0 and (of := torch.cuda.get_device_capability()) < (9, 0):
-        print(f"experts on a GPU of capability {of[0]}.{of[1]}: torch multiplies them one after the other, and the host waits "
-              "three times per product and step; from 9.0 (H100) on, one kernel multiplies all")
+    if (
+        layout.device.type == "cuda"
+        and layout.rank == 0
+        and (of := torch.cuda.get_device_capability()) < (9, 0)
+    ):
+        print(
+            f"experts on a GPU of capability {of[0]}.{of[1]}: torch multiplies them one after the "
+            "other, and the host waits "
+            "three times per product and step; from 9.0 (H100) on, one kernel multiplies all"
+        )
     for block in (block for block in all_blocks(stage).values() if hasattr(block, "moe")):
         experts, balance = block.moe.experts, block.moe.balance
         assert isinstance(experts, Experts) and isinstance(balance, Balance)
@@ -40,13 +63,20 @@ def expert_parallel(stage, layout: Layout, *, aux_coef: float = 0.0, force_balan
             n, parts = balance.n_experts // layout.ep, PARTS[layout.device.type]
             parts = parts if layout.ep > 1 and n % parts == 0 else 1
             if parts > 1:  # sort by the part within the rank's n experts, then by expert
-                experts.turn = lambda index, n=n, E=balance.n_experts, parts=parts: index % n * parts // n * E + index
+                experts.turn = lambda index, n=n, E=balance.n_experts, parts=parts: (
+                    index % n * parts // n * E + index
+                )
             experts.forward = partial(exchange_tokens, experts, mesh["ep"].get_group(), parts=parts)
         if etp > 1:
             block.moe.forward = partial(gathered_moe, block.moe.forward, layout.group("tp"))
-        sharers = [layout.group(axis) for axis in ("cp", "tp") if layout.degrees[axis] > 1 and (axis, etp > 1) != ("tp", True)]
+        sharers = [
+            layout.group(axis)
+            for axis in ("cp", "tp")
+            if layout.degrees[axis] > 1 and (axis, etp > 1) != ("tp", True)
+        ]
         balance.aux_scale, balance.force = aux_coef / layout.global_batch_size, force_balance
-        if etp > 1:  # every tp rank sees all T tokens and adds their whole auxiliary loss: each adds its share
+        # every tp rank sees all T tokens and adds their whole auxiliary loss: each adds its share
+        if etp > 1:
             balance.aux_scale /= etp
         balance.parts = layout.cp * (layout.tp if etp == 1 else 1)
         balance.sum_over_parts = partial(sum_over, groups=sharers)
@@ -54,7 +84,8 @@ def expert_parallel(stage, layout: Layout, *, aux_coef: float = 0.0, force_balan
 
 @register_sharding(torch.ops.aten.mm.dtype)
 def sharding_of_scores(a, b, out_dtype):
-    """What DTensor has no rule for: a router's matmul of bf16 that returns fp32, models.moe.router_scores. Rows stay split."""
+    """What DTensor has no rule for: a router's matmul of bf16 that returns fp32,
+    models.moe.router_scores. Rows stay split."""
     return [([rows], [rows, Replicate(), None]) for rows in (Shard(0), Replicate())]
 
 
@@ -65,23 +96,32 @@ def sum_over(x: Tensor, groups) -> Tensor:
 
 
 def gathered_moe(moe_forward, group, x: Tensor, shared=None) -> Tensor:
-    """etp = tp: (B, T/tp, D) -> every tp rank's part of the result for all T -> summed, (B, T/tp, D)."""
+    """etp = tp: (B, T/tp, D) -> every tp rank's part of the result for all T -> summed, (B, T/tp,
+    D)."""
     out = ReduceScatter.apply(moe_forward(AllGather.apply(x, 1, group)), 1, group)
-    return out if shared is None else out + shared(x)  # shared has hooks of its own that gather and scatter
+    # shared has hooks of its own that gather and scatter
+    return out if shared is None else out + shared(x)
 
 
-def exchange_tokens(experts, group, x: Tensor, counts: Tensor, shared=lambda: None, weigh=lambda: None, parts=1) -> Tensor:
-    """Experts.forward over ep ranks: x (N*k, D) sorted by expert, so also by the rank that holds it; counts (E,), its rows for
-    each expert. Returns (N*k, D) in the same order. Rank r holds the experts r E/ep .. (r + 1) E/ep - 1.
-    shared(), weigh(): work for the time while rows travel, see apply_experts.
-    parts: x is sorted by part first, as experts.turn says: the rows for the first E/ep/parts experts of all ranks, and so on.
+def exchange_tokens(
+    experts, group, x: Tensor, counts: Tensor, shared=lambda: None, weigh=lambda: None, parts=1
+) -> Tensor:
+    """Experts.forward over ep ranks: x (N*k, D) sorted by expert, so also by the rank that holds
+    it; counts (E,), its rows for each expert. Returns (N*k, D) in the same order. Rank r holds the
+    experts r E/ep .. (r + 1) E/ep - 1. shared(), weigh(): work for the time while rows travel, see
+    apply_experts.
+    parts: x is sorted by part first, as experts.turn says: the rows for the first E/ep/parts
+    experts of all ranks, and so on.
     """
+
     def travel(x, arriving, sent, received, weights):
-        """The rows of a part: to their experts (first turn), through their experts (second), home (third)."""
+        """The rows of a part: to their experts (first turn), through their experts (second), home
+        (third)."""
         travelling = Depart.apply(x, group, sent, received)
         # While the rows travel, the device finds their order by (expert, rank).
         expert = torch.arange(arriving.shape[1], device=x.device).short().repeat(ep)
-        order = expert.repeat_interleave(arriving.flatten(), output_size=sum(received)).argsort(stable=True)
+        arrived = expert.repeat_interleave(arriving.flatten(), output_size=sum(received))
+        order = arrived.argsort(stable=True)
         back = inverse(order)  # to the order of arrival
         yield
         x = Arrive.apply(*travelling, group, sent, received)  # sorted by (rank, expert)
@@ -94,13 +134,16 @@ def exchange_tokens(experts, group, x: Tensor, counts: Tensor, shared=lambda: No
     weights = [local_tensor(w) for w in experts.parameters()]
     if ep == 1:  # --etp alone: every rank has a part of each expert, and no token travels
         return experts.compute(x, counts, *weights)
-    arriving = AllToAll.apply(counts, group)  # (ep * E/ep,): from every rank, its rows for each of this rank's experts
-    # The all-to-all needs its sizes on the host. This is the only place where a layer waits for the device.
-    sent, received = torch.stack([counts, arriving]).view(2, ep, parts, -1).sum(-1).transpose(1, 2).tolist()  # [part][rank]
+    # (ep * E/ep,): from every rank, its rows for each of this rank's experts
+    arriving = AllToAll.apply(counts, group)
+    # The all-to-all needs its sizes on the host: only here a layer waits for the device.
+    sizes = torch.stack([counts, arriving]).view(2, ep, parts, -1).sum(-1).transpose(1, 2)
+    sent, received = sizes.tolist()  # [part][rank]
     x = x.split([sum(rows) for rows in sent]) if parts > 1 else [x]
     weights = zip(*(w.chunk(parts) for w in weights)) if parts > 1 else [weights]
     arriving = arriving.view(ep, parts, -1).unbind(1)  # (ep, E/ep/parts) of each part
-    # The parts take turns: while the rows of one travel, the device computes the other's experts, and the shared experts.
+    # The parts take turns: while the rows of one travel, the device computes the other's experts,
+    # and the shared experts.
     turns = [travel(*part) for part in zip(x, arriving, sent, received, weights)]
     for turn in turns:
         next(turn)
@@ -113,11 +156,21 @@ def exchange_tokens(experts, group, x: Tensor, counts: Tensor, shared=lambda: No
 
 
 def prefetch_units(stage, blocks) -> None:
-    """Gather the next block's weights before a block computes, and in the backward the previous block's. FSDP alone prefetches
-    only as far as the host is ahead of the device, and with --ep the host waits in every layer with experts (exchange_tokens).
+    """Gather the next block's weights before a block computes, and in the backward the previous
+    block's. FSDP alone prefetches only as far as the host is ahead of the device, and with --ep the
+    host waits in every layer with experts (exchange_tokens).
     """
-    units = [[block, *(m for name, m in block.named_modules() if name == "moe.experts" and isinstance(m, FSDPModule))]
-             for block in blocks]
+    units = [
+        [
+            block,
+            *(
+                m
+                for name, m in block.named_modules()
+                if name == "moe.experts" and isinstance(m, FSDPModule)
+            ),
+        ]
+        for block in blocks
+    ]
     if units and isinstance(stage.tok_embeddings, FSDPModule):
         stage.tok_embeddings.set_modules_to_forward_prefetch(units[0])
     for this, following in pairwise(units):
@@ -126,17 +179,24 @@ def prefetch_units(stage, blocks) -> None:
 
 
 def balance_experts(stages, layout: Layout, mode: str, rate: float | Tensor) -> dict[str, Tensor]:
-    """After an optimizer step: sum each layer's load over all ranks, and with mode bias move the biases against it
-    (arXiv:2408.15664: up by rate below the mean load, down above, then centred). Returns statistics; loads restart at 0.
+    """After an optimizer step: sum each layer's load over all ranks, and with mode bias move the
+    biases against it (arXiv:2408.15664: up by rate below the mean load, down above, then centred).
+    Returns statistics; loads restart at 0.
     """
     config = stages[0].config
-    moes = {i: block.moe for stage in stages for i, block in all_blocks(stage).items() if hasattr(block, "moe")}
+    moes = {
+        i: block.moe
+        for stage in stages
+        for i, block in all_blocks(stage).items()
+        if hasattr(block, "moe")
+    }
     n_layers = config.n_layers + getattr(config, "mtp_depth", 0)
     loads = torch.zeros(n_layers, config.n_experts, device=layout.device)
     for i, moe in moes.items():
         if moe.balance.load is not None:  # None: no forward since the last call
             loads[i], moe.balance.load = moe.balance.load, None
-    # Ranks have different tokens, or under pp different layers, so the sum over all ranks is the whole table on each of them.
+    # Ranks have different tokens, or under pp different layers, so the sum over all ranks is the
+    # whole table on each of them.
     sum_over(loads, [None])
     loads /= layout.etp  # with etp = tp every tp rank counted all tokens
     for i, moe in moes.items():
@@ -150,8 +210,9 @@ def balance_experts(stages, layout: Layout, mode: str, rate: float | Tensor) -> 
 def compiled_experts(compiled, eager, x: Tensor, counts: Tensor, *weights: Tensor) -> Tensor:
     """Experts.compute, compiled once for all numbers of rows of x (N*k, D).
 
-    Runs uncompiled in three cases: in fp32, for the compiler knows the grouped matmul in bf16 only; without a kernel for it,
-    for the fallback loop synchronises; and with 0 or 1 rows, for which dynamo would compile a version of its own.
+    Runs uncompiled in three cases: in fp32, for the compiler knows the grouped matmul in bf16 only;
+    without a kernel for it, for the fallback loop synchronises; and with 0 or 1 rows, for which
+    dynamo would compile a version of its own.
     """
     if x.dtype != torch.bfloat16 or len(x) < 2 or not kernel_fits(x, weights[0]):
         return eager(x, counts, *weights)
@@ -162,5 +223,9 @@ def compiled_experts(compiled, eager, x: Tensor, counts: Tensor, *weights: Tenso
 def compile_experts(experts) -> None:
     """The arithmetic of a layer's experts, and what brings the tokens into their order and back."""
     if not isinstance(experts.compute, partial):  # float8 has kernels of its own
-        experts.compute = partial(compiled_experts, torch.compile(experts.compute, fullgraph=True), experts.compute)
-    experts.spread, experts.combine = (torch.compile(f, fullgraph=True) for f in (experts.spread, experts.combine))
+        experts.compute = partial(
+            compiled_experts, torch.compile(experts.compute, fullgraph=True), experts.compute
+        )
+    experts.spread, experts.combine = (
+        torch.compile(f, fullgraph=True) for f in (experts.spread, experts.combine)
+    )

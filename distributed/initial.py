@@ -1,11 +1,15 @@
-"""Initial values of parameters and buffers: drawn, or a constant. parallel.init_weights fills them in."""
+"""Initial values of parameters and buffers: drawn, or a constant. parallel.init_weights fills them
+in."""
+
 import fnmatch
 import hashlib
 
 import torch
 from torch import Tensor, nn
 
-ZERO = 0.0  # standard deviation of parameters that start at 0; tools/parity_half.py draws them, to see all gradients
+# standard deviation of parameters that start at 0; tools/parity_half.py draws them, to see all
+# gradients
+ZERO = 0.0
 NORMS = (nn.RMSNorm, nn.LayerNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -16,29 +20,58 @@ def constants_of(model) -> dict[str, float]:
 def initial_values(stage) -> dict[str, tuple[float, float]]:
     """fqn -> (number, 0) for a constant, (0, standard deviation) for a drawn parameter.
 
-    The first matching rule decides: the model's init_constants; 1 for the weight of a norm of any class, 0 for a bias; the
-    model's init_std; 0.02 for the matrix of an nn.Linear or nn.Embedding. Raises ValueError for a parameter without a rule: the
-    constructor's numbers are lost on the meta device, and zeros or noise instead would train as well, only worse.
+    The first matching rule decides: the model's init_constants; 1 for the weight of a norm of any
+    class, 0 for a bias; the model's init_std; 0.02 for the matrix of an nn.Linear or nn.Embedding.
+    Raises ValueError for a parameter without a rule: the constructor's numbers are lost on the meta
+    device, and zeros or noise instead would train as well, only worse.
     """
     values, constants, model = {}, constants_of(stage), type(stage).__name__
     for path, module in stage.named_modules():
-        for name, t in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+        for name, t in [
+            *module.named_parameters(recurse=False),
+            *module.named_buffers(recurse=False),
+        ]:
             fqn = f"{path}.{name}" if path else name
-            number, std, is_parameter = usual_value(module, name, t), None, isinstance(t, nn.Parameter)
-            number = next((value for pattern, value in constants.items() if fnmatch.fnmatch(fqn, pattern)), number)
+            number, std, is_parameter = (
+                usual_value(module, name, t),
+                None,
+                isinstance(t, nn.Parameter),
+            )
+            number = next(
+                (value for pattern, value in constants.items() if fnmatch.fnmatch(fqn, pattern)),
+                number,
+            )
             if is_parameter and t.dim() == 0:
-                raise ValueError(f"parameter {fqn} has no dimension, and FSDP needs one: make it nn.Parameter(torch.empty(1))")
+                raise ValueError(
+                    f"parameter {fqn} has no dimension, and FSDP needs one: make it "
+                    "nn.Parameter(torch.empty(1))"
+                )
             if is_parameter and t.is_complex():
-                raise ValueError(f"parameter {fqn} is complex: make it real, with 2 as its last dimension, and take "
-                                 "torch.view_as_complex of it in forward")
-            if is_parameter and hasattr(module, "initial_std"):  # a module that was added to the model
+                raise ValueError(
+                    f"parameter {fqn} is complex: make it real, with 2 as its last dimension, and "
+                    "take "
+                    "torch.view_as_complex of it in forward"
+                )
+            # a module that was added to the model
+            if is_parameter and hasattr(module, "initial_std"):
                 std = module.initial_std
             elif is_parameter and number is None:
-                usual = 0.02 if name == "weight" and isinstance(module, (nn.Linear, nn.Embedding)) else None
+                usual = (
+                    0.02
+                    if name == "weight" and isinstance(module, (nn.Linear, nn.Embedding))
+                    else None
+                )
                 std = given if (given := stage.init_std(fqn)) is not None else usual
             if number is None and std is None:
-                fix = "add a standard deviation to init_std, or" if is_parameter else "compute it in forward, or add"
-                raise ValueError(f"{fqn} has no initial value: {fix} a number to init_constants, in class {model}")
+                fix = (
+                    "add a standard deviation to init_std, or"
+                    if is_parameter
+                    else "compute it in forward, or add"
+                )
+                raise ValueError(
+                    f"{fqn} has no initial value: {fix} a number to init_constants, in class "
+                    f"{model}"
+                )
             if is_parameter and not (number or std):
                 std = ZERO
             values[fqn] = (number or 0.0, std or 0.0)
@@ -46,19 +79,39 @@ def initial_values(stage) -> dict[str, tuple[float, float]]:
 
 
 def usual_value(module: nn.Module, name: str, t: Tensor) -> float | None:
-    """What every model agrees on: 0 for biases, 1 for norms (known by class, or by a class name such as MyNorm)."""
+    """What every model agrees on: 0 for biases, 1 for norms (known by class, or by a class name
+    such as MyNorm)."""
     if name.endswith("bias"):  # in_proj_bias too
         return 0.0
-    if isinstance(module, NORMS) or "Norm" in type(module).__name__ and t.dim() == 1:  # a matrix in WeightNormLinear is drawn
-        return {"weight": 1.0, "running_mean": 0.0, "running_var": 1.0, "num_batches_tracked": 0.0}.get(name)
+    # a matrix in WeightNormLinear is drawn
+    if isinstance(module, NORMS) or "Norm" in type(module).__name__ and t.dim() == 1:
+        return {
+            "weight": 1.0,
+            "running_mean": 0.0,
+            "running_var": 1.0,
+            "num_batches_tracked": 0.0,
+        }.get(name)
     return None
 
 
-def draw_block(local: Tensor, whole: torch.Size, offset: tuple[int, ...], rows: int, b: int, std: float, name: str) -> None:
-    """Draw block b, of `rows` rows, of a parameter of shape `whole`, from a generator that `name` seeds. What of it `local`
-    holds, which begins at `offset` in the whole, is written there."""
-    generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little"))
+def draw_block(
+    local: Tensor,
+    whole: torch.Size,
+    offset: tuple[int, ...],
+    rows: int,
+    b: int,
+    std: float,
+    name: str,
+) -> None:
+    """Draw block b, of `rows` rows, of a parameter of shape `whole`, from a generator that `name`
+    seeds. What of it `local` holds, which begins at `offset` in the whole, is written there."""
+    generator = torch.Generator().manual_seed(
+        int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
+    )
     drawn = torch.randn(min(rows, whole[0] - b * rows), *whole[1:], generator=generator).mul_(std)
-    begin, end = max(offset[0], b * rows), min(offset[0] + len(local), (b + 1) * rows)  # the rows of it that are in local
+    # the rows of it that are in local
+    begin, end = max(offset[0], b * rows), min(offset[0] + len(local), (b + 1) * rows)
     columns = [slice(o, o + n) for o, n in zip(offset[1:], local.shape[1:], strict=True)]
-    local[begin - offset[0] : end - offset[0]] = drawn[(slice(begin - b * rows, end - b * rows), *columns)]
+    local[begin - offset[0] : end - offset[0]] = drawn[
+        (slice(begin - b * rows, end - b * rows), *columns)
+    ]

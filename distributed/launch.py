@@ -1,4 +1,5 @@
 """Start and end of processes: connect, stop together, report the exit status."""
+
 import contextlib
 import datetime
 import os
@@ -24,22 +25,27 @@ from distributed.refusals import runs_on_cuda
 from support.config import own_rank, parse_config, say_flags, usage_error
 from support.files import printable
 
-UNFINISHED = 75  # exit status of a run that a signal stopped before its last step (EX_TEMPFAIL: start again)
+# exit status of a run that a signal stopped before its last step (EX_TEMPFAIL: start again)
+UNFINISHED = 75
 
 
 @dataclass(kw_only=True)
 class LaunchConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto = a GPU, else the CPU
     deterministic: bool = False  # bitwise reproducible kernels, slower on GPUs
-    init_timeout_s: int = 300  # a collective that waits longer before or in the first step ends the run
-    train_timeout_s: int = 100  # the same after the first step: everything is compiled and connected
+    # a collective that waits longer before or in the first step ends the run
+    init_timeout_s: int = 300
+    # the same after the first step: everything is compiled and connected
+    train_timeout_s: int = 100
 
 
 def connect(layout: Layout, cfg, device: str = "auto", seed: int = 0, trace: str = "") -> Layout:
-    """Join the other processes: device, threads and the process group of all. Plain `python` is a world of one. Returns the
-    layout with its device, the dtype of the computation there, and the memory of the smallest device.
+    """Join the other processes: device, threads and the process group of all. Plain `python` is a
+    world of one. Returns the layout with its device, the dtype of the computation there, and the
+    memory of the smallest device.
 
-    trace: folder for NCCL's last collectives, if one times out; torch's `torchfrtrace` reads the folder.
+    trace: folder for NCCL's last collectives, if one times out; torch's `torchfrtrace` reads the
+    folder.
     """
     env = os.environ
     if cfg.deterministic:
@@ -60,28 +66,43 @@ def connect(layout: Layout, cfg, device: str = "auto", seed: int = 0, trace: str
     patience.start()
     store, timeout = dist.HashStore(), None
     if "RANK" in env:
-        # with TORCHELASTIC_USE_AGENT_STORE torchrun's agent keeps the store; under other launchers rank 0 keeps the store
+        # with TORCHELASTIC_USE_AGENT_STORE torchrun's agent keeps the store; under other launchers
+        # rank 0 keeps the store
         is_master = env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and layout.rank == 0
         timeout = datetime.timedelta(seconds=cfg.init_timeout_s)
-        store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), layout.world_size, is_master, timeout=timeout)
+        store = dist.TCPStore(
+            env["MASTER_ADDR"],
+            int(env["MASTER_PORT"]),
+            layout.world_size,
+            is_master,
+            timeout=timeout,
+        )
         store = dist.PrefixStore(agree_on_attempt(store, layout, cfg.init_timeout_s), store)
     backend = "cpu:gloo,cuda:nccl" if layout.device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=layout.rank, world_size=layout.world_size, timeout=timeout)
+    dist.init_process_group(
+        backend, store=store, rank=layout.rank, world_size=layout.world_size, timeout=timeout
+    )
     dist.distributed_c10d._get_default_store().set(f"host {layout.rank}", socket.gethostname())
     patience.cancel()
     if layout.device.type == "cuda":
-        memory = torch.tensor(torch.cuda.get_device_properties(layout.device).total_memory)  # on the host: sent by gloo
+        # on the host: sent by gloo
+        memory = torch.tensor(torch.cuda.get_device_properties(layout.device).total_memory)
         dist.all_reduce(memory, op=dist.ReduceOp.MIN)
         layout = replace(layout, memory=memory.item())
     return layout
 
 
 def own_gpu() -> torch.device:
-    """Make this process's GPU the current one: number LOCAL_RANK, or the only one that its scheduler lets it see."""
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) if torch.cuda.device_count() > 1 else 0)
+    """Make this process's GPU the current one: number LOCAL_RANK, or the only one that its
+    scheduler lets it see."""
+    device = torch.device(
+        "cuda", int(os.environ.get("LOCAL_RANK", 0)) if torch.cuda.device_count() > 1 else 0
+    )
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        # Freed neighbouring memory can then be joined, and does not lie idle in pieces too small for use.
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # read at the first allocation
+        # Freed neighbouring memory can then be joined, and does not lie idle in pieces too small
+        # for use.
+        # read at the first allocation
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     torch.cuda.set_device(device)
     try:
         torch.empty(1, device=device)
@@ -91,23 +112,32 @@ def own_gpu() -> torch.device:
 
 
 def allow_many_ranks() -> None:
-    """Let gloo connect two ranks when they first exchange something: its full mesh has 2 sockets per rank in every rank. And
-    raise the number of open files to what the system allows. All processes of a run must do the same."""
+    """Let gloo connect two ranks when they first exchange something: its full mesh has 2 sockets
+    per rank in every rank. And raise the number of open files to what the system allows. All
+    processes of a run must do the same."""
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def give_up(seconds: int) -> None:
-    """End a process that could not join the others: a port may belong to a stranger, a peer may never start."""
-    print(f"error on {name_rank()}: not connected to {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} within "
-          f"--init_timeout_s {seconds}: is every process started, and the port free?", file=sys.stderr, flush=True)
+    """End a process that could not join the others: a port may belong to a stranger, a peer may
+    never start."""
+    print(
+        f"error on {name_rank()}: not connected to "
+        f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} within "
+        f"--init_timeout_s {seconds}: is every process started, and the port free?",
+        file=sys.stderr,
+        flush=True,
+    )
     os._exit(1)
 
 
 def usable_cores() -> int:
     """Cores that this process may use: affinity, and a container's quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     try:
         with open("/sys/fs/cgroup/cpu.max") as file:
             quota, period = file.read().split()
@@ -117,41 +147,65 @@ def usable_cores() -> int:
 
 
 def check_launcher() -> None:
-    """Raises ValueError for a launcher's environment variables that are incomplete or wrong: such a process would wait for
-    others without end, or train alone."""
+    """Raises ValueError for a launcher's environment variables that are incomplete or wrong: such a
+    process would wait for others without end, or train alone."""
     env = os.environ
     if "RANK" not in env:
         if "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS") or 1) > 1:
-            raise ValueError(f"srun started {env['SLURM_NTASKS']} tasks, and each would train alone; set RANK=$SLURM_PROCID "
-                             "WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID, MASTER_ADDR and MASTER_PORT in each task, or "
-                             "let srun start one torchrun per machine: docs/cluster.md; SLURM_NTASKS=1 trains alone")
+            raise ValueError(
+                f"srun started {env['SLURM_NTASKS']} tasks, and each would train alone; set "
+                "RANK=$SLURM_PROCID "
+                "WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID, MASTER_ADDR and MASTER_PORT "
+                "in each task, or "
+                "let srun start one torchrun per machine: docs/cluster.md; SLURM_NTASKS=1 trains "
+                "alone"
+            )
         if int(env.get("WORLD_SIZE") or 1) > 1:
-            raise ValueError(f"WORLD_SIZE={env['WORLD_SIZE']}, but RANK is not set; start with torchrun, or set RANK, too")
+            raise ValueError(
+                f"WORLD_SIZE={env['WORLD_SIZE']}, but RANK is not set; start with torchrun, or "
+                "set RANK, too"
+            )
         return
-    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", *sorted({"LOCAL_RANK", "LOCAL_WORLD_SIZE"} & env.keys())):
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "MASTER_PORT",
+        *sorted({"LOCAL_RANK", "LOCAL_WORLD_SIZE"} & env.keys()),
+    ):
         if not env.get(name, "").isdigit():
-            raise ValueError(f"{name}={env.get(name, '')!r} is no number; start with torchrun, or set RANK, WORLD_SIZE, "
-                             "MASTER_ADDR and MASTER_PORT")
+            raise ValueError(
+                f"{name}={env.get(name, '')!r} is no number; start with torchrun, or set RANK, "
+                "WORLD_SIZE, "
+                "MASTER_ADDR and MASTER_PORT"
+            )
     if not env.get("MASTER_ADDR"):
-        raise ValueError("MASTER_ADDR is not set, and RANK is; set the address of rank 0's machine, or start with torchrun")
+        raise ValueError(
+            "MASTER_ADDR is not set, and RANK is; set the address of rank 0's machine, or start "
+            "with torchrun"
+        )
     if int(env["RANK"]) >= int(env["WORLD_SIZE"]):
         raise ValueError(f"RANK={env['RANK']} must be below WORLD_SIZE={env['WORLD_SIZE']}")
 
 
 def record_collectives(trace: str) -> None:
-    """Let NCCL's flight recorder keep each rank's last 20,000 collectives. When a collective times out, every rank writes its
-    own to the folder `trace`."""
+    """Let NCCL's flight recorder keep each rank's last 20,000 collectives. When a collective times
+    out, every rank writes its own to the folder `trace`."""
     os.makedirs(trace, exist_ok=True)
-    os.environ |= {"TORCH_FR_BUFFER_SIZE": "20000", "TORCH_FR_DUMP_TEMP_FILE": f"{trace}/rank_",
-                   "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    os.environ |= {
+        "TORCH_FR_BUFFER_SIZE": "20000",
+        "TORCH_FR_DUMP_TEMP_FILE": f"{trace}/rank_",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    }
 
 
 def agree_on_attempt(store: dist.Store, layout: Layout, timeout_s: int) -> str:
     """Agree on a new name for the attempt, as a prefix of all its keys in the store.
 
-    torchrun keeps one store for all restarts, with the addresses of dead processes. Its restart count cannot be the name,
-    because each node counts alone. So rank 0 makes up a name, every other rank makes up a key and stores the key, and rank 0
-    stores the name under each key found, until all ranks have read the name. A living process soon overwrites a dead one's key.
+    torchrun keeps one store for all restarts, with the addresses of dead processes. Its restart
+    count cannot be the name,
+    because each node counts alone. So rank 0 makes up a name, every other rank makes up a key and
+    stores the key, and rank 0 stores the name under each key found, until all ranks have read the
+    name. A living process soon overwrites a dead one's key.
     """
     mine = uuid.uuid4().hex  # rank 0: the name; others: the key to wait at
     if layout.rank > 0:
@@ -162,7 +216,9 @@ def agree_on_attempt(store: dist.Store, layout: Layout, timeout_s: int) -> str:
     deadline = time.monotonic() + timeout_s
     while missing := layout.world_size - 1 - store.add(f"{mine} joined", 0):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{missing} of {layout.world_size} processes did not come in {timeout_s} s")
+            raise TimeoutError(
+                f"{missing} of {layout.world_size} processes did not come in {timeout_s} s"
+            )
         for rank in range(1, layout.world_size):
             if store.check([f"rank {rank}"]):
                 store.set(store.get(f"rank {rank}").decode(), mine)
@@ -171,11 +227,14 @@ def agree_on_attempt(store: dist.Store, layout: Layout, timeout_s: int) -> str:
 
 
 def watch_launcher() -> None:
-    """End the process when its launcher dies: workers of a torchrun killed by SIGKILL would go on writing checkpoints."""
+    """End the process when its launcher dies: workers of a torchrun killed by SIGKILL would go on
+    writing checkpoints."""
     launcher, env = os.getppid(), os.environ
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and env.get("GROUP_RANK") == "0":
         try:  # torchrun may have died during the import of torch: then its store does not answer
-            socket.create_connection((env["MASTER_ADDR"], int(env["MASTER_PORT"])), timeout=60).close()
+            socket.create_connection(
+                (env["MASTER_ADDR"], int(env["MASTER_PORT"])), timeout=60
+            ).close()
         except OSError as error:
             raise RuntimeError(f"torchrun, which started this process, is gone: {error}") from None
 
@@ -188,15 +247,18 @@ def watch_launcher() -> None:
 
 
 def set_timeouts(layout: Layout, timeout_s: int) -> None:
-    """Set the timeout of all collectives: torch gives the groups of a mesh 30 minutes. checkpoint.py's group keeps its own,
-    because ranks wait for the slowest disk."""
-    meshes = [mesh for mesh in (layout.mesh, layout.full_mesh, layout.expert_mesh) if mesh is not None]
+    """Set the timeout of all collectives: torch gives the groups of a mesh 30 minutes.
+    checkpoint.py's group keeps its own, because ranks wait for the slowest disk."""
+    meshes = [
+        mesh for mesh in (layout.mesh, layout.full_mesh, layout.expert_mesh) if mesh is not None
+    ]
     for group in [None, *(group for mesh in meshes for group in mesh.get_all_groups())]:
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)
 
 
 class StopSignal:
-    """SIGTERM, SIGINT or SIGUSR1: finish the step, save, exit. Another Ctrl-C more than two seconds later exits at once."""
+    """SIGTERM, SIGINT or SIGUSR1: finish the step, save, exit. Another Ctrl-C more than two seconds
+    later exits at once."""
 
     def __init__(self):
         self.received, self.at, self.asked = "", 0.0, None
@@ -211,11 +273,13 @@ class StopSignal:
             self.received, self.at = signal.Signals(number).name, time.monotonic()
 
     def agreed(self, layout: Layout) -> bool:
-        """True on every rank at the same step if any rank was signalled before the last call. Signals reach the ranks at
-        different moments; a rank that stopped one step earlier would leave the others waiting for it."""
+        """True on every rank at the same step if any rank was signalled before the last call.
+        Signals reach the ranks at different moments; a rank that stopped one step earlier would
+        leave the others waiting for it."""
         if layout.world_size == 1:
             return bool(self.received)
-        before, flag = self.asked, torch.tensor(int(bool(self.received)))  # on the host, so that no device waits
+        # on the host, so that no device waits
+        before, flag = self.asked, torch.tensor(int(bool(self.received)))
         self.asked = flag, dist.all_reduce(flag, op=dist.ReduceOp.MAX, async_op=True)
         if before is None:
             return False
@@ -230,16 +294,20 @@ class StopSignal:
 
 
 def run(main, Config) -> None:
-    """Parse the command line, run main(cfg), and end the process with a status: 0 done, 75 stopped by a signal before the
-    last step, 2 wrong usage, 1 failure. A command line with flags unknown to Config goes to tools/reports.py: --help, a report
-    in place of training, or a mistake."""
-    status, known = 0, {f"--{no}{field.name}" for field in fields(Config) for no in ("", "no-")} | {"--config"}
+    """Parse the command line, run main(cfg), and end the process with a status: 0 done, 75 stopped
+    by a signal before the last step, 2 wrong usage, 1 failure. A command line with flags unknown to
+    Config goes to tools/reports.py: --help, a report in place of training, or a mistake."""
+    status, known = (
+        0,
+        {f"--{no}{field.name}" for field in fields(Config) for no in ("", "no-")} | {"--config"},
+    )
     asked = {word.split("=")[0] for word in sys.argv[1:] if word.startswith("--") or word == "-h"}
     try:
         check_launcher()
         allow_many_ranks()
         if "RANK" in os.environ:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # waits for other ranks, inside of C++, do not hear Python's handler
+            # waits for other ranks, inside of C++, do not hear Python's handler
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
             watch_launcher()
         if asked - known:
             from tools.reports import run_report
@@ -261,7 +329,8 @@ def run(main, Config) -> None:
 def report_error(error: BaseException) -> int:
     """Print the error that ended main, and return the exit status.
 
-    A ValueError before the processes are connected is a user's mistake, shown in one line by rank 0; later a failure.
+    A ValueError before the processes are connected is a user's mistake, shown in one line by rank
+    0; later a failure.
     """
     message, is_known = printable(" ".join(str(error).split())), isinstance(error, ValueError)
     if isinstance(error, SystemExit):
@@ -270,7 +339,8 @@ def report_error(error: BaseException) -> int:
         return 130
     if is_known and not dist.is_initialized():
         usage_error(message)
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun then shows the first failure, not just its status
+    # torchrun then shows the first failure, not just its status
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         get_error_handler().record_exception(error)
@@ -283,7 +353,9 @@ def report_error(error: BaseException) -> int:
 
 
 def name_rank() -> str:
-    return f"rank {own_rank()}" + f" ({socket.gethostname()})" * (int(os.environ.get("WORLD_SIZE", 1)) > 1)
+    return f"rank {own_rank()}" + f" ({socket.gethostname()})" * (
+        int(os.environ.get("WORLD_SIZE", 1)) > 1
+    )
 
 
 def host_of(rank: int) -> str:
@@ -292,21 +364,28 @@ def host_of(rank: int) -> str:
 
 
 def silent_ranks(message: str) -> str:
-    """After a collective that timed out: "; no word from rank 3 (host)", the ranks that hang, said by the first rank that
-    failed; else ""."""
-    with contextlib.suppress(RuntimeError, ValueError):  # rank 0 kept the store, and has ended; or there is no store yet
+    """After a collective that timed out: "; no word from rank 3 (host)", the ranks that hang, said
+    by the first rank that failed; else ""."""
+    # rank 0 kept the store, and has ended; or there is no store yet
+    with contextlib.suppress(RuntimeError, ValueError):
         store = dist.distributed_c10d._get_default_store()
         store.set(f"failed {dist.get_rank()}", "")
         if "timed out" in message.lower() and store.add("timed out", 1) == 1:
             time.sleep(2)  # the others fail in the same moment
-            silent = [rank for rank in range(dist.get_world_size()) if not store.check([f"failed {rank}"])]
-            return f"; no word from {brief([f'rank {rank} ({host_of(rank)})' for rank in silent])}" if silent else ""
+            silent = [
+                rank for rank in range(dist.get_world_size()) if not store.check([f"failed {rank}"])
+            ]
+            return (
+                f"; no word from {brief([f'rank {rank} ({host_of(rank)})' for rank in silent])}"
+                if silent
+                else ""
+            )
     return ""
 
 
 def is_told(message: str) -> bool:
-    """Whether rank 0 reports the same error within two seconds. Most checks fail on every rank, and one line is enough; a
-    failure of one rank alone must not be silent."""
+    """Whether rank 0 reports the same error within two seconds. Most checks fail on every rank, and
+    one line is enough; a failure of one rank alone must not be silent."""
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 0:
         store.set("error", message)
@@ -321,13 +400,23 @@ def is_told(message: str) -> bool:
 
 
 def failed_module(error: BaseException) -> str:
-    """" (in blocks.0.attn.wq, a Linear)": the innermost module of the model that raised the error, or ""."""
-    modules = [owner for frame, _ in traceback.walk_tb(error.__traceback__)
-               if isinstance(owner := frame.f_locals.get("self"), nn.Module)]
+    """ " (in blocks.0.attn.wq, a Linear)": the innermost module of the model that raised the error,
+    or ""."""
+    modules = [
+        owner
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        if isinstance(owner := frame.f_locals.get("self"), nn.Module)
+    ]
     names = {module: fqn for fqn, module in modules[0].named_modules()} if modules else {}
-    inside, is_mixed = [module for module in modules if names.get(module)], "Tensor and DTensor" in str(error)
+    inside, is_mixed = (
+        [module for module in modules if names.get(module)],
+        "Tensor and DTensor" in str(error),
+    )
     if not inside or names[inside[-1]] == "head":  # the loss multiplies with the rows of a head
-        return '; under tp a "head" is given to self.token_loss(..., kernel=YOURS), not called: docs/fork_me.md' * is_mixed
+        return (
+            '; under tp a "head" is given to self.token_loss(..., kernel=YOURS), not called: '
+            "docs/fork_me.md" * is_mixed
+        )
     fqn = names[inside[-1]]
     hint = f'; under tp "{pattern_of(fqn)}" needs a style in tp_plan: {STYLES}' * is_mixed
     return f" (in {fqn}, a {type(inside[-1]).__name__.removeprefix('FSDP')}){hint}"
@@ -336,5 +425,6 @@ def failed_module(error: BaseException) -> str:
 def disconnect() -> None:
     """Leave together: a rank that ends early makes its peers fail in their last messages."""
     dist.barrier()
-    dist.barrier()  # the first connects its pairs, with addresses from the store, which may end with rank 0
+    # the first connects its pairs, with addresses from the store, which may end with rank 0
+    dist.barrier()
     dist.destroy_process_group()

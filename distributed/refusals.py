@@ -1,5 +1,7 @@
-"""Flags that cannot work are refused here, before memory is taken. Each function yields rows (broken, text): a condition, and
-one line with the values, the mistake, and the flags to type instead. A new rule is a new row."""
+"""Flags that cannot work are refused here, before memory is taken. Each function yields rows
+(broken, text): a condition, and one line with the values, the mistake, and the flags to type
+instead. A new rule is a new row."""
+
 import math
 import os
 import shlex
@@ -11,11 +13,25 @@ import torch
 
 from distributed.float8 import Float8Config
 from distributed.layout import AXES, ExpertConfig, Layout, ParallelConfig, dtype_of_compute
-from distributed.pipeline import ONE_STAGE_PER_RANK, V_SHAPED, ZERO_BUBBLE, csv_rows, n_microbatches, split_stages
+from distributed.pipeline import (
+    ONE_STAGE_PER_RANK,
+    V_SHAPED,
+    ZERO_BUBBLE,
+    csv_rows,
+    n_microbatches,
+    split_stages,
+)
 from support.config import no_effect, own_rank
 
-# Flags of any recipe; None means another default. The recipe's own --local_batch_size and --seq_len follow the same rule.
-AT_LEAST_1 = ("init_timeout_s", "train_timeout_s", "ac_every", "pp_microbatch_size", "pp_layers_per_stage")
+# Flags of any recipe; None means another default. The recipe's own --local_batch_size and --seq_len
+# follow the same rule.
+AT_LEAST_1 = (
+    "init_timeout_s",
+    "train_timeout_s",
+    "ac_every",
+    "pp_microbatch_size",
+    "pp_layers_per_stage",
+)
 
 
 def refuse(rows) -> None:
@@ -24,31 +40,71 @@ def refuse(rows) -> None:
         raise ValueError("; ".join(texts))
 
 
-def check_layout(cfg: ParallelConfig, model_config, *, seq_len, local_batch_size, global_batch_size, device="auto",
-                 world_size=None, on_cuda=None) -> Layout:
-    """Make the Layout of the flags. Raises ValueError with every violation: the values, and the flags to type instead.
+def check_layout(
+    cfg: ParallelConfig,
+    model_config,
+    *,
+    seq_len,
+    local_batch_size,
+    global_batch_size,
+    device="auto",
+    world_size=None,
+    on_cuda=None,
+) -> Layout:
+    """Make the Layout of the flags. Raises ValueError with every violation: the values, and the
+    flags to type instead.
 
-    on_cuda: True in a dry run, without counting GPUs; None = as --device says, and GPUs are counted.
+    on_cuda: True in a dry run, without counting GPUs; None = as --device says, and GPUs are
+    counted.
     """
     here = on_cuda is None
     on_cuda = runs_on_cuda(device) if here else on_cuda
     degrees = check_degrees(cfg, world_size or int(os.environ.get("WORLD_SIZE", 1)))
-    sizes = {name: vars(cfg).get(name) for name in AT_LEAST_1} | {"local_batch_size": local_batch_size, "seq_len": seq_len}
-    refuse((n is not None and n < 1, f"--{name} {n} must be at least 1") for name, n in sizes.items())  # other rules divide
+    sizes = {name: vars(cfg).get(name) for name in AT_LEAST_1} | {
+        "local_batch_size": local_batch_size,
+        "seq_len": seq_len,
+    }
+    # other rules divide
+    refuse(
+        (n is not None and n < 1, f"--{name} {n} must be at least 1") for name, n in sizes.items()
+    )
     if global_batch_size == -1:
         global_batch_size = local_batch_size * degrees["dp_replicate"] * degrees["dp_shard"]
     expert_degrees = {"ep": cfg.ep, "etp": cfg.etp} if isinstance(cfg, ExpertConfig) else {}
     layout = Layout(
-        **degrees, **expert_degrees, local_batch_size=local_batch_size, global_batch_size=global_batch_size,
-        **(dict(microbatch_size=cfg.pp_microbatch_size, schedule=cfg.pp_schedule_csv or cfg.pp_schedule) if cfg.pp > 1 else {}),
-        offload=cfg.cpu_offload, loss_parallel=cfg.loss_parallel, rank=own_rank(),
-        # not under a pipeline: every micro-batch would gather the weights again, and zero-bubble gradients would be wrong
-        reshards={"always": True, "never": False, "default": degrees["pp"] == 1}[cfg.reshard_after_forward],
-        mtp=getattr(model_config, "mtp_depth", 0) > 0, has_experts=getattr(model_config, "n_experts", 0) > 0,
+        **degrees,
+        **expert_degrees,
+        local_batch_size=local_batch_size,
+        global_batch_size=global_batch_size,
+        **(
+            dict(
+                microbatch_size=cfg.pp_microbatch_size,
+                schedule=cfg.pp_schedule_csv or cfg.pp_schedule,
+            )
+            if cfg.pp > 1
+            else {}
+        ),
+        offload=cfg.cpu_offload,
+        loss_parallel=cfg.loss_parallel,
+        rank=own_rank(),
+        # not under a pipeline: every micro-batch would gather the weights again, and zero-bubble
+        # gradients would be wrong
+        reshards={"always": True, "never": False, "default": degrees["pp"] == 1}[
+            cfg.reshard_after_forward
+        ],
+        mtp=getattr(model_config, "mtp_depth", 0) > 0,
+        has_experts=getattr(model_config, "n_experts", 0) > 0,
     )
-    # flags without effect first: such a flag from --config returns to its default, and the other rules see the default
-    rows = [(True, text) for text in no_effect(cfg, collect_facts(cfg, model_config, degrees, on_cuda))]
-    rows += [*batch_rows(layout), *model_rows(layout, cfg, model_config, seq_len), *option_rows(layout, cfg, on_cuda and here)]
+    # flags without effect first: such a flag from --config returns to its default, and the other
+    # rules see the default
+    rows = [
+        (True, text) for text in no_effect(cfg, collect_facts(cfg, model_config, degrees, on_cuda))
+    ]
+    rows += [
+        *batch_rows(layout),
+        *model_rows(layout, cfg, model_config, seq_len),
+        *option_rows(layout, cfg, on_cuda and here),
+    ]
     if isinstance(cfg, Float8Config) and cfg.float8 != "off":  # grpo.py has no float8
         rows += float8_rows(cfg, on_cuda)
     if layout.has_experts:
@@ -64,23 +120,36 @@ def runs_on_cuda(device: str) -> bool:
     return device == "cuda" or device == "auto" and torch.cuda.is_available()
 
 
-def collect_facts(cfg: ParallelConfig, model_config, degrees: dict[str, int], on_cuda: bool) -> SimpleNamespace:
-    """Values for Need in support/config.py, to decide whether a flag has an effect: every flag and every field of the model by
-    name; the resolved degrees, dp_shard too; world_size, on_cuda, and the dtype of the computation."""
-    more = dict(world_size=math.prod(degrees.values()), on_cuda=on_cuda, dtype=dtype_of_compute(cfg, on_cuda))
+def collect_facts(
+    cfg: ParallelConfig, model_config, degrees: dict[str, int], on_cuda: bool
+) -> SimpleNamespace:
+    """Values for Need in support/config.py, to decide whether a flag has an effect: every flag and
+    every field of the model by name; the resolved degrees, dp_shard too; world_size, on_cuda, and
+    the dtype of the computation."""
+    more = dict(
+        world_size=math.prod(degrees.values()),
+        on_cuda=on_cuda,
+        dtype=dtype_of_compute(cfg, on_cuda),
+    )
     return SimpleNamespace(**vars(model_config) | vars(cfg) | degrees | more)
 
 
 def divisors(*numbers) -> str:
-    """"1, 2 or 4": the common divisors of the numbers (up to 4,096), for error messages."""
+    """ "1, 2 or 4": the common divisors of the numbers (up to 4,096), for error messages."""
     g = math.gcd(*numbers)
-    return " or ".join(", ".join(str(d) for d in range(1, min(g, 4096) + 1) if g % d == 0).rsplit(", ", 1))
+    return " or ".join(
+        ", ".join(str(d) for d in range(1, min(g, 4096) + 1) if g % d == 0).rsplit(", ", 1)
+    )
 
 
 def check_degrees(cfg: ParallelConfig, world_size: int) -> dict[str, int]:
-    """{axis: degree} with --dp_shard -1 filled in. Raises ValueError unless their product is the number of processes."""
+    """{axis: degree} with --dp_shard -1 filled in. Raises ValueError unless their product is the
+    number of processes."""
     degrees = {axis: getattr(cfg, axis) for axis in AXES}
-    refuse((n < 1 and (a, n) != ("dp_shard", -1), f"--{a} {n} must be at least 1") for a, n in degrees.items())
+    refuse(
+        (n < 1 and (a, n) != ("dp_shard", -1), f"--{a} {n} must be at least 1")
+        for a, n in degrees.items()
+    )
     left, rest = divmod(world_size, math.prod(n for a, n in degrees.items() if a != "dp_shard"))
     if degrees["dp_shard"] == -1 and not rest:
         degrees["dp_shard"] = left
@@ -88,10 +157,13 @@ def check_degrees(cfg: ParallelConfig, world_size: int) -> dict[str, int]:
     product = math.prod(given.values())
     fix = "change a degree" if rest else f"leave out --dp_shard (it becomes {left})"
     start = f"start {product} processes"
-    if "RANK" not in os.environ and product <= 16:  # plain python; more than a node needs docs/cluster.md
+    # plain python; more than a node needs docs/cluster.md
+    if "RANK" not in os.environ and product <= 16:
         start += f": torchrun --nproc_per_node {product} {shlex.join(sys.argv)}"
     numbers = f"{'*'.join(given)} = {'*'.join(map(str, given.values()))} = {product}"
-    refuse([(product != world_size, f"{count(world_size, 'process')} but {numbers}; {fix} or {start}")])
+    refuse(
+        [(product != world_size, f"{count(world_size, 'process')} but {numbers}; {fix} or {start}")]
+    )
     return degrees
 
 
@@ -103,29 +175,52 @@ def batch_rows(layout: Layout):
     n, local, ranks = layout.global_batch_size, layout.local_batch_size, layout.data_ranks
     forward = local * ranks  # sequences of one forward on all data ranks
     near = max(1, round(n / forward)) * forward
-    yield n < 1 or n % forward, (f"--global_batch_size {n} is not a multiple of --local_batch_size {local} x "
-                                 f"{count(ranks, 'data rank')} = {forward}; use --global_batch_size {near}")
+    yield (
+        n < 1 or n % forward,
+        (
+            f"--global_batch_size {n} is not a multiple of --local_batch_size {local} x "
+            f"{count(ranks, 'data rank')} = {forward}; use --global_batch_size {near}"
+        ),
+    )
 
 
 def model_rows(layout: Layout, cfg, c, seq_len: int):
     """What the model c and the sequence must be divisible by."""
     tp, cp = layout.tp, layout.cp
-    sizes = {name: getattr(c, name) for name in ("n_heads", "n_kv_heads", "ffn_dim") if getattr(c, name, None)}
+    sizes = {
+        name: getattr(c, name)
+        for name in ("n_heads", "n_kv_heads", "ffn_dim")
+        if getattr(c, name, None)
+    }
     if shared := getattr(c, "n_shared_experts", 0):
         sizes["n_shared_experts x moe_ffn_dim"] = shared * c.moe_ffn_dim
     odd = [f"{name} {size}" for name, size in sizes.items() if size % tp]
-    pieces = (2 * cp if cp > 1 else 1) * tp  # cp cuts a sequence into 2*cp chunks, tp each rank's part into tp
+    # cp cuts a sequence into 2*cp chunks, tp each rank's part into tp
+    pieces = (2 * cp if cp > 1 else 1) * tp
     rule = " x ".join(["2", "cp"] * (cp > 1) + ["tp"] * (tp > 1)) + " = "
     near = max(1, min(round(seq_len / pieces), c.max_seq_len // pieces)) * pieces
     heads, kv_heads = c.n_heads // tp, c.n_kv_heads // tp
     alltoall = cp > 1 and cfg.cp_method == "alltoall" and kv_heads > 0
     yield odd, f"--tp {tp} does not divide {', '.join(odd)}; use {divisors(*sizes.values())}"
-    yield seq_len > c.max_seq_len, (f"--seq_len {seq_len} is longer than the model's max_seq_len {c.max_seq_len}; use "
-                                    f"--model_args max_seq_len={seq_len}")
-    yield seq_len % pieces, f"--seq_len {seq_len} is not a multiple of {rule}{pieces}; use --seq_len {near}"
-    yield alltoall and (heads % cp or kv_heads % cp and cp % kv_heads), (
-        f"--cp_method alltoall needs cp {cp} to divide the {heads} heads of a tp rank, and to divide or be a multiple of its "
-        f"{kv_heads} kv heads; use --cp_method allgather")
+    yield (
+        seq_len > c.max_seq_len,
+        (
+            f"--seq_len {seq_len} is longer than the model's max_seq_len {c.max_seq_len}; use "
+            f"--model_args max_seq_len={seq_len}"
+        ),
+    )
+    yield (
+        seq_len % pieces,
+        f"--seq_len {seq_len} is not a multiple of {rule}{pieces}; use --seq_len {near}",
+    )
+    yield (
+        alltoall and (heads % cp or kv_heads % cp and cp % kv_heads),
+        (
+            f"--cp_method alltoall needs cp {cp} to divide the {heads} heads of a tp rank, and to "
+            "divide or be a multiple of its "
+            f"{kv_heads} kv heads; use --cp_method allgather"
+        ),
+    )
 
 
 def option_rows(layout: Layout, cfg, count_gpus: bool):
@@ -133,50 +228,104 @@ def option_rows(layout: Layout, cfg, count_gpus: bool):
     n_gpus = torch.cuda.device_count() if count_gpus else local_world
     # srun and others may show each process a GPU of its own; torchrun's processes see the same ones
     own = n_gpus == 1 and "TORCHELASTIC_RUN_ID" not in os.environ
-    uses_torchao = vars(cfg).get("float8", "off") != "off" or vars(cfg).get("optimizer") == "adamw_sr"
-    yield local_world > n_gpus and not own, (f"{count(local_world, 'process')} here, but torch finds {n_gpus} GPUs; use "
-                                             "--device cpu or fewer processes")
-    yield uses_torchao and find_spec("torchao") is None, (
-        "--float8 and --optimizer adamw_sr need torchao: pip install torchao==0.18.0")
-    yield cfg.ac == "budget" and not cfg.compile, (
-        "--ac budget needs --compile: the compiler chooses what to keep; add --compile or use --ac op")
+    uses_torchao = (
+        vars(cfg).get("float8", "off") != "off" or vars(cfg).get("optimizer") == "adamw_sr"
+    )
+    yield (
+        local_world > n_gpus and not own,
+        (
+            f"{count(local_world, 'process')} here, but torch finds {n_gpus} GPUs; use "
+            "--device cpu or fewer processes"
+        ),
+    )
+    yield (
+        uses_torchao and find_spec("torchao") is None,
+        ("--float8 and --optimizer adamw_sr need torchao: pip install torchao==0.18.0"),
+    )
+    yield (
+        cfg.ac == "budget" and not cfg.compile,
+        (
+            "--ac budget needs --compile: the compiler chooses what to keep; add --compile or use "
+            "--ac op"
+        ),
+    )
     yield not 0 <= cfg.ac_budget <= 1, f"--ac_budget {cfg.ac_budget} must be between 0 and 1"
 
 
 def float8_rows(cfg, on_cuda: bool):
     capability = torch.cuda.get_device_capability() if on_cuda else (0, 0)
-    yield on_cuda and capability < (8, 9), (
-        f"--float8 {cfg.float8} needs a GPU of capability 8.9 (H100: 9.0, B200: 10.0), and this one has {capability[0]}."
-        f"{capability[1]}; use --float8 off")
-    yield not on_cuda and cfg.compile, f"--float8 {cfg.float8} is emulated on CPU and cannot be compiled; leave out --compile"
+    yield (
+        on_cuda and capability < (8, 9),
+        (
+            f"--float8 {cfg.float8} needs a GPU of capability 8.9 (H100: 9.0, B200: 10.0), and "
+            f"this one has {capability[0]}."
+            f"{capability[1]}; use --float8 off"
+        ),
+    )
+    yield (
+        not on_cuda and cfg.compile,
+        f"--float8 {cfg.float8} is emulated on CPU and cannot be compiled; leave out --compile",
+    )
 
 
 def expert_rows(layout: Layout, cfg, c):
     ep, etp = layout.ep, layout.etp
-    lenders = layout.dp_shard * layout.cp * (1 if etp > 1 else layout.tp)  # ranks that ep may borrow
+    # ranks that ep may borrow
+    lenders = layout.dp_shard * layout.cp * (1 if etp > 1 else layout.tp)
     ranks = f"dp_shard x cp{' x tp' if etp == 1 else ''} = {lenders}"
     yield etp not in (1, layout.tp), f"--etp {etp} must be 1 or --tp {layout.tp}"
-    yield etp > 1 and c.moe_ffn_dim % etp, f"--etp {etp} does not divide moe_ffn_dim {c.moe_ffn_dim}; use --etp 1"
-    yield etp > 1 and vars(cfg).get("optimizer") == "muon", (
-        f"--optimizer muon needs whole matrices, but --etp {etp} splits every expert; use --etp 1 or adamw")
-    yield ep < 1 or c.n_experts % ep or lenders % ep, (
-        f"--ep {ep} must divide n_experts {c.n_experts} and {ranks}; use {divisors(c.n_experts, lenders)}")
+    yield (
+        etp > 1 and c.moe_ffn_dim % etp,
+        f"--etp {etp} does not divide moe_ffn_dim {c.moe_ffn_dim}; use --etp 1",
+    )
+    yield (
+        etp > 1 and vars(cfg).get("optimizer") == "muon",
+        (
+            f"--optimizer muon needs whole matrices, but --etp {etp} splits every expert; use "
+            "--etp 1 or adamw"
+        ),
+    )
+    yield (
+        ep < 1 or c.n_experts % ep or lenders % ep,
+        (
+            f"--ep {ep} must divide n_experts {c.n_experts} and {ranks}; use "
+            f"{divisors(c.n_experts, lenders)}"
+        ),
+    )
 
 
 def pipeline_rows(layout: Layout, cfg, c):
-    """Rules of a pipeline. The first rules that fail hide the others, because the others divide by the same numbers."""
+    """Rules of a pipeline. The first rules that fail hide the others, because the others divide by
+    the same numbers."""
     pp, local, size = layout.pp, layout.local_batch_size, cfg.pp_microbatch_size
     if local % size:
-        yield True, f"--pp_microbatch_size {size} does not divide --local_batch_size {local}; use {divisors(local)}"
+        yield (
+            True,
+            f"--pp_microbatch_size {size} does not divide --local_batch_size {local}; use "
+            f"{divisors(local)}",
+        )
         return
-    n, name, splits_backward = n_microbatches(layout), cfg.pp_schedule, cfg.pp_schedule in ZERO_BUBBLE
+    n, name, splits_backward = (
+        n_microbatches(layout),
+        cfg.pp_schedule,
+        cfg.pp_schedule in ZERO_BUBBLE,
+    )
     if cfg.pp_schedule_csv:
         name, table = cfg.pp_schedule_csv, csv_rows(cfg.pp_schedule_csv)
         splits_backward = any(kind == "I" for row in table for kind, _, _ in row)
-        ranks, n_csv = len(table), 1 + max((m for row in table for kind, _, m in row if kind == "F"), default=-1)
+        ranks, n_csv = (
+            len(table),
+            1 + max((m for row in table for kind, _, m in row if kind == "F"), default=-1),
+        )
         if (ranks, n_csv) != (pp, n):
-            yield True, (f"--pp_schedule_csv {name} is for {ranks} ranks and {n_csv} micro-batches, not {pp} and {n}; use "
-                         f"--pp {ranks} and --local_batch_size {n_csv * size}")
+            yield (
+                True,
+                (
+                    f"--pp_schedule_csv {name} is for {ranks} ranks and {n_csv} micro-batches, "
+                    f"not {pp} and {n}; use "
+                    f"--pp {ranks} and --local_batch_size {n_csv * size}"
+                ),
+            )
             return
     yield from microbatch_rows(layout, name, n)
     if splits_backward:
@@ -186,34 +335,74 @@ def pipeline_rows(layout: Layout, cfg, c):
     except ValueError as error:
         yield True, str(error)
         return
-    fewest, most = (1, 1) if name in ONE_STAGE_PER_RANK else (2, 2) if name in V_SHAPED else (2, c.n_layers)
+    fewest, most = (
+        (1, 1) if name in ONE_STAGE_PER_RANK else (2, 2) if name in V_SHAPED else (2, c.n_layers)
+    )
     wanted = f"exactly {fewest}" if fewest == most else f"{fewest} or more"
-    yield not cfg.pp_schedule_csv and (n_stages % pp or not fewest <= n_stages // pp <= most), (
-        f"{n_stages} stages over --pp {pp} ranks, but --pp_schedule {name} needs {wanted} per rank; change "
-        "--pp_layers_per_stage or --pp_stage_fqns")
+    yield (
+        not cfg.pp_schedule_csv and (n_stages % pp or not fewest <= n_stages // pp <= most),
+        (
+            f"{n_stages} stages over --pp {pp} ranks, but --pp_schedule {name} needs {wanted} per "
+            "rank; change "
+            "--pp_layers_per_stage or --pp_stage_fqns"
+        ),
+    )
 
 
 def microbatch_rows(layout: Layout, name: str, n: int):
     """Whether n micro-batches are enough for the schedule, and divide into its rounds."""
     pp, size, accumulation = layout.pp, layout.microbatch_size, layout.accumulation
-    # 2: with 1, half backwards leave gradients in both the compute dtype and --reduce_dtype, and FSDP refuses the mixture
-    fewest = {"1F1B": pp, "DualPipeV": 2 * pp, "ZBVZeroBubble": 2, "InterleavedZeroBubble": 2}.get(name, 1)
+    # 2: with 1, half backwards leave gradients in both the compute dtype and --reduce_dtype, and
+    # FSDP refuses the mixture
+    fewest = {"1F1B": pp, "DualPipeV": 2 * pp, "ZBVZeroBubble": 2, "InterleavedZeroBubble": 2}.get(
+        name, 1
+    )
     rounds = max(1, n // pp)
     enough = math.ceil(fewest * size / accumulation)
-    yield n < fewest, (
-        f"--pp_schedule {name} with --pp {pp} needs at least {fewest} micro-batches, but there are {n}; use --local_batch_size "
-        f"{enough} and --global_batch_size {enough * layout.data_ranks * accumulation}, or more")
-    yield name in ("Interleaved1F1B", "InterleavedZeroBubble") and n % rounds, (
-        f"--pp_schedule {name} needs a number of micro-batches that its {rounds} rounds of --pp {pp} divide, not {n}; use "
-        f"--local_batch_size {pp * rounds * size // accumulation or size}")
+    yield (
+        n < fewest,
+        (
+            f"--pp_schedule {name} with --pp {pp} needs at least {fewest} micro-batches, but "
+            f"there are {n}; use --local_batch_size "
+            f"{enough} and --global_batch_size {enough * layout.data_ranks * accumulation}, or more"
+        ),
+    )
+    yield (
+        name in ("Interleaved1F1B", "InterleavedZeroBubble") and n % rounds,
+        (
+            f"--pp_schedule {name} needs a number of micro-batches that its {rounds} rounds of "
+            f"--pp {pp} divide, not {n}; use "
+            f"--local_batch_size {pp * rounds * size // accumulation or size}"
+        ),
+    )
 
 
 def split_backward_rows(layout: Layout, cfg, c, name: str):
-    """Zero-bubble schedules compute the gradients of inputs and those of weights in two separate halves of the backward."""
-    yield cfg.reshard_after_forward == "always", (
-        f"--reshard_after_forward always gives wrong gradients in the two half backwards of --pp_schedule {name}; use never")
-    yield c.tie_embeddings and layout.mtp, (
-        f"--pp_schedule {name} cannot halve the backward of a tied embedding with mtp_depth 1; use 1F1B")
-    yield cfg.ac != "none", f"--ac {cfg.ac} with --pp_schedule {name} recomputes a block many times; use --ac none or 1F1B"
-    yield torch.__version__ < "2.13", (
-        f"--pp_schedule {name} fails in torch {torch.__version__}, needs 2.13; use 1F1B or Interleaved1F1B")
+    """Zero-bubble schedules compute the gradients of inputs and those of weights in two separate
+    halves of the backward."""
+    yield (
+        cfg.reshard_after_forward == "always",
+        (
+            "--reshard_after_forward always gives wrong gradients in the two half backwards of "
+            f"--pp_schedule {name}; use never"
+        ),
+    )
+    yield (
+        c.tie_embeddings and layout.mtp,
+        (
+            f"--pp_schedule {name} cannot halve the backward of a tied embedding with mtp_depth "
+            "1; use 1F1B"
+        ),
+    )
+    yield (
+        cfg.ac != "none",
+        f"--ac {cfg.ac} with --pp_schedule {name} recomputes a block many times; use --ac none or "
+        "1F1B",
+    )
+    yield (
+        torch.__version__ < "2.13",
+        (
+            f"--pp_schedule {name} fails in torch {torch.__version__}, needs 2.13; use 1F1B or "
+            "Interleaved1F1B"
+        ),
+    )

@@ -1,4 +1,6 @@
-"""Pipeline parallelism: a step of torch's schedules, an evaluation, and the gradient of the weight that two stages share."""
+"""Pipeline parallelism: a step of torch's schedules, an evaluation, and the gradient of the weight
+that two stages share."""
+
 from typing import get_args
 
 import torch
@@ -8,41 +10,62 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
 
 from distributed.layout import Layout, local_tensor
-from distributed.pipeline import ONE_STAGE_PER_RANK, Schedule, embeds_at_both_ends, n_microbatches, stage_ids, tied_copy
+from distributed.pipeline import (
+    ONE_STAGE_PER_RANK,
+    Schedule,
+    embeds_at_both_ends,
+    n_microbatches,
+    stage_ids,
+    tied_copy,
+)
 
 
 def pipeline_schedule(stages, layout: Layout, n: int, shape: torch.Size, kwargs: dict):
-    """torch's schedule for n micro-batches of tokens in `shape`, (B, T/cp) each, kept for the next step, because its buffers
-    have fixed shapes. kwargs: arguments of every stage. Tensors are cut into micro-batches, except loss_denom, a number."""
+    """torch's schedule for n micro-batches of tokens in `shape`, (B, T/cp) each, kept for the next
+    step, because its buffers have fixed shapes. kwargs: arguments of every stage. Tensors are cut
+    into micro-batches, except loss_denom, a number."""
     if stages[0].made_for == (n, shape):
         return stages[0].schedule
     (B, T), D, device = shape, stages[0].config.dim, layout.device
-    # The shapes are given, not inferred: inference runs a real forward on garbage, and resets FSDP's gradients.
+    # The shapes are given, not inferred: inference runs a real forward on garbage, and resets
+    # FSDP's gradients.
     tokens = torch.empty(B, T, dtype=torch.int64, device=device)
-    h = torch.empty(B, T // layout.tp, D, dtype=layout.compute_dtype, device=device, requires_grad=True)
+    h = torch.empty(
+        B, T // layout.tp, D, dtype=layout.compute_dtype, device=device, requires_grad=True
+    )
     loss = torch.empty((), dtype=torch.float32, device=device, requires_grad=True)
     parts = []
     for s in stages:
         takes, gives = tokens if s.index == 0 else h, loss if s.index == s.n_stages - 1 else h
-        parts.append(PipelineStage(s, s.index, s.n_stages, device, (takes,), (gives,), group=layout.group("pp")))
-    # The last stage's forward returns the loss, because FSDP gathers the head's weight only for that forward. The loss is
-    # divided by the tokens of the global batch already; with scale_grads torch would divide by the micro-batches too.
+        parts.append(
+            PipelineStage(
+                s, s.index, s.n_stages, device, (takes,), (gives,), group=layout.group("pp")
+            )
+        )
+    # The last stage's forward returns the loss, because FSDP gathers the head's weight only for
+    # that forward. The loss is divided by the tokens of the global batch already; with scale_grads
+    # torch would divide by the micro-batches too.
     options = dict(n_microbatches=n, loss_fn=lambda loss, target: loss, scale_grads=False)
     name = layout.schedule
     if name not in get_args(Schedule):
         schedule = schedules._PipelineScheduleRuntime(parts, **options)
         schedule._load_csv(name, format="compute_only")
     else:
-        schedule = schedules.get_schedule_class(name)(parts[0] if name in ONE_STAGE_PER_RANK else parts, **options)
+        schedule = schedules.get_schedule_class(name)(
+            parts[0] if name in ONE_STAGE_PER_RANK else parts, **options
+        )
     # set afterwards, because LoopedBFS has no such option
-    schedule._kwargs_chunk_spec = {name: _Replicate if name == "loss_denom" else TensorChunkSpec(0) for name in kwargs}
+    schedule._kwargs_chunk_spec = {
+        name: _Replicate if name == "loss_denom" else TensorChunkSpec(0) for name in kwargs
+    }
     stages[0].made_for, stages[0].schedule = (n, shape), schedule
     return schedule
 
 
 def run_schedule(stages, kwargs: dict[str, Tensor], n: int, layout: Layout) -> list[Tensor]:
-    """Run one step of the schedule over n micro-batches, and add their gradients; those of a weight on two stages need
-    sum_tied_gradients, too. kwargs: the model's arguments, (n * B, T/cp). Returns the losses, on the rank of the last stage."""
+    """Run one step of the schedule over n micro-batches, and add their gradients; those of a weight
+    on two stages need sum_tied_gradients, too. kwargs: the model's arguments, (n * B, T/cp).
+    Returns the losses, on the rank of the last stage."""
     tokens, losses = kwargs.pop("tokens"), []
     schedule = pipeline_schedule(stages, layout, n, tokens[: len(tokens) // n].shape, kwargs)
     args = [tokens] if stages[0].index == 0 else []
@@ -52,22 +75,28 @@ def run_schedule(stages, kwargs: dict[str, Tensor], n: int, layout: Layout) -> l
     return losses
 
 
-def pipeline_forward_backward(stages, kwargs: dict[str, Tensor], loss_denom: Tensor, layout: Layout) -> Tensor:
-    """One step over all micro-batches, with complete gradients. Returns the loss on the rank of the last stage, divided by
-    loss_denom, elsewhere 0."""
-    losses = run_schedule(stages, kwargs | {"loss_denom": loss_denom}, n_microbatches(layout), layout)
+def pipeline_forward_backward(
+    stages, kwargs: dict[str, Tensor], loss_denom: Tensor, layout: Layout
+) -> Tensor:
+    """One step over all micro-batches, with complete gradients. Returns the loss on the rank of the
+    last stage, divided by loss_denom, elsewhere 0."""
+    losses = run_schedule(
+        stages, kwargs | {"loss_denom": loss_denom}, n_microbatches(layout), layout
+    )
     if embeds_at_both_ends(stages[0].config):
         sum_tied_gradients(stages, layout)
     return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=layout.device)
 
 
 def sum_tied_gradients(stages, layout: Layout) -> None:
-    """Give the embedding's weight and its copy in the last stage the sum of their two gradients. The first and the last
-    pipeline rank send each other V/tp*D elements (FSDP: shards); the ranks between send nothing. stages: the rank's; under a
-    V schedule both ends may be among the stages."""
+    """Give the embedding's weight and its copy in the last stage the sum of their two gradients.
+    The first and the last pipeline rank send each other V/tp*D elements (FSDP: shards); the ranks
+    between send nothing. stages: the rank's; under a V schedule both ends may be among the stages.
+    """
     first = next((s.tok_embeddings.weight for s in stages if s.index == 0), None)
     last = next((w for s in stages if (w := tied_copy(s)) is not None), None)
-    mine = [local_tensor(w.grad) for w in (first, last) if w is not None and w.requires_grad]  # both may be frozen
+    # both may be frozen
+    mine = [local_tensor(w.grad) for w in (first, last) if w is not None and w.requires_grad]
     if len(mine) == 2:  # a V schedule: both ends are on this rank
         mine[0].add_(mine[1])
         mine[1].copy_(mine[0])
@@ -76,22 +105,31 @@ def sum_tied_gradients(stages, layout: Layout) -> None:
         ends = dist.get_process_group_ranks(group)
         peer = ends[-1] if last is None else ends[0]
         theirs = torch.empty_like(mine[0])
-        ops = [dist.P2POp(dist.isend, mine[0].clone(), peer, group), dist.P2POp(dist.irecv, theirs, peer, group)]
+        ops = [
+            dist.P2POp(dist.isend, mine[0].clone(), peer, group),
+            dist.P2POp(dist.irecv, theirs, peer, group),
+        ]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
         mine[0].add_(theirs)
 
 
 def pipeline_forward(stages, kwargs: dict[str, Tensor], layout: Layout) -> list[Tensor]:
-    """Forward only, for evaluation. Returns the result of each micro-batch on the rank of the last stage, elsewhere [].
+    """Forward only, for evaluation. Returns the result of each micro-batch on the rank of the last
+    stage, elsewhere [].
 
-    A relay: a micro-batch passes a stage, then travels to the rank of the next stage. So every send has a receiving partner,
-    and nothing hangs if a send waits for its receive (NCCL). With a stage per rank all ranks work at once, each on another
-    micro-batch. torch's own schedule.eval fails on V schedules and on a loss computed inside the stage.
+    A relay: a micro-batch passes a stage, then travels to the rank of the next stage. So every send
+    has a receiving partner, and nothing hangs if a send waits for its receive (NCCL). With a stage
+    per rank all ranks work at once, each on another micro-batch. torch's own schedule.eval fails on
+    V schedules and on a loss computed inside the stage.
     """
     group, results = layout.group("pp"), []
     ranks = dist.get_process_group_ranks(group)
-    n_stages, mine, by_index = stages[0].n_stages, layout.coordinate("pp"), {s.index: s for s in stages}
+    n_stages, mine, by_index = (
+        stages[0].n_stages,
+        layout.coordinate("pp"),
+        {s.index: s for s in stages},
+    )
     owner = {i: r for r in range(layout.pp) for i in stage_ids(layout, n_stages, r)}
     for values in zip(*(x.split(layout.microbatch_size) for x in kwargs.values()), strict=True):
         b = dict(zip(kwargs, values, strict=True))
@@ -104,6 +142,12 @@ def pipeline_forward(stages, kwargs: dict[str, Tensor], layout: Layout) -> list[
                 elif owner[i + 1] != mine:
                     dist.send(h.contiguous(), ranks[owner[i + 1]], group)
             elif i + 1 < n_stages and owner[i + 1] == mine:
-                h = torch.empty(B, T // layout.tp, stages[0].config.dim, dtype=layout.compute_dtype, device=layout.device)
+                h = torch.empty(
+                    B,
+                    T // layout.tp,
+                    stages[0].config.dim,
+                    dtype=layout.compute_dtype,
+                    device=layout.device,
+                )
                 dist.recv(h, ranks[owner[i]], group)
     return results

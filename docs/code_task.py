@@ -7,6 +7,7 @@
 Linux's `unshare` gives a network without devices, a read-only root file system and process numbers of its own, so a program can
 signal nobody else; where it is missing or not allowed, one line says so. What the user may read, a program may read.
 """
+
 import contextlib
 import functools
 import os
@@ -19,8 +20,20 @@ import tempfile
 
 ALPHABET = string.digits + "x+-*:, ()"
 SECONDS, BYTES = 2, 1 << 28  # of a program: time, and memory
-ALONE = ["unshare", "--user", "--map-root-user", "--mount", "--net", "--pid", "--fork", "--kill-child", "sh", "-c",
-         'mount --make-rprivate / && mount -o remount,bind,ro / && exec "$@"', "sh"]
+ALONE = [
+    "unshare",
+    "--user",
+    "--map-root-user",
+    "--mount",
+    "--net",
+    "--pid",
+    "--fork",
+    "--kill-child",
+    "sh",
+    "-c",
+    'mount --make-rprivate / && mount -o remount,bind,ro / && exec "$@"',
+    "sh",
+]
 
 
 def make(rng):
@@ -30,7 +43,8 @@ def make(rng):
 
 
 def reward(prompt, completion, truncated=False):
-    """1 for the right values of x: the two in the prompt, and two that the model has not seen. One process runs all four."""
+    """1 for the right values of x: the two in the prompt, and two that the model has not seen. One
+    process runs all four."""
     (x, y), (u, v) = (map(int, point.split(":")) for point in prompt.strip().split(","))
     a, places = (y - v) // (x - u), [x, u, 11, 37]
     program = f"for x in {places}: print({completion})"
@@ -39,18 +53,26 @@ def reward(prompt, completion, truncated=False):
 
 @functools.cache
 def alone() -> list[str]:
-    """The command before a program that cuts it off from the rest of the machine; [] where the system does not allow that."""
+    """The command before a program that cuts it off from the rest of the machine; [] where the
+    system does not allow that."""
     with contextlib.suppress(OSError):
         if subprocess.run([*ALONE, "true"], capture_output=True).returncode == 0:
             return ALONE
-    print("programs of the model are limited in time and memory only: `unshare` does not work here", flush=True)
+    print(
+        "programs of the model are limited in time and memory only: `unshare` does not work here",
+        flush=True,
+    )
     return []
 
 
 def limit():
     """In the child, before its program begins."""
-    for what, most in [(resource.RLIMIT_CPU, SECONDS), (resource.RLIMIT_AS, BYTES), (resource.RLIMIT_FSIZE, 1000),
-                       (resource.RLIMIT_CORE, 0)]:
+    for what, most in [
+        (resource.RLIMIT_CPU, SECONDS),
+        (resource.RLIMIT_AS, BYTES),
+        (resource.RLIMIT_FSIZE, 1000),
+        (resource.RLIMIT_CORE, 0),
+    ]:
         resource.setrlimit(what, (most, most))
 
 
@@ -58,8 +80,15 @@ def run(program: str) -> str | None:
     """What a Python program prints; None if it fails, is late, or prints more than 1,000 bytes."""
     with tempfile.TemporaryFile() as out:
         process = subprocess.Popen(
-            [*alone(), sys.executable, "-I", "-S", "-c", program], stdin=subprocess.DEVNULL, stdout=out,
-            stderr=subprocess.DEVNULL, cwd="/", env={"PATH": os.defpath}, preexec_fn=limit, start_new_session=True)
+            [*alone(), sys.executable, "-I", "-S", "-c", program],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            env={"PATH": os.defpath},
+            preexec_fn=limit,
+            start_new_session=True,
+        )
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(SECONDS)
         with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,6 @@
-"""The task of docs/grpo.md's distillation: five digits backwards, as --env reverse, but only 176 problems to learn from."""
+"""The task of docs/grpo.md's distillation: five digits backwards, as --env reverse, but only 176
+problems to learn from."""
+
 import random
 import string
 

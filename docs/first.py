@@ -1,4 +1,5 @@
 """The first program: two processes, one sum. torchrun --nproc_per_node 2 docs/first.py"""
+
 import torch
 import torch.distributed as dist
 

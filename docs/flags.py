@@ -1,7 +1,8 @@
 """docs/flags.md, every flag of every program with its help, made of the programs themselves.
 
-    python docs/flags.py > docs/flags.md
+python docs/flags.py > docs/flags.md
 """
+
 import importlib
 import sys
 from pathlib import Path
@@ -12,7 +13,15 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from support.config import default_of, describe, make_parser, needs_of, option_groups, spell  # noqa: E402
 from tools.reports import with_report_flags  # noqa: E402
 
-PROGRAMS = ("train_llama3", "train_qwen3", "train_deepseek", "finetune", "grpo", "evaluate", "generate")
+PROGRAMS = (
+    "train_llama3",
+    "train_qwen3",
+    "train_deepseek",
+    "finetune",
+    "grpo",
+    "evaluate",
+    "generate",
+)
 
 
 def rows(program: str) -> dict[str, str]:
@@ -25,9 +34,15 @@ def rows(program: str) -> dict[str, str]:
         if field.name not in getattr(Config, "REFUSED", ()):
             needs = "; ".join(f"no effect {need.text}" for need in needs_of(Config, field.name))
             default = spell(default_of(field)) or '""'
-            cells = [f"`--{field.name}`", f"`{describe(kinds[field.name])}`", f"`{default}`", " ".join(
-                filter(None, [helps[field.name], needs and f"({needs})"]))]
-            found[field.name] = f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+            cells = [
+                f"`--{field.name}`",
+                f"`{describe(kinds[field.name])}`",
+                f"`{default}`",
+                " ".join(filter(None, [helps[field.name], needs and f"({needs})"])),
+            ]
+            found[field.name] = (
+                f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+            )
     return found
 
 
@@ -36,11 +51,20 @@ def document() -> str:
     for program in PROGRAMS:
         new = {name: row for name, row in rows(program).items() if known.get(name) != row}
         known |= new
-        about = "Flags that it has alone, or with another default or help; for the rest see its `--help`.\n\n" if parts else ""
-        parts.append(f"## {program}.py\n\n{about}| flag | value | default | what it does |\n|---|---|---|---|\n"
-                     + "\n".join(new.values()))
-    return ("# Every flag\n\nMade by `python docs/flags.py > docs/flags.md` of what `--help` says; a test holds it so.\n\n"
-            + "\n\n".join(parts) + "\n")
+        about = (
+            "Flags that it has alone, or with another default or help; for the rest see its "
+            "`--help`.\n\n"
+            if parts
+            else ""
+        )
+        parts.append(
+            f"## {program}.py\n\n{about}| flag | value | default | what it does "
+            "|\n|---|---|---|---|\n" + "\n".join(new.values())
+        )
+    return (
+        "# Every flag\n\nMade by `python docs/flags.py > docs/flags.md` of what `--help` says; a "
+        "test holds it so.\n\n" + "\n\n".join(parts) + "\n"
+    )
 
 
 if __name__ == "__main__":

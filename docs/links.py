@@ -1,8 +1,10 @@
-"""How fast are the links of this machine? Times all-reduces of many sizes, fits latency and bandwidth, and predicts a size
-that was left out of the fit. With gloo on two cores, or with NCCL on GPUs:
+"""How fast are the links of this machine? Times all-reduces of many sizes, fits latency and
+bandwidth, and predicts a size that was left out of the fit. With gloo on two cores, or with NCCL on
+GPUs:
 
     torchrun --nproc_per_node 2 docs/links.py
 """
+
 import statistics
 import time
 
@@ -38,16 +40,27 @@ def main():
     b = torch.tensor(list(seconds), dtype=torch.float64)
     s = torch.tensor(list(seconds.values()), dtype=torch.float64)
     ones = torch.ones(len(b), 1, dtype=torch.float64)
-    latency, slope = torch.linalg.lstsq(torch.stack([1 / s, b / s], 1), ones).solution[:, 0].tolist()
+    latency, slope = (
+        torch.linalg.lstsq(torch.stack([1 / s, b / s], 1), ones).solution[:, 0].tolist()
+    )
     if rank == 0:
         for n_bytes, took in seconds.items():
-            print(f"{n_bytes:>10,} bytes: {took * 1e6:>9,.0f} us measured, {(latency + n_bytes * slope) * 1e6:>9,.0f} us by "
-                  "the fit")
-        print(f"latency of the whole all-reduce {latency * 1e6:,.0f} us: {latency / (2 * (n - 1)) * 1e6:,.0f} us for each of "
-              f"the 2 (n - 1) = {2 * (n - 1)} steps of a ring")
+            print(
+                f"{n_bytes:>10,} bytes: {took * 1e6:>9,.0f} us measured, "
+                f"{(latency + n_bytes * slope) * 1e6:>9,.0f} us by "
+                "the fit"
+            )
+        print(
+            f"latency of the whole all-reduce {latency * 1e6:,.0f} us: "
+            f"{latency / (2 * (n - 1)) * 1e6:,.0f} us for each of "
+            f"the 2 (n - 1) = {2 * (n - 1)} steps of a ring"
+        )
         print(f"bandwidth of a link {2 * (n - 1) / n / slope / 1e9:.2f} GB/s")
-        print(f"{LEFT_OUT:,} bytes, not in the fit: predicted {(latency + LEFT_OUT * slope) * 1e6:,.0f} us, measured "
-              f"{left_out * 1e6:,.0f} us")
+        print(
+            f"{LEFT_OUT:,} bytes, not in the fit: predicted "
+            f"{(latency + LEFT_OUT * slope) * 1e6:,.0f} us, measured "
+            f"{left_out * 1e6:,.0f} us"
+        )
     dist.destroy_process_group()
 
 

@@ -2,9 +2,11 @@
 
     python grpo.py --env docs/openenv_env.py --max_new_tokens 24 --seq_len 32 --out runs/openenv
 
-Edit make_env, action and text. The example is an environment in the library's own classes, played in this process; a client of
-an environment's server has the same reset and step. A task is a seed, so reset(seed=...) must decide all of an episode.
+Edit make_env, action and text. The example is an environment in the library's own classes, played
+in this process; a client of an environment's server has the same reset and step. A task is a seed,
+so reset(seed=...) must decide all of an episode.
 """
+
 try:
     from openenv.core.env_server.interfaces import Environment
     from openenv.core.env_server.types import Action, Observation, State

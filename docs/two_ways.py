@@ -1,4 +1,6 @@
-"""The task of docs/grpo.md's distillation: four digits, backwards or in order; both answers are right, and a coin chooses."""
+"""The task of docs/grpo.md's distillation: four digits, backwards or in order; both answers are
+right, and a coin chooses."""
+
 import string
 
 ALPHABET = string.digits + ">"

@@ -1,11 +1,14 @@
-"""A taskset of the library verifiers (`pip install verifiers`, 0.4.0 was tried) as a task of grpo.py.
+"""A taskset of the library verifiers (`pip install verifiers`, 0.4.0 was tried) as a task of
+grpo.py.
 
     python grpo.py --env docs/verifiers_env.py --sft_steps 60 --out runs/verifiers
 
-Edit TASKSET. The example is a taskset in the library's own classes, as those of its hub are. A prompt is answered by one text,
-and the task's rewards judge the text, each with its weight, and are logged by their names. Tasksets whose rewards need a
-container, or a harness with tools, are not for this file.
+Edit TASKSET. The example is a taskset in the library's own classes, as those of its hub are. A
+prompt is answered by one text, and the task's rewards judge the text, each with its weight, and are
+logged by their names. Tasksets whose rewards need a container, or a harness with tools, are not for
+this file.
 """
+
 import asyncio
 
 try:
@@ -42,11 +45,18 @@ problems = [(prompt, str(getattr(task.data, "answer", ""))) for prompt, task in 
 
 
 def reward(prompt, completion):
-    """{name: reward x weight} of the task's rewards for a conversation of the prompt and this answer."""
+    """{name: reward x weight} of the task's rewards for a conversation of the prompt and this
+    answer."""
     task = tasks[prompt]
     messages = [vf.UserMessage(content=prompt), vf.AssistantMessage(content=completion)]
-    nodes = [MessageNode(message=m, parent=i - 1 if i else None, sampled=i == 1) for i, m in enumerate(messages)]
-    trace = vf.Trace(task=vf.TraceTask(type=type(task).__name__, data=task.data), nodes=nodes,
-                     agent=vf.AgentInfo(config=vf.AgentConfig()))
+    nodes = [
+        MessageNode(message=m, parent=i - 1 if i else None, sampled=i == 1)
+        for i, m in enumerate(messages)
+    ]
+    trace = vf.Trace(
+        task=vf.TraceTask(type=type(task).__name__, data=task.data),
+        nodes=nodes,
+        agent=vf.AgentInfo(config=vf.AgentConfig()),
+    )
     asyncio.run(task.score(trace))
     return {name: found.value for name, found in trace.rewards.items() if found is not None}

@@ -1,4 +1,6 @@
-"""The check of exercise 12: rows marked with a number and an expert, on two ranks, then training steps with experts."""
+"""The check of exercise 12: rows marked with a number and an expert, on two ranks, then training
+steps with experts."""
+
 from types import SimpleNamespace
 
 import torch
@@ -16,12 +18,15 @@ CASES = [  # rows for each of four experts on rank 0, the same on rank 1; the ca
 
 
 def exchanged(table: list[list[int]], group=None) -> dict:
-    """Rows (number, expert, 1) go through four experts, two on each rank; expert e multiplies by e + 1."""
+    """Rows (number, expert, 1) go through four experts, two on each rank; expert e multiplies by e
+    + 1."""
     rank, group = dist.get_rank(), group or dist.group.WORLD
     ep = dist.get_world_size(group)
     counts = torch.tensor(table[rank])
     wanted = torch.arange(4).repeat_interleave(counts)
-    x = torch.stack([10.0 * rank + torch.arange(len(wanted)), wanted.float(), torch.ones(len(wanted))], 1).requires_grad_()
+    x = torch.stack(
+        [10.0 * rank + torch.arange(len(wanted)), wanted.float(), torch.ones(len(wanted))], 1
+    ).requires_grad_()
     mine = torch.arange(4).chunk(ep)[rank if ep > 1 else 0]  # the experts of this rank
     seen = []
 
@@ -57,12 +62,18 @@ def check_compute(rank: int, got: dict, table, said: str):
     mine = got["mine"]
     want = [sum(senders[e] for senders in table) for e in mine] if len(mine) == 2 else table[rank]
     if not got["seen"] and sum(want):
-        raise Wrong(f"{said}: experts.compute is not called on rank {rank}, whose experts {letters(mine)} have {want} rows")
+        raise Wrong(
+            f"{said}: experts.compute is not called on rank {rank}, whose experts {letters(mine)} "
+            f"have {want} rows"
+        )
     for rows, counts in got["seen"]:
         where = f"{said}: on rank {rank}, which has the experts {letters(mine)}, compute is given the rows {letters(rows)}"
         order = [e for e, n in zip(mine, counts) for _ in range(n)]
         if len(order) != len(rows) or len(counts) != len(mine):
-            raise Wrong(f"{where} with the counts {counts}. Of all senders together its experts have {want} rows")
+            raise Wrong(
+                f"{where} with the counts {counts}. Of all senders together its experts have "
+                f"{want} rows"
+            )
         if rows != order:
             guess = "rows of other experts are among them: are the sizes those of the ranks, in their order?"
             if sorted(rows) == order:
@@ -77,26 +88,40 @@ def check_exchange(function, table, said: str):
         last = next((line for line in str(e).splitlines() if "plit sizes" in line), "")
         if not last:
             raise
-        raise Wrong(f"{said}: {last.strip()[:160]}. An all-to-all has other sizes than the tensor has rows. On the way back "
-                    "a rank sends what it had received, and receives what it had sent") from e
+        raise Wrong(
+            f"{said}: {last.strip()[:160]}. An all-to-all has other sizes than the tensor has "
+            "rows. On the way back "
+            "a rank sends what it had received, and receives what it had sent"
+        ) from e
     for rank, got in enumerate(ranks):
         check_compute(rank, got, table, said)
     for rank, got in enumerate(ranks):
         want = got["x"] * (1 + got["x"][:, 1:2])
         if got["y"].shape != want.shape:
-            raise Wrong(f"{said}: rank {rank} gets {len(got['y'])} rows back, and has sent {len(want)}")
+            raise Wrong(
+                f"{said}: rank {rank} gets {len(got['y'])} rows back, and has sent {len(want)}"
+            )
         if not torch.equal(got["y"], want):
             i = next(i for i in range(len(want)) if not torch.equal(got["y"][i], want[i]))
             other = [j for j in range(len(want)) if torch.equal(got["y"][i], want[j])]
-            guess = f"it is that of row {other[0]}" if other else "it is that of no row of this rank"
-            raise Wrong(f"{said}: the experts were given the right rows, but row {i} of the result on rank {rank} is not "
-                        f"that of row {i}: {guess}. Rows travel home in the order in which they arrived: undo the sort first")
+            guess = (
+                f"it is that of row {other[0]}" if other else "it is that of no row of this rank"
+            )
+            raise Wrong(
+                f"{said}: the experts were given the right rows, but row {i} of the result on "
+                f"rank {rank} is not "
+                f"that of row {i}: {guess}. Rows travel home in the order in which they arrived: "
+                "undo the sort first"
+            )
     for rank, got in enumerate(ranks):
         want = (torch.arange(1.0, 1 + len(got["x"])) * (1 + got["x"][:, 1]))[:, None].expand(-1, 3)
         if len(want) and (got["grad"] is None or not torch.allclose(got["grad"], want)):
-            raise Wrong(f"{said}: the result is right, but x has "
-                        f"{'no gradient' if got['grad'] is None else 'a wrong gradient'} on rank {rank}: what travels must "
-                        f"have a backward, as AllToAll.apply has and dist.all_to_all_single has not")
+            raise Wrong(
+                f"{said}: the result is right, but x has "
+                f"{'no gradient' if got['grad'] is None else 'a wrong gradient'} on rank {rank}: "
+                "what travels must "
+                f"have a backward, as AllToAll.apply has and dist.all_to_all_single has not"
+            )
 
 
 def check():

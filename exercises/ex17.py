@@ -1,4 +1,5 @@
 """The check of exercise 17: the sum on 2, 4 and 2 x 2 ranks, and the numbers that travel."""
+
 import hand17
 import torch
 from feedback import ABOUT_GROUPS, FOUR, ONE_GROUP, TWO_GROUPS, Traffic, Wrong, in_groups, own_group
@@ -27,8 +28,11 @@ def why(out, xs: list, place: int) -> str:
     right = [torch.allclose(a, b) for a, b in zip(out.split(chunk), whole.split(chunk))]
     if any(right):
         missing = [i for i, is_right in enumerate(right) if not is_right]
-        return (f"of its {n} pieces {missing} are not whole sums. Follow one piece round the ring, on paper: after n - 1 "
-                "shifts one rank has all of its summands; n - 1 more bring it to the others")
+        return (
+            f"of its {n} pieces {missing} are not whole sums. Follow one piece round the ring, on "
+            "paper: after n - 1 "
+            "shifts one rank has all of its summands; n - 1 more bring it to the others"
+        )
     if torch.allclose(out, torch.cat(xs[0].split(chunk)) * n):
         return "it is the x of rank 0, n times"
     return "no piece is a whole sum. Which piece does a rank send in step s, and to which piece does it add what arrives?"
@@ -38,16 +42,30 @@ def check():
     for groups, N in CASES:
         n = len(groups[0])
         for ranks, got in zip(groups, in_groups(groups, reduced, N)):
-            xs, about = [values(rank, N) for rank in ranks], f" {ABOUT_GROUPS}" if len(groups) > 1 else ""
+            xs, about = (
+                [values(rank, N) for rank in ranks],
+                f" {ABOUT_GROUPS}" if len(groups) > 1 else "",
+            )
             for place, (out, x, sent, calls) in enumerate(got):
                 where = f"rank {ranks[place]} of the ring {ranks}, N {N}"
                 if not torch.equal(x, xs[place]):
-                    raise Wrong(f"{where}: x was changed, and its owner still needs it: begin with a copy")
+                    raise Wrong(
+                        f"{where}: x was changed, and its owner still needs it: begin with a copy"
+                    )
                 if out.shape != x.shape or not torch.allclose(out, sum(xs)):
-                    raise Wrong(f"{where}: the result {tuple(out.shape)} is not the sum of the ranks' x {tuple(x.shape)}: "
-                                f"{why(out, xs, place) if out.shape == x.shape else 'put the pieces together'}.{about}")
+                    raise Wrong(
+                        f"{where}: the result {tuple(out.shape)} is not the sum of the ranks' x "
+                        f"{tuple(x.shape)}: "
+                        f"{why(out, xs, place) if out.shape == x.shape else 'put the pieces together'}.{about}"
+                    )
                 if other := [call for call in calls if "send" not in call and "recv" not in call]:
-                    raise Wrong(f"{where}: right, but by {other[0]}: the ring is to be made of shift() alone")
+                    raise Wrong(
+                        f"{where}: right, but by {other[0]}: the ring is to be made of shift() "
+                        "alone"
+                    )
                 if sent > (most := 2 * (n - 1) * N // n):
-                    raise Wrong(f"{where}: right, but this rank sends {sent:g} numbers, and 2 (n - 1) pieces of N/n are "
-                                f"{most}: send a piece at a time, and nothing twice")
+                    raise Wrong(
+                        f"{where}: right, but this rank sends {sent:g} numbers, and 2 (n - 1) "
+                        "pieces of N/n are "
+                        f"{most}: send a piece at a time, and nothing twice"
+                    )

@@ -1,8 +1,10 @@
 """Shared by the checks: run a student's functions on several processes, and say what is wrong.
 
-check() of ex04.py raises Wrong with a text for the student, or returns. In the process that runs check() `import parallel`
-finds the project's own file; in the processes of on_ranks() the student's.
+check() of ex04.py raises Wrong with a text for the student, or returns. In the process that runs
+check() `import parallel` finds the project's own file; in the processes of on_ranks() the
+student's.
 """
+
 import faulthandler
 import functools
 import importlib
@@ -24,7 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 stuck_s = 60.0  # must be less than the limit of a check
-# {file: {function: source}}: tests/exercises/test_exercises.py puts answers here; workers run these, not the files' code
+# {file: {function: source}}: tests/exercises/test_exercises.py puts answers here; workers run
+# these, not the files' code
 planted = {}
 ONE_GROUP, TWO_GROUPS, FOUR = [[0, 1]], [[0, 2], [1, 3]], [[0, 1, 2, 3]]
 
@@ -35,8 +38,9 @@ class Wrong(Exception):
 
 @contextmanager
 def replaced(answers: dict[str, dict[str, str]]):
-    """Give functions the code of `answers` ({file: {function: source}}) for a while. Only the function's code object is
-    replaced, so every module that has imported the function runs the new code."""
+    """Give functions the code of `answers` ({file: {function: source}}) for a while. Only the
+    function's code object is replaced, so every module that has imported the function runs the new
+    code."""
     before = []
     try:
         for file, sources in answers.items():
@@ -45,11 +49,20 @@ def replaced(answers: dict[str, dict[str, str]]):
                 *path, last = name.split(".")
                 holder = vars(getattr(module, path[0]) if path else module)
                 function, made = inspect.unwrap(getattr(holder[last], "__func__", holder[last])), {}
-                exec(compile(textwrap.dedent(source), f"answer in {file}", "exec"), vars(module), made)
+                exec(
+                    compile(textwrap.dedent(source), f"answer in {file}", "exec"),
+                    vars(module),
+                    made,
+                )
                 new = inspect.unwrap(getattr(made[last], "__func__", made[last]))
-                before.append((function, function.__code__, function.__defaults__, function.__kwdefaults__))
+                before.append(
+                    (function, function.__code__, function.__defaults__, function.__kwdefaults__)
+                )
                 function.__code__, function.__defaults__, function.__kwdefaults__ = (
-                    new.__code__, new.__defaults__, new.__kwdefaults__)
+                    new.__code__,
+                    new.__defaults__,
+                    new.__kwdefaults__,
+                )
         yield
     finally:
         for function, *was in before:
@@ -58,8 +71,8 @@ def replaced(answers: dict[str, dict[str, str]]):
 
 @contextmanager
 def watched(answers: dict, seconds: float):
-    """On a rank: put the answers in place. After `seconds` write the stack to stderr; grading.py reads there which rank
-    waits."""
+    """On a rank: put the answers in place. After `seconds` write the stack to stderr; grading.py
+    reads there which rank waits."""
     faulthandler.dump_traceback_later(seconds)
     try:
         with replaced(answers):
@@ -75,8 +88,8 @@ def call(watch, function, args):
 
 def on_ranks(n: int, function, *args) -> list:
     """[function(*args) on rank 0, on rank 1, ...] for n processes connected by gloo. The function must be importable. A
-    student's function is called in such processes only: what computes the right answer and compares runs no code of a
-    student's."""
+    student's function is called in such processes only: what computes the right answer and compares
+    runs no code of a student's."""
     return pool(n).run(call, partial(watched, planted, stuck_s), function, args, tries=1)
 
 
@@ -86,7 +99,8 @@ def alone(function, *args):
 
 
 def elsewhere(function, *args):
-    """function(*args) in an interpreter started anew. The other processes are copies of one, down to the seed of hash()."""
+    """function(*args) in an interpreter started anew. The other processes are copies of one, down
+    to the seed of hash()."""
     with ProcessPoolExecutor(1, mp.get_context("spawn")) as executor:
         return executor.submit(call, partial(watched, planted, stuck_s), function, args).result()
 
@@ -97,7 +111,8 @@ def process_group(ranks: tuple):
 
 
 def own_group(groups: list[list[int]]):
-    """On a rank: (the group of this rank, the group's number). Every rank makes all groups, as torch wants it."""
+    """On a rank: (the group of this rank, the group's number). Every rank makes all groups, as
+    torch wants it."""
     made = [process_group(tuple(ranks)) for ranks in groups]
     number = next(i for i, ranks in enumerate(groups) if dist.get_rank() in ranks)
     return made[number], number
@@ -110,16 +125,22 @@ def in_groups(groups: list[list[int]], function, *args) -> list[list]:
     except RuntimeError as e:
         if len(groups) == 1 or "NotImplementedError" in str(e):
             raise
-        raise Wrong(f"right with one group of ranks, and on 4 processes in the groups {groups} it ends with "
-                    f"{str(e).strip().splitlines()[-1]}. {ABOUT_GROUPS}") from None
+        raise Wrong(
+            f"right with one group of ranks, and on 4 processes in the groups {groups} it ends "
+            "with "
+            f"{str(e).strip().splitlines()[-1]}. {ABOUT_GROUPS}"
+        ) from None
     return [[results[rank] for rank in ranks] for ranks in groups]
 
 
-ABOUT_GROUPS = "Does every collective get its group, and are rank and number of ranks those in the group?"
+ABOUT_GROUPS = (
+    "Does every collective get its group, and are rank and number of ranks those in the group?"
+)
 
 
 class Traffic(TorchDispatchMode):
-    """moved: numbers in the tensors of all collectives called inside the block, sent and received; calls: their names; largest:
+    """moved: numbers in the tensors of all collectives called inside the block, sent and received;
+    calls: their names; largest:
     numbers in the largest tensor that was made."""
 
     def __init__(self):
@@ -140,10 +161,13 @@ class Traffic(TorchDispatchMode):
         return out
 
     def alive(self, at_most: int) -> int:
-        """Bytes of all tensors made inside the block that are still alive. Waits up to a second for no more than at_most,
-        because gloo's thread may free tensors late."""
+        """Bytes of all tensors made inside the block that are still alive. Waits up to a second for
+        no more than at_most, because gloo's thread may free tensors late."""
         for _ in range(20):
-            storages = {ref.cdata: torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self.storages}
+            storages = {
+                ref.cdata: torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+                for ref in self.storages
+            }
             n_bytes = sum(storage.nbytes() for storage in storages.values() if storage is not None)
             del storages
             if n_bytes <= at_most:
@@ -155,6 +179,7 @@ class Traffic(TorchDispatchMode):
 @contextmanager
 def without(module, name: str, reason: str):
     """Let a function of the project raise: an exercise is not solved by a call of its sister."""
+
     def refused(*args, **kwargs):
         raise RuntimeError(f"{name} was called: {reason}")
 
@@ -163,17 +188,21 @@ def without(module, name: str, reason: str):
 
 
 def compare(processes: int, flags: dict, problem: dict) -> str:
-    """'' if the layout trains like a single process, else the first difference (see tests/layouts.py)."""
+    """'' if the layout trains like a single process, else the first difference (see
+    tests/layouts.py)."""
     return layouts.compare(processes, flags, problem, partial(watched, planted, stuck_s))
 
 
 def check_groups(flags: dict, problem: dict):
-    """Compare an axis of 2 on 4 processes. On 2 processes a collective without its group reaches the same ranks, so the
-    mistake stays hidden."""
+    """Compare an axis of 2 on 4 processes. On 2 processes a collective without its group reaches
+    the same ranks, so the mistake stays hidden."""
     try:
         difference = compare(4, flags, problem)
     except RuntimeError as e:
         difference = str(e).strip().splitlines()[-1]
     if difference:
-        raise Wrong(f"right on 2 processes, and not on 4, where {flags} makes two groups of two ranks: {difference}. "
-                    f"{ABOUT_GROUPS}")
+        raise Wrong(
+            f"right on 2 processes, and not on 4, where {flags} makes two groups of two ranks: "
+            f"{difference}. "
+            f"{ABOUT_GROUPS}"
+        )

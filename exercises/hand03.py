@@ -1,4 +1,6 @@
-"""Exercise 3, by hand: a linear layer under FSDP. Each rank holds some rows of the weight, and has sequences of its own."""
+"""Exercise 3, by hand: a linear layer under FSDP. Each rank holds some rows of the weight, and has
+sequences of its own."""
+
 import torch
 import torch.distributed as dist
 
@@ -6,7 +8,8 @@ from distributed.layout import reduce_scatter_single
 
 
 def shard_of(weight, rank: int, n: int):
-    """The rows (out/n, in) of weight (out, in) for rank `rank` of n, as a copy and not a view. out is a multiple of n."""
+    """The rows (out/n, in) of weight (out, in) for rank `rank` of n, as a copy and not a view. out
+    is a multiple of n."""
     return weight.chunk(n)[rank].clone()
 
 
@@ -18,7 +21,8 @@ def gathered(shard, group):
 
 
 class ShardedLinear(torch.autograd.Function):
-    """x @ weight.T. The whole weight exists during the forward and again during the backward, but not in between."""
+    """x @ weight.T. The whole weight exists during the forward and again during the backward, but
+    not in between."""
 
     @staticmethod
     def forward(ctx, x, shard, group):
@@ -29,9 +33,11 @@ class ShardedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        """grad (N, out): gradient of this rank's loss. Returns the gradients of x (N, in), of the shard (out/n, in), and None.
+        """grad (N, out): gradient of this rank's loss. Returns the gradients of x (N, in), of the
+        shard (out/n, in), and None.
 
-        Training minimises the sum of the ranks' losses, so the shard's gradient must include the tokens of all ranks.
+        Training minimises the sum of the ranks' losses, so the shard's gradient must include the
+        tokens of all ranks.
         """
         x, shard = ctx.saved_tensors
         dx = grad @ gathered(shard, ctx.group)

@@ -12,6 +12,7 @@ For a lecturer:
     python exercises/run.py grade handed-in --json grades.jsonl   # every submission below a folder; a line of JSON for each
     python exercises/run.py start --diff my.diff --out exam       # a copy with a mistake of your own, which is in no list
 """
+
 import argparse
 import contextlib
 import json
@@ -28,9 +29,25 @@ from course import COURSE, HOUSE, functions, original, source_of, with_blanks
 from grading import LIMIT_S, grade, judged
 from submission import STATE, state_of, what
 
-COPIED = ("*.py", "*.md", "LICENSE", "requirements*.txt", "models", "distributed", "support", "corpus", "storage", "sft", "rl",
-          "tools", "forks", "docs")
-LEFT_OUT = "(The code that stands here is the answer to this exercise, and is left out of your copy.)"
+COPIED = (
+    "*.py",
+    "*.md",
+    "LICENSE",
+    "requirements*.txt",
+    "models",
+    "distributed",
+    "support",
+    "corpus",
+    "storage",
+    "sft",
+    "rl",
+    "tools",
+    "forks",
+    "docs",
+)
+LEFT_OUT = (
+    "(The code that stands here is the answer to this exercise, and is left out of your copy.)"
+)
 PLAY = '''"""A place to try your functions on two ranks: torchrun --nproc_per_node 2 play.py
 
 Change anything here; no check reads this file.
@@ -68,7 +85,8 @@ def say(text: str):
 
 
 def copy_of_project(out: str, state: dict, changed: dict[str, str], task: str):
-    """Write a student's folder. changed: file -> new text. Raises ValueError if the folder exists and is not empty."""
+    """Write a student's folder. changed: file -> new text. Raises ValueError if the folder exists
+    and is not empty."""
     folder = Path(out).expanduser()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{out} is there already and not empty: give --out a new folder")
@@ -79,7 +97,9 @@ def copy_of_project(out: str, state: dict, changed: dict[str, str], task: str):
     for pattern in COPIED:
         for path in HOUSE.glob(pattern):
             if path.is_dir():
-                shutil.copytree(path, folder / path.name, ignore=shutil.ignore_patterns("__pycache__"))
+                shutil.copytree(
+                    path, folder / path.name, ignore=shutil.ignore_patterns("__pycache__")
+                )
             else:
                 shutil.copy(path, folder / path.name)
     for file, text in changed.items():
@@ -89,18 +109,29 @@ def copy_of_project(out: str, state: dict, changed: dict[str, str], task: str):
 
 
 def play(exercise) -> str:
-    modules = {file.removesuffix(".py").replace("/", "."): names for file, names in exercise.blanks.items()}
-    names = dict.fromkeys(f"{module}.{name.split('.')[0]}" for module, names in modules.items() for name in names)
-    return PLAY.format(imports="\n".join(f"import {module}" for module in modules), names=", ".join(names))
+    modules = {
+        file.removesuffix(".py").replace("/", "."): names for file, names in exercise.blanks.items()
+    }
+    names = dict.fromkeys(
+        f"{module}.{name.split('.')[0]}" for module, names in modules.items() for name in names
+    )
+    return PLAY.format(
+        imports="\n".join(f"import {module}" for module in modules), names=", ".join(names)
+    )
 
 
 def docs_without(exercise) -> dict[str, str]:
-    """The texts of docs/ with a sentence in place of each piece of code that shows a line of the exercise's answer."""
+    """The texts of docs/ with a sentence in place of each piece of code that shows a line of the
+    exercise's answer."""
     answer = set()
     for file, names in exercise.blanks.items():
         text = original(file).read_text()
         for name in names:
-            answer |= {line.strip() for line in source_of(text, name).splitlines() if len(line.strip()) > 20}
+            answer |= {
+                line.strip()
+                for line in source_of(text, name).splitlines()
+                if len(line.strip()) > 20
+            }
         answer -= {line.strip() for line in with_blanks(text, names, "").splitlines()}
     changed = {}
     for path in (HOUSE / "docs").glob("*.md"):
@@ -114,10 +145,14 @@ def docs_without(exercise) -> dict[str, str]:
 
 
 def start(number: int, out: str, solved=False):
-    """Write a folder with exercise `number`. solved: leave the project's own functions in place of the blanks."""
+    """Write a folder with exercise `number`. solved: leave the project's own functions in place of
+    the blanks."""
     exercise = COURSE[number]
     texts = {file: original(file).read_text() for file in exercise.blanks}
-    blank = {file: with_blanks(text, exercise.blanks[file], f"exercise {number}") for file, text in texts.items()}
+    blank = {
+        file: with_blanks(text, exercise.blanks[file], f"exercise {number}")
+        for file, text in texts.items()
+    }
     changed = texts if solved else blank | docs_without(exercise) | {"play.py": play(exercise)}
     copy_of_project(out, {"exercise": number}, changed, exercise.page()[0])
     print(f"exercise {number}: {exercise.title}")
@@ -127,27 +162,45 @@ def start(number: int, out: str, solved=False):
                 print(f"\n{file}:\n{source_of(texts[file], name)}")
             else:
                 print(f"  {file}, line {functions(blank[file])[name].lineno}: {name}")
-    print(f"\nRead {out}/TASK.md" * (not solved) + f"\nCheck it: python {sys.argv[0]} check {shlex.quote(out)}")
+    print(
+        f"\nRead {out}/TASK.md" * (not solved)
+        + f"\nCheck it: python {sys.argv[0]} check {shlex.quote(out)}"
+    )
 
 
 def start_bug(number: int, out: str):
     bug = BUGS[number]
     head = bug.page()[0]
     changed = planted_bug(bug)
-    where = "`forks/`" if any(file.startswith("forks/") for file in changed) else "`parallel.py` or `distributed/`"
+    where = (
+        "`forks/`"
+        if any(file.startswith("forks/") for file in changed)
+        else "`parallel.py` or `distributed/`"
+    )
     copy_of_project(out, {"bug": number}, changed, TASK.format(head=head, where=where))
-    print(f"{head[2:]}\nRead {out}/TASK.md\nCheck your repair: python {sys.argv[0]} check {shlex.quote(out)}")
+    print(
+        f"{head[2:]}\nRead {out}/TASK.md\nCheck your repair: python {sys.argv[0]} check "
+        f"{shlex.quote(out)}"
+    )
 
 
 def start_diff(path: str, out: str):
-    """A copy with a lecturer's own mistake. The folder does not say what was changed; keep the diff."""
+    """A copy with a lecturer's own mistake. The folder does not say what was changed; keep the
+    diff."""
     try:
         changed = planted_diff(Path(path).expanduser().read_text(), path)
     except OSError as e:
         raise ValueError(f"--diff {path} cannot be read: {e.strerror}") from None
-    head = ("# A mistake to find\n\n    python RECIPE.py --check_parity FLAGS\n\n"
-            "RECIPE is train_llama3 or train_qwen3; FLAGS are those of an axis.\n")
-    copy_of_project(out, {"diff": True}, changed, TASK.format(head=head, where="`parallel.py` or `distributed/`"))
+    head = (
+        "# A mistake to find\n\n    python RECIPE.py --check_parity FLAGS\n\n"
+        "RECIPE is train_llama3 or train_qwen3; FLAGS are those of an axis.\n"
+    )
+    copy_of_project(
+        out,
+        {"diff": True},
+        changed,
+        TASK.format(head=head, where="`parallel.py` or `distributed/`"),
+    )
     print(f"Read {out}/TASK.md\nCheck a repair: python {sys.argv[0]} check {shlex.quote(out)}")
 
 
@@ -155,17 +208,22 @@ def hint(folder: str):
     state = state_of(folder)
     if "diff" in state:
         raise ValueError("this mistake is your lecturer's, and has no hints here")
-    hints = COURSE[state["exercise"]].page()[1] if "exercise" in state else BUGS[state["bug"]].page()[1]
+    hints = (
+        COURSE[state["exercise"]].page()[1] if "exercise" in state else BUGS[state["bug"]].page()[1]
+    )
     n = min(state["hints"], len(hints) - 1)
     say(f"hint {n + 1} of {len(hints)}: {hints[n]}")
     if n + 1 == len(hints) and "exercise" in state:
-        print(f"That was the last; the answer: python {sys.argv[0]} solution {state['exercise']} --out NEW")
+        print(
+            f"That was the last; the answer: python {sys.argv[0]} solution {state['exercise']} "
+            "--out NEW"
+        )
     (Path(folder).expanduser() / STATE).write_text(json.dumps(state | {"hints": n + 1}))
 
 
 def check(folder: str, limit: float) -> int:
-    """Check a student's folder in other processes. Returns the exit status, for shells; the line that says "solved" is printed
-    only after the check's own message."""
+    """Check a student's folder in other processes. Returns the exit status, for shells; the line
+    that says "solved" is printed only after the check's own message."""
     state = state_of(folder)
     print(f"checking {what(state)}, usually 5 to 20 s ...", flush=True)
     try:
@@ -175,9 +233,18 @@ def check(folder: str, limit: float) -> int:
     if result["verdict"] == "solved":
         print(f"{what(state)} is solved")
         return 0
-    print(f"{what(state)}, not yet:" if result["verdict"] == "not yet" else f"{what(state)}, not yet ({result['verdict']}):")
+    print(
+        f"{what(state)}, not yet:"
+        if result["verdict"] == "not yet"
+        else f"{what(state)}, not yet ({result['verdict']}):"
+    )
     for line in result["message"].splitlines():
-        print(textwrap.indent(line if line[:1] == " " else textwrap.fill(line, 106, break_on_hyphens=False), "    "))
+        print(
+            textwrap.indent(
+                line if line[:1] == " " else textwrap.fill(line, 106, break_on_hyphens=False),
+                "    ",
+            )
+        )
     return 1
 
 
@@ -189,7 +256,8 @@ def show_list():
 
 
 def chosen(args) -> int | None:
-    """The exercise that was asked for, or None for a bug or a diff. Raises ValueError unless exactly one was asked for."""
+    """The exercise that was asked for, or None for a bug or a diff. Raises ValueError unless
+    exactly one was asked for."""
     bug, diff = getattr(args, "bug", None), getattr(args, "diff", None)
     if [args.number, bug, diff].count(None) != 2:
         others = " or --bug N or --diff FILE" * (args.command == "start")
@@ -202,7 +270,9 @@ def chosen(args) -> int | None:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list")
     for name in ("start", "solution"):
@@ -210,16 +280,29 @@ def main(argv: list[str]) -> int:
         command.add_argument("number", type=int, nargs="?", help=f"1 .. {len(COURSE)}")
         command.add_argument("--out", required=True, help="a new folder")
         if name == "start":
-            command.add_argument("--bug", type=int, help=f"1 .. {len(BUGS)}, in place of an exercise")
-            command.add_argument("--diff", help="a file with a mistake of your own, in place of an exercise")
+            command.add_argument(
+                "--bug", type=int, help=f"1 .. {len(BUGS)}, in place of an exercise"
+            )
+            command.add_argument(
+                "--diff", help="a file with a mistake of your own, in place of an exercise"
+            )
     commands.add_parser("hint").add_argument("folder", help="a folder that start has made")
-    for name, what_for in (("check", "a folder that start has made"), ("grade", "a folder with submissions in it")):
+    for name, what_for in (
+        ("check", "a folder that start has made"),
+        ("grade", "a folder with submissions in it"),
+    ):
         command = commands.add_parser(name)
         command.add_argument("folder", help=what_for)
-        command.add_argument("--limit", type=float, default=LIMIT_S, help="seconds that a check may take; more on a busy "
-                                                                          "machine")
+        command.add_argument(
+            "--limit",
+            type=float,
+            default=LIMIT_S,
+            help="seconds that a check may take; more on a busy machine",
+        )
         if name == "grade":
-            command.add_argument("--json", required=True, help="a file for the results, a line of JSON for each")
+            command.add_argument(
+                "--json", required=True, help="a file for the results, a line of JSON for each"
+            )
     args = parser.parse_args(argv)
     try:
         if args.command == "list":
@@ -243,6 +326,7 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a check's processes are ended, too
+    # so that a check's processes are ended, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with contextlib.suppress(BrokenPipeError):  # "solution 4 ... | head"
         sys.exit(main(sys.argv[1:]))

@@ -1,11 +1,14 @@
-"""Reads a student's folder: the source of each blank is taken out, never imported, and planted into clean project files.
+"""Reads a student's folder: the source of each blank is taken out, never imported, and planted into
+clean project files.
 
     folder/exercise.json   says which exercise or bug: {"exercise": 4, "hints": 0}
     blanks of exercise 4   functions of the student's files, with the helpers that the student has added to these files
     a bug                  whole files, those of bugs.places(): parallel.py, distributed/*.py, a file of forks/
 
-Everything else in the folder is ignored: a module with the name of ours, a check of the student's own, a sitecustomize.py.
+Everything else in the folder is ignored: a module with the name of ours, a check of the student's
+own, a sitecustomize.py.
 """
+
 import ast
 import json
 import textwrap
@@ -17,15 +20,28 @@ from course import COURSE, HOUSE, functions, original, source_of
 
 STATE = "exercise.json"
 LARGEST = 1_000_000  # bytes of a file
-# An answer computes. The modules and names below would reach files, other processes, or the check's own variables.
-MODULES = set("__future__ abc bisect collections contextlib copy dataclasses distributed enum functools hashlib heapq "
-              "itertools math models numpy operator parallel random struct time torch typing warnings".split())
-NAMES = set("__builtins__ __import__ breakpoint compile delattr eval exec exit getattr globals input locals open quit setattr "
-            "vars".split())
-ATTRIBUTES = set("_C _disable_current_modes _exit _getframe _python_dispatch builtins cpp_extension ctypes f_back f_globals "
-                 "f_locals from_file fromfile gc hub importlib inspect load memmap modules multiprocessing os pickle save "
-                 "savez subprocess sys system tofile".split())
-SPECIAL = set("__init__ __call__ __class__ __enter__ __exit__ __getitem__ __iter__ __len__ __name__ __post_init__".split())
+# An answer computes. The modules and names below would reach files, other processes, or the check's
+# own variables.
+MODULES = set(
+    "__future__ abc bisect collections contextlib copy dataclasses distributed enum functools "
+    "hashlib heapq "
+    "itertools math models numpy operator parallel random struct time torch typing warnings".split()
+)
+NAMES = set(
+    "__builtins__ __import__ breakpoint compile delattr eval exec exit getattr globals input "
+    "locals open quit setattr "
+    "vars".split()
+)
+ATTRIBUTES = set(
+    "_C _disable_current_modes _exit _getframe _python_dispatch builtins cpp_extension ctypes "
+    "f_back f_globals "
+    "f_locals from_file fromfile gc hub importlib inspect load memmap modules multiprocessing os "
+    "pickle save "
+    "savez subprocess sys system tofile".split()
+)
+SPECIAL = set(
+    "__init__ __call__ __class__ __enter__ __exit__ __getitem__ __iter__ __len__ __name__ __post_init__".split()
+)
 
 
 class Refused(Exception):
@@ -39,20 +55,33 @@ class NotWritten(Exception):
 @dataclass
 class Planted:
     files: dict[str, str]  # file -> text
-    places: dict[str, list[tuple[int, int, int]]]  # file -> (first, last line in the planted text, first in the student's file)
+    # file -> (first, last line in the planted text, first in the student's file)
+    places: dict[str, list[tuple[int, int, int]]]
 
 
 def state_of(folder) -> dict:
     try:
         state = json.loads((Path(folder).expanduser() / STATE).read_text())
     except OSError:
-        raise ValueError(f"{folder} is no folder of an exercise: make one with start N --out {folder}") from None
+        raise ValueError(
+            f"{folder} is no folder of an exercise: make one with start N --out {folder}"
+        ) from None
     except ValueError:
         state = None
-    known = isinstance(state, dict) and isinstance(state.get("hints"), int) and (
-        state.get("exercise") in list(COURSE) or state.get("bug") in list(BUGS) or state.get("diff") is True)
+    known = (
+        isinstance(state, dict)
+        and isinstance(state.get("hints"), int)
+        and (
+            state.get("exercise") in list(COURSE)
+            or state.get("bug") in list(BUGS)
+            or state.get("diff") is True
+        )
+    )
     if not known:
-        raise ValueError(f"{folder}/{STATE} names no exercise or bug that there is: begin again with start N --out NEW")
+        raise ValueError(
+            f"{folder}/{STATE} names no exercise or bug that there is: begin again with start N "
+            "--out NEW"
+        )
     return state
 
 
@@ -69,7 +98,9 @@ def text_of(folder: Path, file: str) -> str:
         raise Refused(f"{file} is a link to another place; an answer is a plain file")
     try:
         if path.stat().st_size > LARGEST:
-            raise Refused(f"{file} has {path.stat().st_size} bytes, and an answer has at most {LARGEST}")
+            raise Refused(
+                f"{file} has {path.stat().st_size} bytes, and an answer has at most {LARGEST}"
+            )
         return path.read_text()
     except OSError as e:
         raise NotWritten(f"{file} cannot be read: {e.strerror}") from None
@@ -81,7 +112,9 @@ def parsed(text: str, file: str) -> ast.Module:
     try:
         return ast.parse(text)
     except SyntaxError as e:
-        raise NotWritten(f"SyntaxError: {file}, line {e.lineno}: {e.msg}\n    {(e.text or '').strip()}") from None
+        raise NotWritten(
+            f"SyntaxError: {file}, line {e.lineno}: {e.msg}\n    {(e.text or '').strip()}"
+        ) from None
     except (ValueError, RecursionError, MemoryError) as e:
         raise NotWritten(f"{file} cannot be read as Python: {type(e).__name__}: {e}") from None
 
@@ -92,12 +125,19 @@ def reaches_out(tree: ast.AST) -> dict[str, int]:
     for node in ast.walk(tree):
         names = []
         if isinstance(node, ast.Import):
-            names = [f"import {a.name}" for a in node.names
-                     if a.name.split(".")[0] not in MODULES or ATTRIBUTES & set(a.name.split("."))]
+            names = [
+                f"import {a.name}"
+                for a in node.names
+                if a.name.split(".")[0] not in MODULES or ATTRIBUTES & set(a.name.split("."))
+            ]
         elif isinstance(node, ast.ImportFrom):
             parts = (node.module or "").split(".")
             bad = parts[0] not in MODULES or ATTRIBUTES & set(parts)
-            names = [f"from {node.module} import {a.name}" for a in node.names if bad or a.name in ATTRIBUTES | NAMES]
+            names = [
+                f"from {node.module} import {a.name}"
+                for a in node.names
+                if bad or a.name in ATTRIBUTES | NAMES
+            ]
         elif isinstance(node, ast.Name):
             dunder = node.id.startswith("__") and node.id != "__class__"
             names = [node.id] if node.id in NAMES or dunder else []
@@ -105,7 +145,11 @@ def reaches_out(tree: ast.AST) -> dict[str, int]:
             dunder = node.attr.startswith("__") and node.attr not in SPECIAL
             names = [f".{node.attr}"] if node.attr in ATTRIBUTES or dunder else []
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            names = [f"def {node.name}"] if node.name.startswith("__") and node.name not in SPECIAL else []
+            names = (
+                [f"def {node.name}"]
+                if node.name.startswith("__") and node.name not in SPECIAL
+                else []
+            )
         found |= {name: node.lineno for name in names if name not in found}
     return found
 
@@ -113,8 +157,11 @@ def reaches_out(tree: ast.AST) -> dict[str, int]:
 def refuse(tree: ast.AST, file: str, allowed=()):
     for name, line in reaches_out(tree).items():
         if name not in allowed:
-            raise Refused(f"{file}, line {line}: {name}: an answer computes with tensors, and has no use for files, processes "
-                          "or the interpreter. Take this out, and check again")
+            raise Refused(
+                f"{file}, line {line}: {name}: an answer computes with tensors, and has no use "
+                "for files, processes "
+                "or the interpreter. Take this out, and check again"
+            )
 
 
 def defined(node: ast.stmt) -> set[str]:
@@ -139,8 +186,8 @@ def first_line(node: ast.stmt) -> int:
 
 
 def plant(number: int, folder: Path, only=()) -> Planted:
-    """The project's files with the student's functions in place of the blanks, or of those in `only`. Raises NotWritten or
-    Refused."""
+    """The project's files with the student's functions in place of the blanks, or of those in
+    `only`. Raises NotWritten or Refused."""
     planted, same = Planted({}, {}), []
     for file, names in COURSE[number].blanks.items():
         if not (names := [name for name in names if not only or name in only]):
@@ -150,27 +197,45 @@ def plant(number: int, folder: Path, only=()) -> Planted:
         found, spots = functions(text), functions(clean)
         for name in names:
             if name not in found:
-                raise NotWritten(f"{file} has no function {name} any more; TASK.md says what it must do")
+                raise NotWritten(
+                    f"{file} has no function {name} any more; TASK.md says what it must do"
+                )
             source = source_of(text, name)
             if f'NotImplementedError("exercise {number}: ' in source:
-                raise NotWritten(f"{file}, line {found[name].lineno}: {name} is still a blank. What it must do is in its "
-                                 f"docstring and in TASK.md; `hint {folder}` tells more")
+                raise NotWritten(
+                    f"{file}, line {found[name].lineno}: {name} is still a blank. What it must do "
+                    "is in its "
+                    f"docstring and in TASK.md; `hint {folder}` tells more"
+                )
             same.append(source == source_of(clean, name))
-        edits = []  # (first line, last line of the clean text, nodes of the student's that go there)
+        # (first line, last line of the clean text, nodes of the student's that go there)
+        edits = []
         for name in names:
             edits.append((first_line(spots[name]), spots[name].end_lineno, [found[name]]))
             if "." in name:
-                kind = {n.name: n for n in tree.body if isinstance(n, ast.ClassDef)}[name.split(".")[0]]
-                mine = {n.name: n for n in clean_tree.body if isinstance(n, ast.ClassDef)}[kind.name]
+                kind = {n.name: n for n in tree.body if isinstance(n, ast.ClassDef)}[
+                    name.split(".")[0]
+                ]
+                mine = {n.name: n for n in clean_tree.body if isinstance(n, ast.ClassDef)}[
+                    kind.name
+                ]
                 if name == next(n for n in names if n.startswith(kind.name + ".")):
                     edits[-1][2][:0] = helpers(kind.body, mine.body)
-        at = min(first_line(n) for n in clean_tree.body if any(n.lineno <= a <= n.end_lineno for a, _, _ in edits))
+        at = min(
+            first_line(n)
+            for n in clean_tree.body
+            if any(n.lineno <= a <= n.end_lineno for a, _, _ in edits)
+        )
         edits.append((at, at - 1, helpers(tree.body, clean_tree.body)))
         lines, planted.places[file] = clean.splitlines(), []
         out, at = [], 1
         for first, last, nodes in sorted(edits, key=lambda edit: edit[:2]):
             out += lines[at - 1 : first - 1]
-            indent = " " * (len(lines[first - 1]) - len(lines[first - 1].lstrip())) if last >= first else ""
+            indent = (
+                " " * (len(lines[first - 1]) - len(lines[first - 1].lstrip()))
+                if last >= first
+                else ""
+            )
             for node in nodes:
                 refuse(node, file)
                 begin = first_line(node)
@@ -182,8 +247,11 @@ def plant(number: int, folder: Path, only=()) -> Planted:
         planted.files[file] = "\n".join([*out, *lines[at - 1 :]]) + "\n"
         parsed(planted.files[file], file)
     if all(same) and not only:  # a short function alone may well come out like the project's
-        raise Refused("every blank holds the project's own lines, word for word, comments included. An answer of your own "
-                      f"counts (or does {STATE} name another exercise than the one that you have worked on?)")
+        raise Refused(
+            "every blank holds the project's own lines, word for word, comments included. An "
+            "answer of your own "
+            f"counts (or does {STATE} name another exercise than the one that you have worked on?)"
+        )
     return planted
 
 

@@ -1,7 +1,9 @@
-"""Writes exercises/tried.md, the table of all answers that tests have given to the checks: python exercises/tried.py
+"""Writes exercises/tried.md, the table of all answers that tests have given to the checks: python
+exercises/tried.py
 
 The answers themselves are in tests/answers/, the cheats in tests/exercises/test_exercises.py.
 """
+
 import importlib.util
 import sys
 
@@ -26,8 +28,11 @@ Each is exercise 7 with a right answer, and the change on the left. `grade` must
 
 
 def answers(number: int):
-    """The module of an exercise's answers. An answer is the text of its functions, or {file: {function: its source}}."""
-    spec = importlib.util.spec_from_file_location(f"answers{number}", HOUSE / "tests" / "answers" / f"ex{number:02}.py")
+    """The module of an exercise's answers. An answer is the text of its functions, or {file:
+    {function: its source}}."""
+    spec = importlib.util.spec_from_file_location(
+        f"answers{number}", HOUSE / "tests" / "answers" / f"ex{number:02}.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     placed = lambda answer: in_files(COURSE[number], answer) if isinstance(answer, str) else answer  # noqa: E731

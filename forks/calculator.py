@@ -2,6 +2,7 @@
 
 "37*4+12: " -> "37*4=148;148+12=160;160"
 """
+
 import ast
 import operator
 import re
@@ -23,15 +24,23 @@ def tool(completion):
 
 
 def reward(prompt, completion, truncated=False):
-    return float(completion.split(";")[-1] == str(arithmetic(prompt.rstrip(": "))) and not truncated)
+    return float(
+        completion.split(";")[-1] == str(arithmetic(prompt.rstrip(": "))) and not truncated
+    )
 
 
 def arithmetic(text: str) -> Fraction | None:
-    """The exact value of + - * / and parentheses over small integers; None for any other text of a model."""
+    """The exact value of + - * / and parentheses over small integers; None for any other text of a
+    model."""
     text = text.strip()
     if not re.fullmatch(r"[0-9+*/() -]{1,100}", text):  # Python would also read comments and 1_000
         return None
-    operations = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+    operations = {
+        ast.Add: operator.add,
+        ast.Sub: operator.sub,
+        ast.Mult: operator.mul,
+        ast.Div: operator.truediv,
+    }
 
     def value(node):
         if isinstance(node, ast.BinOp):
@@ -40,5 +49,13 @@ def arithmetic(text: str) -> Fraction | None:
 
     try:
         return value(ast.parse(text, mode="eval").body)
-    except (SyntaxError, KeyError, AttributeError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+    except (
+        SyntaxError,
+        KeyError,
+        AttributeError,
+        ValueError,
+        ZeroDivisionError,
+        RecursionError,
+        MemoryError,
+    ):
         return None

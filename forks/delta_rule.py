@@ -1,14 +1,16 @@
-"""The gated delta rule (arXiv:2412.06464) with its short convolution, as a scan over a sequence: forks/qwen3_next.py's seam
-beside make_attend.
+"""The gated delta rule (arXiv:2412.06464) with its short convolution, as a scan over a sequence:
+forks/qwen3_next.py's seam beside make_attend.
 
-B batch, T sequence, H key heads of this rank, R value heads of each key head, N numbers of a key, U of a value, C chunk
+B batch, T sequence, H key heads of this rank, R value heads of each key head, N numbers of a key, U
+of a value, C chunk
 
 A state (N, U) per value head takes the place of keys and values:
 
     S_t = exp(g_t) S_{t-1} + k_t (b_t (v_t - exp(g_t) S_{t-1}^T k_t))^T, and the result is S_t^T q_t
 
-The tokens of a sequence meet in `scan(x, weight, N)` only: x (B, T, H, 2 N + R U + 2 R) fp32 has of each key head query, key,
-values, log of the decay g, strength b. So boundaries of documents, context parallelism and generation concern this file only:
+The tokens of a sequence meet in `scan(x, weight, N)` only: x (B, T, H, 2 N + R U + 2 R) fp32 has of
+each key head query, key, values, log of the decay g, strength b. So boundaries of documents,
+context parallelism and generation concern this file only:
 
     documents   the convolution sees no token of another document, and the state begins at 0, on and off chunk boundaries
     cp          an all-to-all gives each cp rank whole sequences of H/cp heads, as --cp_method alltoall does for attention, and
@@ -16,6 +18,7 @@ values, log of the decay g, strength b. So boundaries of documents, context para
     generation  the cache keeps x of all tokens, not the state: padded prompts and waiting rows write nothing that counts. A new
                 token costs a scan over the row, as attention costs a look at all keys
 """
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -30,42 +33,54 @@ CHUNK = 64
 
 
 class ShortConv(nn.Module):
-    """The weight of a causal convolution of each channel by itself, by key heads: (H, 2 N + R U, size)."""
+    """The weight of a causal convolution of each channel by itself, by key heads: (H, 2 N + R U,
+    size)."""
 
     def __init__(self, n_heads: int, sizes: tuple[int, ...], size: int):
         super().__init__()
         self.n_heads, self.sizes = n_heads, sizes
-        self.weight = nn.Parameter(torch.empty(n_heads * sum(sizes), 1, size))  # all queries, all keys, all values
+        # all queries, all keys, all values
+        self.weight = nn.Parameter(torch.empty(n_heads * sum(sizes), 1, size))
         self.whole, self.parts, self.part = lambda weight: weight, 1, 0
 
     def forward(self):
         parts = self.whole(self.weight)[:, 0].split([self.n_heads * size for size in self.sizes])
-        return torch.cat([x.unflatten(0, (self.n_heads, -1)) for x in parts], 1).chunk(self.parts)[self.part]
+        return torch.cat([x.unflatten(0, (self.n_heads, -1)) for x in parts], 1).chunk(self.parts)[
+            self.part
+        ]
 
 
 class GatherRows(ParallelStyle):
-    """A ShortConv under tp. The channels are not in the order of heads, so a rank has any rows of the weight, and all ranks
-    gather the few numbers. Backward: a reduce-scatter adds the gradients up."""
+    """A ShortConv under tp. The channels are not in the order of heads, so a rank has any rows of
+    the weight, and all ranks gather the few numbers. Backward: a reduce-scatter adds the gradients
+    up."""
 
     def _apply(self, module, mesh):
-        module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)], src_data_rank=None))
+        module.weight = nn.Parameter(
+            distribute_tensor(module.weight, mesh, [Shard(0)], src_data_rank=None)
+        )
         module.whole = lambda weight: AllGather.apply(local_tensor(weight), 0, mesh.get_group())
         module.parts, module.part = mesh.size(), mesh.get_local_rank()
         return module
 
 
 class OwnRows(ParallelStyle):
-    """Numbers of the rank's own heads. All T tokens of these heads are here, so the gradients are complete."""
+    """Numbers of the rank's own heads. All T tokens of these heads are here, so the gradients are
+    complete."""
 
     def _apply(self, module, mesh):
         for name, p in list(module.named_parameters(recurse=False)):
-            setattr(module, name, nn.Parameter(distribute_tensor(p, mesh, [Shard(0)], src_data_rank=None)))
+            setattr(
+                module,
+                name,
+                nn.Parameter(distribute_tensor(p, mesh, [Shard(0)], src_data_rank=None)),
+            )
         return module
 
 
 def make_scan(group, doc_ids: Tensor | None):
-    """scan(x, weight, N) -> (B, T/cp, H, R, U) fp32 for a forward. group: of the cp ranks, or None. doc_ids (B, T): of whole
-    sequences."""
+    """scan(x, weight, N) -> (B, T/cp, H, R, U) fp32 for a forward. group: of the cp ranks, or None.
+    doc_ids (B, T): of whole sequences."""
     if group is None:
         return lambda x, weight, N: delta_scan(x, weight, N, doc_ids)
     cp, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -73,19 +88,25 @@ def make_scan(group, doc_ids: Tensor | None):
     def scan(x, weight, N):
         B, T, H, n = x.shape
         if H % cp:
-            raise ValueError(f"--cp {cp} does not divide the {H} key heads of the delta rule on a tp rank")
-        x = AllToAll.apply(x.unflatten(2, (cp, H // cp)).movedim(2, 0), group)  # (cp, B, T/cp, H/cp, n), a piece per rank
+            raise ValueError(
+                f"--cp {cp} does not divide the {H} key heads of the delta rule on a tp rank"
+            )
+        # (cp, B, T/cp, H/cp, n), a piece per rank
+        x = AllToAll.apply(x.unflatten(2, (cp, H // cp)).movedim(2, 0), group)
         x = natural_order(x.movedim(0, 1).flatten(1, 2), 1, cp)  # (B, T, H/cp, n)
         out = delta_scan(x, weight.chunk(cp)[rank], N, doc_ids)  # (B, T, H/cp, R, U)
-        orders = torch.stack([sequence_index(cp * T, cp, i, x.device) for i in range(cp)])  # (cp, T/cp): tokens of each rank
-        out = AllToAll.apply(out[:, orders].movedim(1, 0), group)  # (cp, B, T/cp, H/cp, R, U), a piece of heads per rank
+        # (cp, T/cp): tokens of each rank
+        orders = torch.stack([sequence_index(cp * T, cp, i, x.device) for i in range(cp)])
+        # (cp, B, T/cp, H/cp, R, U), a piece of heads per rank
+        out = AllToAll.apply(out[:, orders].movedim(1, 0), group)
         return out.movedim(0, 2).flatten(2, 3)
 
     return scan
 
 
 def cached_scan(cache, block: str):
-    """The scan of one block in one forward of generation. cache: rl.decoding.RowCache, which keeps x as keys are kept."""
+    """The scan of one block in one forward of generation. cache: rl.decoding.RowCache, which keeps
+    x as keys are kept."""
 
     def scan(x, weight, N):
         if block not in cache.kept:
@@ -95,7 +116,9 @@ def cached_scan(cache, block: str):
         rows = kept[: cache.rows, : cache.n_keys]
         if cache.chosen is not None:
             rows = rows[cache.chosen]
-        return delta_scan(rows, weight, N)[torch.arange(len(rows), device=x.device)[:, None], cache.at]
+        return delta_scan(rows, weight, N)[
+            torch.arange(len(rows), device=x.device)[:, None], cache.at
+        ]
 
     return scan
 
@@ -109,12 +132,14 @@ def delta_scan(x: Tensor, weight: Tensor, N: int, doc_ids: Tensor | None = None)
     q, k = (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6) for y in (q, k))
     q, k = q.transpose(1, 2)[:, :, None] * N**-0.5, k.transpose(1, 2)[:, :, None]  # (B, H, 1, T, N)
     v = v.unflatten(-1, (R, -1)).permute(0, 2, 3, 1, 4)  # (B, H, R, T, U)
-    out = chunked(q, k, v, g.permute(0, 2, 3, 1), strength.permute(0, 2, 3, 1), doc_ids)  # (B, H, R, T, U)
+    # (B, H, R, T, U)
+    out = chunked(q, k, v, g.permute(0, 2, 3, 1), strength.permute(0, 2, 3, 1), doc_ids)
     return out.permute(0, 3, 1, 2, 4)
 
 
 def short_conv(x: Tensor, weight: Tensor, doc_ids: Tensor | None) -> Tensor:
-    """silu of a causal convolution along T; tokens before the document count as 0. x (B, T, H, n), weight (H, n, size)."""
+    """silu of a causal convolution along T; tokens before the document count as 0. x (B, T, H, n),
+    weight (H, n, size)."""
     T, size = x.shape[1], weight.shape[-1]
     out = x * weight[..., -1]
     for back in range(1, min(size, T)):
@@ -126,21 +151,32 @@ def short_conv(x: Tensor, weight: Tensor, doc_ids: Tensor | None) -> Tensor:
     return F.silu(out)
 
 
-def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, strength: Tensor, doc_ids: Tensor | None) -> Tensor:
-    """The delta rule, chunk by chunk (arXiv:2412.06464, section 3.3): q, k (B, H, 1, T, N), v (B, H, R, T, U), g and strength
-    (B, H, R, T) -> (B, H, R, T, U). Inside a chunk all tokens at once; between chunks the state travels."""
+def chunked(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, strength: Tensor, doc_ids: Tensor | None
+) -> Tensor:
+    """The delta rule, chunk by chunk (arXiv:2412.06464, section 3.3): q, k (B, H, 1, T, N), v (B,
+    H, R, T, U), g and strength (B, H, R, T) -> (B, H, R, T, U). Inside a chunk all tokens at once;
+    between chunks the state travels."""
     B, T, rest = len(q), q.shape[-2], -q.shape[-2] % CHUNK
-    q, k, v = (F.pad(y, (0, 0, 0, rest)).unflatten(-2, (-1, CHUNK)) for y in (q, k, v))  # (B, H, R, n, C, N or U)
-    g, strength = (F.pad(y, (0, rest)).unflatten(-1, (-1, CHUNK)) for y in (g, strength))  # (B, H, R, n, C)
+    # (B, H, R, n, C, N or U)
+    q, k, v = (F.pad(y, (0, 0, 0, rest)).unflatten(-2, (-1, CHUNK)) for y in (q, k, v))
+    # (B, H, R, n, C)
+    g, strength = (F.pad(y, (0, rest)).unflatten(-1, (-1, CHUNK)) for y in (g, strength))
     doc_ids = q.new_zeros(B, T) if doc_ids is None else doc_ids
-    docs = F.pad(doc_ids, (0, rest), value=-1).unflatten(-1, (-1, CHUNK))[:, None, None]  # (B, 1, 1, n, C)
-    before = torch.cat([docs[..., :1, :1], docs[..., :-1, -1:]], -2)  # (B, 1, 1, n, 1): document of the last token before
+    # (B, 1, 1, n, C)
+    docs = F.pad(doc_ids, (0, rest), value=-1).unflatten(-1, (-1, CHUNK))[:, None, None]
+    # (B, 1, 1, n, 1): document of the last token before
+    before = torch.cat([docs[..., :1, :1], docs[..., :-1, -1:]], -2)
     goes_on = docs == before  # the state of the chunk before counts
     total = g.cumsum(-1)
-    may = (docs[..., :, None] == docs[..., None, :]) & torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
-    decay = (total[..., :, None] - total[..., None, :]).masked_fill(~may, -torch.inf).exp()  # (B, H, R, n, C, C)
+    may = (docs[..., :, None] == docs[..., None, :]) & torch.ones(
+        CHUNK, CHUNK, dtype=torch.bool, device=q.device
+    ).tril()
+    # (B, H, R, n, C, C)
+    decay = (total[..., :, None] - total[..., None, :]).masked_fill(~may, -torch.inf).exp()
     faded = total.exp() * goes_on  # (B, H, R, n, C): what is left of the state
-    left = (total[..., -1:] - total).exp() * (docs == docs[..., -1:])  # what is left of a token at the end of the chunk
+    # what is left of a token at the end of the chunk
+    left = (total[..., -1:] - total).exp() * (docs == docs[..., -1:])
 
     # each token's change of the state depends on the tokens before: a triangular system per chunk
     system = (k @ k.transpose(-1, -2) * decay * strength[..., None]).tril(-1)  # the diagonal is 1

@@ -1,11 +1,16 @@
-"""gpt-oss 20B and 120B (OpenAI): models/qwen3.py's experts with other attention, other experts and another router.
+"""gpt-oss 20B and 120B (OpenAI): models/qwen3.py's experts with other attention, other experts and
+another router.
 
-B batch, T sequence (T/cp on this rank), D dim, H heads (H/tp), G key/value heads (G/tp), K head_dim, F moe_ffn_dim,
-V vocab (V/tp), E experts (E/ep). Under sequence parallelism the activations between attention and experts are (B, T/cp/tp, D).
+B batch, T sequence (T/cp on this rank), D dim, H heads (H/tp), G key/value heads (G/tp), K
+head_dim, F moe_ffn_dim, V vocab (V/tp), E experts (E/ep). Under sequence parallelism the
+activations between attention and experts are (B, T/cp/tp, D).
 
-Architecture: gpt-oss model card, arXiv:2508.10925, and the config.json of openai/gpt-oss-20b and -120b. All else is inherited
-from models/qwen3.py, the attention from models/llama3.py, or imported; comments explain each difference.
+Architecture: gpt-oss model card, arXiv:2508.10925, and the config.json of openai/gpt-oss-20b and
+-120b. All else is inherited
+from models/qwen3.py, the attention from models/llama3.py, or imported; comments explain each
+difference.
 """
+
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -14,7 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from models import qwen3
-from models.hf_config import SHARED_FIELDS, SHARED_FIXED, YARN, check_sizes, config_from_hf, config_to_hf
+from models.hf_config import (
+    SHARED_FIELDS,
+    SHARED_FIXED,
+    YARN,
+    check_sizes,
+    config_from_hf,
+    config_to_hf,
+)
 from models.layers import cos_and_sin, rotate
 from models.llama3 import Attention as Llama3Attention
 from models.moe import Experts, Router, apply_experts, combine, grouped_linear, spread
@@ -27,41 +39,68 @@ class GptOssConfig(Qwen3Config):
     norm_eps: float = 1e-5
     rope_theta: float = 150000.0
     max_seq_len: int = 131072
-    sliding_window: int = 128  # tokens that every other layer, from the first on, looks back, the token itself included
+    # tokens that every other layer, from the first on, looks back, the token itself included
+    sliding_window: int = 128
     n_experts: int = 8
     top_k: int = 2  # experts per token
     moe_ffn_dim: int = 256
     swiglu_limit: float = 7.0  # activations inside the experts are clamped to it
-    # Constants for the code of Qwen3 and Llama 3; a ClassVar is no field, so no config.json or flag can set it.
+    # Constants for the code of Qwen3 and Llama 3; a ClassVar is no field, so no config.json or flag
+    # can set it.
     ffn_dim: ClassVar[None] = None  # all layers have experts
     norm_topk_prob: ClassVar[bool] = True  # a softmax over a token's experts: the weights' sum is 1
     qkv_bias: ClassVar[bool] = True
 
     def __post_init__(self):
-        check_sizes(self, "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "vocab_size", "max_seq_len",
-                    "sliding_window", "n_experts", "moe_ffn_dim")
+        check_sizes(
+            self,
+            "dim",
+            "n_layers",
+            "n_heads",
+            "n_kv_heads",
+            "head_dim",
+            "vocab_size",
+            "max_seq_len",
+            "sliding_window",
+            "n_experts",
+            "moe_ffn_dim",
+        )
         super().__post_init__()
 
     @classmethod
     def from_hf(cls, config_json: dict) -> "GptOssConfig":
-        """The config of a Hugging Face folder's config.json. Raises ValueError naming the field that we cannot represent."""
+        """The config of a Hugging Face folder's config.json. Raises ValueError naming the field
+        that we cannot represent."""
         names = [name for name in ("rope_scaling", "rope_parameters") if config_json.get(name)]
-        ropes = {name: dict(config_json[name]) for name in names} or {"rope_scaling": {"rope_type": "yarn", **_yarn}}
+        ropes = {name: dict(config_json[name]) for name in names} or {
+            "rope_scaling": {"rope_type": "yarn", **_yarn}
+        }
         for rope in ropes.values():
-            if rope.get("rope_type", rope.get("type")) == "yarn" and rope.pop("truncate", not names):
-                raise ValueError("config.json: rope scaling has truncate True; forks/gpt_oss.py has only False")
+            if rope.get("rope_type", rope.get("type")) == "yarn" and rope.pop(
+                "truncate", not names
+            ):
+                raise ValueError(
+                    "config.json: rope scaling has truncate True; forks/gpt_oss.py has only False"
+                )
         types = config_json.get("layer_types")
         if types and types != layer_types(len(types)):
-            raise ValueError("config.json: layer_types do not alternate from sliding_attention to full_attention, as they do "
-                             "in forks/gpt_oss.py")
+            raise ValueError(
+                "config.json: layer_types do not alternate from sliding_attention to "
+                "full_attention, as they do "
+                "in forks/gpt_oss.py"
+            )
         return config_from_hf(cls, config_json | ropes, HF_FIELDS, HF_FIXED, YARN)
 
     def to_hf(self) -> dict:
         """The inverse: a config.json for transformers."""
         yarn = {"rope_type": "yarn", "truncate": False}
-        rope = yarn | self.rope_scaling if self.rope_scaling else {"rope_type": "default"}  # without a word it would be yarn
+        # without a word it would be yarn
+        rope = yarn | self.rope_scaling if self.rope_scaling else {"rope_type": "default"}
         return config_to_hf(self, HF_FIELDS, HF_FIXED) | dict(
-            architectures=["GptOssForCausalLM"], layer_types=layer_types(self.n_layers), rope_scaling=rope)
+            architectures=["GptOssForCausalLM"],
+            layer_types=layer_types(self.n_layers),
+            rope_scaling=rope,
+        )
 
 
 def layer_types(n_layers: int) -> list[str]:
@@ -70,8 +109,17 @@ def layer_types(n_layers: int) -> list[str]:
 
 
 _yarn = dict(factor=32.0, beta_fast=32.0, beta_slow=1.0, original_max_position_embeddings=4096)
-_gpt_oss = partial(GptOssConfig, vocab_size=201088, dim=2880, n_heads=64, n_kv_heads=8, head_dim=64, rope_scaling=_yarn,
-                   top_k=4, moe_ffn_dim=2880)
+_gpt_oss = partial(
+    GptOssConfig,
+    vocab_size=201088,
+    dim=2880,
+    n_heads=64,
+    n_kv_heads=8,
+    head_dim=64,
+    rope_scaling=_yarn,
+    top_k=4,
+    moe_ffn_dim=2880,
+)
 FLAVORS = {
     "debug": GptOssConfig(),
     "20B": _gpt_oss(n_layers=24, n_experts=32),
@@ -80,18 +128,21 @@ FLAVORS = {
 
 
 class Sinks(nn.Module):
-    """A logit per head that takes part in the softmax and has no value: a query may look at nothing."""
+    """A logit per head that takes part in the softmax and has no value: a query may look at
+    nothing."""
 
     def __init__(self, n_heads):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n_heads))
 
     def forward(self, q):
-        """(H/tp,); q (B, T, H/tp, K) only says which heads this rank has: the style head_norm makes a DTensor of it."""
+        """(H/tp,); q (B, T, H/tp, K) only says which heads this rank has: the style head_norm makes
+        a DTensor of it."""
         return torch.zeros_like(q.flatten(0, -3)[0, :, 0]) + self.weight
 
 
-# differs from qwen3: Llama 3's attention, without norms of queries and keys, but with sinks and biases
+# differs from qwen3: Llama 3's attention, without norms of queries and keys, but with sinks and
+# biases
 class Attention(Llama3Attention):
     def __init__(self, config):
         super().__init__(config)
@@ -99,7 +150,8 @@ class Attention(Llama3Attention):
         self.sinks = Sinks(config.n_heads)
 
     def forward(self, x, cos, sin, attend):
-        # -1 is the number of heads on this rank, H/tp: under tensor parallelism each rank computes some of the heads
+        # -1 is the number of heads on this rank, H/tp: under tensor parallelism each rank computes
+        # some of the heads
         q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # (B, T/cp, H/tp, K)
         sinks, q = self.sinks(q), q.transpose(1, 2)  # (H/tp,), (B, H/tp, T/cp, K)
         k = self.wk(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, G/tp, T/cp, K)
@@ -118,7 +170,8 @@ class BiasedRouter(Router):
 
 
 class BiasedExperts(Experts):
-    """E feed-forward networks with biases, in the shapes of the files: gate and up projection in turn, column by column."""
+    """E feed-forward networks with biases, in the shapes of the files: gate and up projection in
+    turn, column by column."""
 
     def __init__(self, config):
         nn.Module.__init__(self)
@@ -128,16 +181,25 @@ class BiasedExperts(Experts):
         self.down = nn.Parameter(torch.empty(E, F, D))
         self.down_bias = nn.Parameter(torch.empty(E, D))
         self.spread, self.combine = spread, combine
-        self.compute = lambda *args, **options: clamped_experts(*args, limit=config.swiglu_limit, **options)
+        self.compute = lambda *args, **options: clamped_experts(
+            *args, limit=config.swiglu_limit, **options
+        )
 
 
-def clamped_experts(x, counts, gate_up, gate_up_bias, down, down_bias, limit, linear=grouped_linear) -> Tensor:
-    """x (N*k, D) sorted by expert, counts (E,) -> (N*k, D): SwiGLU with a clamp, a steeper sigmoid and one more up projection
-    of 1 (model card, section 2.2)."""
-    expert = torch.arange(len(counts), device=x.device).repeat_interleave(counts, output_size=len(x))
+def clamped_experts(
+    x, counts, gate_up, gate_up_bias, down, down_bias, limit, linear=grouped_linear
+) -> Tensor:
+    """x (N*k, D) sorted by expert, counts (E,) -> (N*k, D): SwiGLU with a clamp, a steeper sigmoid
+    and one more up projection of 1 (model card, section 2.2)."""
+    expert = torch.arange(len(counts), device=x.device).repeat_interleave(
+        counts, output_size=len(x)
+    )
     h = linear(x, gate_up.transpose(1, 2), counts) + gate_up_bias[expert]  # (N*k, 2F)
     gate, up = h[:, ::2].clamp(max=limit), h[:, 1::2].clamp(-limit, limit)
-    return linear((up + 1) * gate * torch.sigmoid(1.702 * gate), down.transpose(1, 2), counts) + down_bias[expert]
+    return (
+        linear((up + 1) * gate * torch.sigmoid(1.702 * gate), down.transpose(1, 2), counts)
+        + down_bias[expert]
+    )
 
 
 # differs from qwen3: softmax over the chosen experts only
@@ -172,18 +234,25 @@ class GptOss(Qwen3):
 
     def __init__(self, config: GptOssConfig):
         super().__init__(config)
-        self.blocks = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})  # in place of Qwen3's
+        # in place of Qwen3's
+        self.blocks = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
 
-    def forward(self, tokens, labels=None, positions=None, doc_ids=None, loss_denom=None, cache=None):
+    def forward(
+        self, tokens, labels=None, positions=None, doc_ids=None, loss_denom=None, cache=None
+    ):
         """As Qwen3.forward, but the blocks are of two kinds."""
         h = tokens if tokens.is_floating_point() else self.tok_embeddings(tokens)  # (B, T/cp, D)
         if positions is None:
             positions = torch.arange(h.shape[1], device=h.device)[None]
         # yarn does not round its limits here; (B, 1, T/cp, K/2) fp32
         cos, sin = cos_and_sin(self.config, self.config.head_dim, positions, truncate=False)
-        # how many tokens back a query looks, itself included: in even layers few, in odd ones all (B or 1, T/cp)
+        # how many tokens back a query looks, itself included: in even layers few, in odd ones all
+        # (B or 1, T/cp)
         reaches = torch.full_like(positions, self.config.sliding_window), positions + 1
-        attends = [self.make_attend(positions, doc_ids, reach=reach) if cache is None else None for reach in reaches]
+        attends = [
+            self.make_attend(positions, doc_ids, reach=reach) if cache is None else None
+            for reach in reaches
+        ]
         for i, block in self.blocks.items():
             kind = int(i) % 2
             h = block(h, cos, sin, attends[kind] or cache.attend(i, reach=reaches[kind]))
@@ -199,12 +268,16 @@ class GptOss(Qwen3):
         """As in Qwen3, where the experts' matrices have other names."""
         if fqn.endswith("sinks.weight"):
             return 0.02
-        return super().init_std(fqn.replace("experts.gate_up", "experts.w1").replace("experts.down", "experts.w2"))
+        return super().init_std(
+            fqn.replace("experts.gate_up", "experts.w1").replace("experts.down", "experts.w2")
+        )
 
     def n_active_params(self) -> int:
         """As in Qwen3, without the biases of the experts not chosen."""
         c = self.config
-        return super().n_active_params() - c.n_layers * (c.n_experts - c.top_k) * (2 * c.moe_ffn_dim + c.dim)
+        return super().n_active_params() - c.n_layers * (c.n_experts - c.top_k) * (
+            2 * c.moe_ffn_dim + c.dim
+        )
 
     def flops_per_token(self, seq_len: int) -> int:
         """As in Qwen3, without the keys before the window, which half of the layers do not see."""
@@ -226,18 +299,30 @@ class GptOss(Qwen3):
 
     def hf_keys(self) -> dict[str, str]:
         """fqn -> name in Hugging Face's files. The numbers and the shapes are the same."""
-        names = {"tok_embeddings.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
+        names = {
+            "tok_embeddings.weight": "model.embed_tokens.weight",
+            "norm.weight": "model.norm.weight",
+        }
         if not self.config.tie_embeddings:
             names["head.weight"] = "lm_head.weight"
-        block = {"attn_norm.weight": "input_layernorm.weight", "ffn_norm.weight": "post_attention_layernorm.weight",
-                 "attn.sinks.weight": "self_attn.sinks"}
+        block = {
+            "attn_norm.weight": "input_layernorm.weight",
+            "ffn_norm.weight": "post_attention_layernorm.weight",
+            "attn.sinks.weight": "self_attn.sinks",
+        }
         for ours, theirs in dict(wq="q_proj", wk="k_proj", wv="v_proj", wo="o_proj").items():
-            block |= {f"attn.{ours}.{kind}": f"self_attn.{theirs}.{kind}" for kind in ("weight", "bias")}
+            block |= {
+                f"attn.{ours}.{kind}": f"self_attn.{theirs}.{kind}" for kind in ("weight", "bias")
+            }
         block |= {f"moe.router.{kind}": f"mlp.router.{kind}" for kind in ("weight", "bias")}
         for ours, theirs in dict(gate_up="gate_up_proj", down="down_proj").items():
-            block |= {f"moe.experts.{ours}{kind}": f"mlp.experts.{theirs}{kind}" for kind in ("", "_bias")}
+            block |= {
+                f"moe.experts.{ours}{kind}": f"mlp.experts.{theirs}{kind}" for kind in ("", "_bias")
+            }
         for i in range(self.config.n_layers):
-            names |= {f"blocks.{i}.{ours}": f"model.layers.{i}.{theirs}" for ours, theirs in block.items()}
+            names |= {
+                f"blocks.{i}.{ours}": f"model.layers.{i}.{theirs}" for ours, theirs in block.items()
+            }
         return names
 
 

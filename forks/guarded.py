@@ -1,5 +1,6 @@
-"""Two guards for a long run: skip the step of a spike in the gradient norm, and compute a gradient twice to find a device that
-computes wrongly. docs/fork_me.md has the lines for a recipe."""
+"""Two guards for a long run: skip the step of a spike in the gradient norm, and compute a gradient
+twice to find a device that computes wrongly. docs/fork_me.md has the lines for a recipe."""
+
 import math
 import socket
 
@@ -9,13 +10,16 @@ import torch.distributed as dist
 from distributed.checks import bits_sum
 from support.optim import Guard
 
-WINDOW, LEAST, FAR = 128, 16, 6.0  # norms to remember; fewest to judge by; standard deviations above their mean of a spike
+# norms to remember; fewest to judge by; standard deviations above their mean of a spike
+WINDOW, LEAST, FAR = 128, 16, 6.0
 
 
 class SpikeGuard(Guard):
-    """Guard that also skips steps with a norm above mean + 6 std of the last 128 (as OLMo-core does), on the device like a NaN.
+    """Guard that also skips steps with a norm above mean + 6 std of the last 128 (as OLMo-core
+    does), on the device like a NaN.
 
-    Norms of skipped steps are not remembered. The window is in no checkpoint: a continued run begins to judge after 16 steps.
+    Norms of skipped steps are not remembered. The window is in no checkpoint: a continued run
+    begins to judge after 16 steps.
     """
 
     def __init__(self, optimizers, layout, cfg, start):
@@ -32,30 +36,47 @@ class SpikeGuard(Guard):
         super().before_update(step, grad_norm.where(~spike, math.inf))
 
     def report(self, step):
-        for skipped, (spike, norm, limit) in zip(self.judged, torch.stack([*self.judged.values()]).tolist(), strict=True):
+        for skipped, (spike, norm, limit) in zip(
+            self.judged, torch.stack([*self.judged.values()]).tolist(), strict=True
+        ):
             if spike:
-                self.norms[skipped] = torch.zeros_like(self.norms[skipped])  # reported here, and no reason to stop
+                # reported here, and no reason to stop
+                self.norms[skipped] = torch.zeros_like(self.norms[skipped])
                 if self.layout.rank == 0:
-                    print(f"step {skipped}: the gradient norm is {norm:.4g}, above {limit:.4g}: a spike; step skipped")
+                    print(
+                        f"step {skipped}: the gradient norm is {norm:.4g}, above {limit:.4g}: a "
+                        "spike; step skipped"
+                    )
         self.judged.clear()
         super().report(step)
 
 
 def replay(stages, batch, layout, loss, step: int, forward_backward):
-    """Computes the step's gradients a second time, and returns the loss. Raises RuntimeError on all ranks if a bit differs on
-    any rank: then a device, its memory or a link is broken, or, on GPUs without --deterministic, a kernel adds in any order.
-    A model that counts in its forward, such as experts for their balance, would count twice."""
-    params = [named for stage in stages for named in stage.named_parameters() if named[1].grad is not None]
+    """Computes the step's gradients a second time, and returns the loss. Raises RuntimeError on all
+    ranks if a bit differs on any rank: then a device, its memory or a link is broken, or, on GPUs
+    without --deterministic, a kernel adds in any order. A model that counts in its forward, such as
+    experts for their balance, would count twice."""
+    params = [
+        named for stage in stages for named in stage.named_parameters() if named[1].grad is not None
+    ]
     first = [bits_sum(p.grad) for _, p in params] + [bits_sum(loss)]
     for _, p in params:
         p.grad = None
     loss = forward_backward(stages, batch, layout)
     second = [bits_sum(p.grad) for _, p in params] + [bits_sum(loss)]
-    odd = [fqn for fqn, a, b in zip([*(fqn for fqn, _ in params), "the loss"], first, second, strict=True) if a != b]
+    odd = [
+        fqn
+        for fqn, a, b in zip([*(fqn for fqn, _ in params), "the loss"], first, second, strict=True)
+        if a != b
+    ]
     everyone = [None] * layout.world_size
     dist.all_gather_object(everyone, (socket.gethostname(), odd))
     if wrong := {rank: (host, names) for rank, (host, names) in enumerate(everyone) if names}:
         rank, (host, names) = min(wrong.items(), key=lambda item: len(item[1][1]))
-        raise RuntimeError(f"step {step}, computed twice, differs on {len(wrong)} of {layout.world_size} ranks: on rank {rank} "
-                           f"({host}) in the gradient of {names[0]} and {len(names) - 1} more; checkpoints are as before")
+        raise RuntimeError(
+            f"step {step}, computed twice, differs on {len(wrong)} of {layout.world_size} ranks: "
+            f"on rank {rank} "
+            f"({host}) in the gradient of {names[0]} and {len(names) - 1} more; checkpoints are "
+            "as before"
+        )
     return loss

@@ -1,12 +1,15 @@
-"""OLMo 3 7B and 32B (Ai2): models/llama3.py with norms after attention and FFN, windows in three of four layers, and a norm of
-queries and keys over all heads together.
+"""OLMo 3 7B and 32B (Ai2): models/llama3.py with norms after attention and FFN, windows in three of
+four layers, and a norm of queries and keys over all heads together.
 
-B batch, T sequence (T/cp on this rank), D dim, H heads (H/tp), G key/value heads (G/tp), K head_dim, F ffn_dim (F/tp),
-V vocab (V/tp). Under sequence parallelism the activations between attention and FFN are (B, T/cp/tp, D).
+B batch, T sequence (T/cp on this rank), D dim, H heads (H/tp), G key/value heads (G/tp), K
+head_dim, F ffn_dim (F/tp), V vocab (V/tp). Under sequence parallelism the activations between
+attention and FFN are (B, T/cp/tp, D).
 
-Architecture: Olmo 3, arXiv:2512.13961, and the config.json of allenai/Olmo-3-1025-7B and -1125-32B. All else is inherited
+Architecture: Olmo 3, arXiv:2512.13961, and the config.json of allenai/Olmo-3-1025-7B and -1125-32B.
+All else is inherited
 from models/llama3.py or imported; comments explain each difference.
 """
+
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
@@ -26,24 +29,37 @@ class Olmo3Config(Llama3Config):
     # rope_scaling is yarn, and only the layers that see all tokens are stretched
     norm_eps: float = 1e-6
     max_seq_len: int = 65536
-    qkv_bias: ClassVar[bool] = False  # OLMo 3 has no biases; a ClassVar is no field, so no config.json or flag can set it
-    sliding_window: int = 4096  # tokens that a query sees, its own included, in all layers but every fourth
+    # OLMo 3 has no biases; a ClassVar is no field, so no config.json or flag can set it
+    qkv_bias: ClassVar[bool] = False
+    # tokens that a query sees, its own included, in all layers but every fourth
+    sliding_window: int = 4096
 
     @classmethod
     def from_hf(cls, config_json: dict) -> "Olmo3Config":
-        """The config of a Hugging Face folder's config.json. Raises ValueError naming the field that we cannot represent.
+        """The config of a Hugging Face folder's config.json. Raises ValueError naming the field
+        that we cannot represent.
 
         The tables of names are at the end of this file.
         """
-        hf, kinds, ropes = dict(config_json), config_json.get("layer_types"), config_json.get("rope_parameters") or {}
+        hf, kinds, ropes = (
+            dict(config_json),
+            config_json.get("layer_types"),
+            config_json.get("rope_parameters") or {},
+        )
         if kinds and kinds != layer_types(len(kinds)):
-            raise ValueError("config.json: layer_types are not three of sliding_attention and one of full_attention in turn, "
-                             "as they are in forks/olmo3.py")
+            raise ValueError(
+                "config.json: layer_types are not three of sliding_attention and one of "
+                "full_attention in turn, "
+                "as they are in forks/olmo3.py"
+            )
         if "full_attention" in ropes:  # transformers 5 has a dict for each kind of layers
             full, sliding = (ropes.get(f"{kind}_attention") or {} for kind in ("full", "sliding"))
             if sliding.items() - {("rope_type", "default"), ("rope_theta", full.get("rope_theta"))}:
-                raise ValueError(f"config.json: rope_parameters of sliding_attention are {sliding}; forks/olmo3.py stretches "
-                                 "only full_attention, and has one rope_theta")
+                raise ValueError(
+                    f"config.json: rope_parameters of sliding_attention are {sliding}; "
+                    "forks/olmo3.py stretches "
+                    "only full_attention, and has one rope_theta"
+                )
             hf |= dict(rope_parameters=full | (hf.pop("rope_scaling", None) or {}))
         return config_from_hf(cls, hf, HF_FIELDS, HF_FIXED, YARN)
 
@@ -53,7 +69,9 @@ class Olmo3Config(Llama3Config):
         plain = dict(rope_type="default", rope_theta=self.rope_theta)
         ropes = dict(sliding_attention=plain, full_attention=plain | (found["rope_scaling"] or {}))
         kinds = layer_types(self.n_layers)
-        return found | dict(architectures=["Olmo3ForCausalLM"], layer_types=kinds, rope_parameters=ropes)
+        return found | dict(
+            architectures=["Olmo3ForCausalLM"], layer_types=kinds, rope_parameters=ropes
+        )
 
 
 def layer_types(n_layers: int) -> list[str]:
@@ -61,8 +79,13 @@ def layer_types(n_layers: int) -> list[str]:
     return [("full_attention" if i % 4 == 3 else "sliding_attention") for i in range(n_layers)]
 
 
-_yarn = dict(factor=8.0, original_max_position_embeddings=8192, beta_fast=32.0, beta_slow=1.0,
-             attention_factor=1.2079441541679836)
+_yarn = dict(
+    factor=8.0,
+    original_max_position_embeddings=8192,
+    beta_fast=32.0,
+    beta_slow=1.0,
+    attention_factor=1.2079441541679836,
+)
 _olmo3 = partial(Olmo3Config, vocab_size=100278, head_dim=128, rope_scaling=_yarn)
 FLAVORS = {
     "debug": Olmo3Config(sliding_window=64),
@@ -79,9 +102,12 @@ class Attention(llama3.Attention):
         self.k_norm = RMSNorm(config.n_kv_heads * config.head_dim, eps=config.norm_eps)
 
     def forward(self, x, cos, sin, attend):
-        # -1 is the number of heads on this rank, H/tp: under tensor parallelism each rank computes some of the heads
-        q = self.q_norm(self.wq(x)).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H/tp, T/cp, K)
-        k = self.k_norm(self.wk(x)).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, G/tp, T/cp, K)
+        # -1 is the number of heads on this rank, H/tp: under tensor parallelism each rank computes
+        # some of the heads
+        # (B, H/tp, T/cp, K)
+        q = self.q_norm(self.wq(x)).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        # (B, G/tp, T/cp, K)
+        k = self.k_norm(self.wk(x)).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         v = self.wv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, G/tp, T/cp, K)
         out = attend(rotate(q, cos, sin), rotate(k, cos, sin), v)  # (B, H/tp, T/cp, K)
         return self.wo(out.transpose(1, 2).flatten(-2))  # (B, T/cp, D), summed over tp
@@ -103,18 +129,26 @@ class Olmo3(Llama3):
 
     def __init__(self, config: Olmo3Config):
         super().__init__(config)
-        self.blocks = torch.nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})  # in place of Llama 3's
+        # in place of Llama 3's
+        self.blocks = torch.nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
 
-    def forward(self, tokens, labels=None, positions=None, doc_ids=None, loss_denom=None, cache=None):
+    def forward(
+        self, tokens, labels=None, positions=None, doc_ids=None, loss_denom=None, cache=None
+    ):
         """As Llama3.forward, but the blocks are of two kinds."""
         h = tokens if tokens.is_floating_point() else self.tok_embeddings(tokens)  # (B, T/cp, D)
         if positions is None:
             positions = torch.arange(h.shape[1], device=h.device)[None]
-        # two kinds of layers: three see the tokens of a window, without yarn, the fourth sees all tokens
+        # two kinds of layers: three see the tokens of a window, without yarn, the fourth sees all
+        # tokens
         configs = replace(self.config, rope_scaling=None), self.config
-        ropes = [cos_and_sin(config, config.head_dim, positions) for config in configs]  # (B, 1, T/cp, K/2) fp32
+        # (B, 1, T/cp, K/2) fp32
+        ropes = [cos_and_sin(config, config.head_dim, positions) for config in configs]
         reaches = torch.full_like(positions, self.config.sliding_window), None
-        attends = [self.make_attend(positions, doc_ids, reach=reach) if cache is None else None for reach in reaches]
+        attends = [
+            self.make_attend(positions, doc_ids, reach=reach) if cache is None else None
+            for reach in reaches
+        ]
         for i, block in self.blocks.items():
             kind = int(i) % 4 == 3
             h = block(h, *ropes[kind], attends[kind] or cache.attend(i, reach=reaches[kind]))
@@ -127,23 +161,35 @@ class Olmo3(Llama3):
         return self.token_loss(h, weight, labels, loss_denom)
 
     def flops_per_token(self, seq_len: int) -> int:
-        """As in Llama 3 with a window in each layer, and the tokens before the window, seen by every fourth layer."""
+        """As in Llama 3 with a window in each layer, and the tokens before the window, seen by
+        every fourth layer."""
         c, full = self.config, self.config.n_layers // 4
-        return super().flops_per_token(seq_len) + 12 * full * c.n_heads * c.head_dim * max(seq_len - c.sliding_window, 0)
+        return super().flops_per_token(seq_len) + 12 * full * c.n_heads * c.head_dim * max(
+            seq_len - c.sliding_window, 0
+        )
 
     def tp_plan(self) -> dict[str, str]:
-        norms = {"blocks.*.attn.q_norm": "norm_over_heads", "blocks.*.attn.k_norm": "norm_over_heads"}
+        norms = {
+            "blocks.*.attn.q_norm": "norm_over_heads",
+            "blocks.*.attn.k_norm": "norm_over_heads",
+        }
         return super().tp_plan() | norms
 
     def hf_keys(self) -> dict[str, str]:
-        names, norms = super().hf_keys(), {
-            "attn_norm": "post_attention_layernorm",
-            "attn.q_norm": "self_attn.q_norm",
-            "attn.k_norm": "self_attn.k_norm",
-            "ffn_norm": "post_feedforward_layernorm",
-        }
+        names, norms = (
+            super().hf_keys(),
+            {
+                "attn_norm": "post_attention_layernorm",
+                "attn.q_norm": "self_attn.q_norm",
+                "attn.k_norm": "self_attn.k_norm",
+                "ffn_norm": "post_feedforward_layernorm",
+            },
+        )
         for i in range(self.config.n_layers):
-            names |= {f"blocks.{i}.{ours}.weight": f"model.layers.{i}.{theirs}.weight" for ours, theirs in norms.items()}
+            names |= {
+                f"blocks.{i}.{ours}.weight": f"model.layers.{i}.{theirs}.weight"
+                for ours, theirs in norms.items()
+            }
         return names
 
 

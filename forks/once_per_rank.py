@@ -1,4 +1,5 @@
-"""Expert parallelism in which a token travels once to each rank that holds some of its experts, and not once to each expert.
+"""Expert parallelism in which a token travels once to each rank that holds some of its experts, and
+not once to each expert.
 
 In a copy of train_qwen3.py (in one of train_deepseek.py likewise, with models.deepseek):
 
@@ -7,13 +8,17 @@ In a copy of train_qwen3.py (in one of train_deepseek.py likewise, with models.d
 
     models.qwen3.apply_experts = apply_once  # behind all imports
 
-With k of E experts, spread evenly over R ranks, a token has R (1 - (1 - 1/R)^k) ranks on average: 5.25 in place of 8 for 8 of
-128 experts on 8 ranks, 7.2 on 32. The rank of an expert copies the token, weighs the results and adds them up, so a sum travels
-home. The price: weights must be known before tokens travel, and rows have unequally many copies. Nothing is cut into two parts,
-so no expert computes while rows travel; distributed/experts.py does that. benchmarks/RESULTS.md has both beside each other.
+With k of E experts, spread evenly over R ranks, a token has R (1 - (1 - 1/R)^k) ranks on average:
+5.25 in place of 8 for 8 of 128 experts on 8 ranks, 7.2 on 32. The rank of an expert copies the
+token, weighs the results and adds them up, so a sum travels home. The price: weights must be known
+before tokens travel, and rows have unequally many copies. Nothing is cut into two parts, so no
+expert computes while rows travel; distributed/experts.py does that. benchmarks/RESULTS.md has both
+beside each other.
 
-N tokens on this rank, D dim, k experts per token, M rows that arrive, K copies of them, n experts on a rank
+N tokens on this rank, D dim, k experts per token, M rows that arrive, K copies of them, n experts
+on a rank
 """
+
 from functools import partial
 
 import torch
@@ -30,18 +35,25 @@ from models.moe import apply_experts
 def pick(x: Tensor, row: Tensor) -> Tensor:
     """x[row]: row i of x in any number of copies, at least one."""
     order = row.argsort(stable=True)
-    return Pick.apply(x, row, order, torch.searchsorted(row[order], torch.arange(len(x), device=row.device)))
+    return Pick.apply(
+        x, row, order, torch.searchsorted(row[order], torch.arange(len(x), device=row.device))
+    )
 
 
 def add_up(y: Tensor, row: Tensor, n_rows: int) -> Tensor:
     """(n_rows, D): row i is the sum of all y[j] with row[j] = i."""
     order = row.argsort(stable=True)
-    return AddUp.apply(y, row, order, torch.searchsorted(row[order], torch.arange(n_rows, device=row.device)))
+    return AddUp.apply(
+        y, row, order, torch.searchsorted(row[order], torch.arange(n_rows, device=row.device))
+    )
 
 
 def sum_bags(y: Tensor, order: Tensor, starts: Tensor) -> Tensor:
-    """Row i is the sum of y[order[j]] for j from starts[i] on: F.embedding_bag adds in fp32, in the same order in every run."""
-    return F.embedding_bag(order, y, starts, mode="sum") if len(starts) else y.new_zeros(0, y.shape[1])
+    """Row i is the sum of y[order[j]] for j from starts[i] on: F.embedding_bag adds in fp32, in the
+    same order in every run."""
+    return (
+        F.embedding_bag(order, y, starts, mode="sum") if len(starts) else y.new_zeros(0, y.shape[1])
+    )
 
 
 class Pick(torch.autograd.Function):
@@ -74,30 +86,44 @@ def apply_once(experts, x: Tensor, index: Tensor, weigh, counts: Tensor, shared=
     if not isinstance(exchange, partial) or dist.get_world_size(exchange.args[1]) == 1:
         return apply_experts(experts, x, index, weigh, counts, shared)
     if isinstance(x, FakeTensor):
-        raise ValueError("a dry run does not know how many rows travel once per rank; leave apply_once out for it")
+        raise ValueError(
+            "a dry run does not know how many rows travel once per rank; leave apply_once out for "
+            "it"
+        )
     experts.forward = partial(travel_once, *exchange.args)
     return experts(x.flatten(0, -2), index, weigh, counts, shared and partial(shared, x)).view_as(x)
 
 
 def travel_once(experts, group, x: Tensor, index: Tensor, weigh, counts: Tensor, shared) -> Tensor:
-    """Experts.forward over ep ranks, x (N, D) -> (N, D). Called as a module, so that FSDP's hooks gather the weights."""
+    """Experts.forward over ep ranks, x (N, D) -> (N, D). Called as a module, so that FSDP's hooks
+    gather the weights."""
     ranks = dist.get_world_size(group)
     n, (N, k) = len(counts) // ranks, index.shape
-    goes = torch.zeros(N, ranks, dtype=torch.bool, device=x.device).scatter_(1, index // n, True).T  # (ranks, N)
-    counts = torch.cat([counts.view(ranks, n), goes.sum(1, keepdim=True)], 1)  # copies for each expert, rows for the rank
+    # (ranks, N)
+    goes = torch.zeros(N, ranks, dtype=torch.bool, device=x.device).scatter_(1, index // n, True).T
+    # copies for each expert, rows for the rank
+    counts = torch.cat([counts.view(ranks, n), goes.sum(1, keepdim=True)], 1)
     arriving = AllToAll.apply(counts.flatten(), group).view(ranks, n + 1)  # from each rank
     # the host waits here, once per layer, for the sizes
-    sent, received, copies = torch.stack([counts[:, n], arriving[:, n], arriving[:, :n].sum(1)]).tolist()
-    token = (~goes).flatten().byte().argsort(stable=True)[: sum(sent)] % N  # rank by rank the tokens that go there
-    choices = Depart.apply(pick(torch.cat([weigh(), index.float()], 1), token), group, sent, received)
+    sent, received, copies = torch.stack(
+        [counts[:, n], arriving[:, n], arriving[:, :n].sum(1)]
+    ).tolist()
+    # rank by rank the tokens that go there
+    token = (~goes).flatten().byte().argsort(stable=True)[: sum(sent)] % N
+    choices = Depart.apply(
+        pick(torch.cat([weigh(), index.float()], 1), token), group, sent, received
+    )
     travelling = Depart.apply(pick(x, token), group, sent, received)
     for_every_token = shared().flatten(0, -2) if shared else 0
-    weight, expert = Arrive.apply(*choices, group, sent, received).split(k, 1)  # (M, k) each, in fp32, before the rows
+    # (M, k) each, in fp32, before the rows
+    weight, expert = Arrive.apply(*choices, group, sent, received).split(k, 1)
     expert = expert.long() - n * dist.get_rank(group)
     expert = torch.where((expert < 0) | (expert >= n), n, expert)  # of other ranks: behind ours
     order = expert.flatten().short().argsort(stable=True)[: sum(copies)]
     row = order // k  # (K,) of the rows that arrive, expert by expert
     rows = Arrive.apply(*travelling, group, sent, received)
-    y = experts.compute(pick(rows, row), arriving[:, :n].sum(0), *(local_tensor(w) for w in experts.parameters()))
+    y = experts.compute(
+        pick(rows, row), arriving[:, :n].sum(0), *(local_tensor(w) for w in experts.parameters())
+    )
     y = add_up(y * weight.flatten()[order, None].to(y.dtype), row, len(rows))
     return add_up(AllToAll.apply(y, group, received, sent), token, N) + for_every_token

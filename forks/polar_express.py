@@ -1,10 +1,12 @@
-"""Muon with Polar Express: the best polynomial for each step of the iteration (arXiv:2505.16932), in place of Newton-Schulz's
-same one for all steps. docs/fork_me.md has the lines for a recipe.
+"""Muon with Polar Express: the best polynomial for each step of the iteration (arXiv:2505.16932),
+in place of Newton-Schulz's same one for all steps. docs/fork_me.md has the lines for a recipe.
 
-The five equal steps of Muon map singular values in [0.01, 1] to 0.68 to 1.13, and smaller ones down to 0.001 to 0.47 to 1.2.
-Polar Express is the composition of five polynomials that comes closest to 1 on all of [0.001, 1]: with the margin below, 0.84
-to 1.12, at the same price. Each polynomial is the best one on the interval onto which the polynomials before map.
+The five equal steps of Muon map singular values in [0.01, 1] to 0.68 to 1.13, and smaller ones down
+to 0.001 to 0.47 to 1.2. Polar Express is the composition of five polynomials that comes closest to
+1 on all of [0.001, 1]: with the margin below, 0.84 to 1.12, at the same price. Each polynomial is
+the best one on the interval onto which the polynomials before map.
 """
+
 import torch
 
 from support.muon import Muon
@@ -17,13 +19,16 @@ SCHEDULE = [
     (3.3184196573706015, -2.488488024314874, 0.51004894012372),
     (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
 ]
-SAFETY = 1.01  # bf16 may round a singular value to above 1, where the polynomials explode: the paper shrinks x a little
+# bf16 may round a singular value to above 1, where the polynomials explode: the paper shrinks x a
+# little
+SAFETY = 1.01
 
 
 class PolarExpress(Muon):
     def orthogonalize(self, update, group):
         x = update.bfloat16()
-        x = x.mT if update.shape[-2] > update.shape[-1] else x  # the products below are then of the shorter side
+        # the products below are then of the shorter side
+        x = x.mT if update.shape[-2] > update.shape[-1] else x
         x = x / (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) * SAFETY + group["eps"])
         for a, b, c in SCHEDULE:
             gram = x @ x.mT

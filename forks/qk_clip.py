@@ -1,8 +1,10 @@
-"""QK-clip: after each step, scale down the queries and keys of heads whose attention logits have grown too large (MuonClip of
-Kimi K2, arXiv:2507.20534, sec. 2.1). For latent attention, models/deepseek.py; docs/fork_me.md has the lines for a recipe.
+"""QK-clip: after each step, scale down the queries and keys of heads whose attention logits have
+grown too large (MuonClip of Kimi K2, arXiv:2507.20534, sec. 2.1). For latent attention,
+models/deepseek.py; docs/fork_me.md has the lines for a recipe.
 
 A model with a norm of queries and keys (models/qwen3.py) has bounded logits, and needs no clip.
 """
+
 import math
 from functools import partial
 
@@ -15,10 +17,11 @@ QUERIES = 1024  # at a time: the scores of one head then take 1024 T numbers, no
 
 
 class QKClip:
-    """Build after the optimizer, and call step() after the optimizer's. In the forwards of a step the class notes the largest
-    logit S of each head: scale * q . k over all pairs of tokens of a sequence, as in the paper, so also over pairs that the
-    mask hides. A forward without gradients (a validation) is not noted. The cost: a product of queries and keys per layer, and
-    under cp an all-gather of the keys.
+    """Build after the optimizer, and call step() after the optimizer's. In the forwards of a step
+    the class notes the largest logit S of each head: scale * q . k over all pairs of tokens of a
+    sequence, as in the paper, so also over pairs that the mask hides. A forward without gradients
+    (a validation) is not noted. The cost: a product of queries and keys per layer, and under cp an
+    all-gather of the keys.
     """
 
     def __init__(self, stages, layout, tau: float = 100.0):
@@ -27,11 +30,15 @@ class QKClip:
         config = stages[0].config
         for i, attn in self.attns.items():
             if not hasattr(attn, "wkv_b"):
-                raise ValueError(f"QKClip knows latent attention (models/deepseek.py) only, and blocks.{i}.attn is another; "
-                                 "a norm of queries and keys, as in models/qwen3.py, bounds logits as well")
+                raise ValueError(
+                    "QKClip knows latent attention (models/deepseek.py) only, and "
+                    f"blocks.{i}.attn is another; "
+                    "a norm of queries and keys, as in models/qwen3.py, bounds logits as well"
+                )
             attn.register_forward_pre_hook(partial(self.watch, i))
         shape = config.n_layers + config.mtp_depth, config.n_heads
-        self.logits = torch.full(shape, -math.inf, device=layout.device)  # of this step, of the heads of this rank
+        # of this step, of the heads of this rank
+        self.logits = torch.full(shape, -math.inf, device=layout.device)
 
     def watch(self, i, attn, args):
         x, cos, sin, attend, *rest = args
@@ -46,25 +53,36 @@ class QKClip:
     def note(self, i, q, k, scale):
         """q and k (B, H/tp, T/cp, K)"""
         if self.layout.cp > 1:
-            k = AllGather.apply(k, 2, self.layout.group("cp"))  # (B, H/tp, T, K), in another order, which does not matter
-        heads = self.logits[i].chunk(self.layout.tp)[self.layout.coordinate("tp") if self.layout.tp > 1 else 0]  # (H/tp,)
+            # (B, H/tp, T, K), in another order, which does not matter
+            k = AllGather.apply(k, 2, self.layout.group("cp"))
+        # (H/tp,)
+        heads = self.logits[i].chunk(self.layout.tp)[
+            self.layout.coordinate("tp") if self.layout.tp > 1 else 0
+        ]
         for some in q.split(QUERIES, 2):
             torch.maximum(heads, (some @ k.mT).amax((0, 2, 3)).float() * scale, out=heads)
 
     @torch.no_grad()
     def step(self, grad_norm) -> dict:
-        """Scale the heads with S > tau by gamma = tau / S; for the log, return the largest S before. In a step that is skipped,
-        change nothing."""
-        if self.layout.world_size > 1:  # each head is on some ranks; each of these has seen other tokens
+        """Scale the heads with S > tau by gamma = tau / S; for the log, return the largest S
+        before. In a step that is skipped, change nothing."""
+        # each head is on some ranks; each of these has seen other tokens
+        if self.layout.world_size > 1:
             dist.all_reduce(self.logits, dist.ReduceOp.MAX)
-        gammas = torch.where((self.logits > self.tau) & grad_norm.isfinite(), self.tau / self.logits, 1.0)
+        gammas = torch.where(
+            (self.logits > self.tau) & grad_norm.isfinite(), self.tau / self.logits, 1.0
+        )
         for i, attn in self.attns.items():
             N, P, U, _ = attn.dims
             gamma, root = gammas[i, :, None], gammas[i, :, None].sqrt()  # (H, 1)
             wq = attn.wq_b if hasattr(attn, "wq_b") else attn.wq
-            # a logit is q_nope . k_nope + q_rope . k_rope; all heads share k_rope, so its factor goes to q_rope
+            # a logit is q_nope . k_nope + q_rope . k_rope; all heads share k_rope, so its factor
+            # goes to q_rope
             scale_rows(wq.weight, torch.cat([root.expand(-1, N), gamma.expand(-1, P)], 1).flatten())
-            scale_rows(attn.wkv_b.weight, torch.cat([root.expand(-1, N), torch.ones_like(root).expand(-1, U)], 1).flatten())
+            scale_rows(
+                attn.wkv_b.weight,
+                torch.cat([root.expand(-1, N), torch.ones_like(root).expand(-1, U)], 1).flatten(),
+            )
         largest = self.logits.max()
         self.logits.fill_(-math.inf)
         return {"max_logit": largest}

@@ -1,4 +1,5 @@
 """A task of grpo.py (--env sum_digits) with a list of problems: "Sum the digits of 123: " -> "6"."""
+
 import re
 import string
 
@@ -7,4 +8,6 @@ problems = [(f"Sum the digits of {i:03}: ", str(sum(map(int, f"{i:03}")))) for i
 
 
 def reward(prompt, completion, truncated=False):
-    return float(completion.strip() == str(sum(map(int, re.findall(r"\d", prompt)))) and not truncated)
+    return float(
+        completion.strip() == str(sum(map(int, re.findall(r"\d", prompt)))) and not truncated
+    )

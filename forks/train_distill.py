@@ -3,25 +3,30 @@
     python forks/train_distill.py --teacher LARGE_FOLDER --init_from SMALL_FOLDER --env dataset --env_data prompts.jsonl
     torchrun --nproc_per_node 4 forks/train_distill.py --teacher LARGE_FOLDER --init_from SMALL_FOLDER --env my_env.py --tp 2
 
-The policy samples, and the teacher says how likely each sampled token is. The reverse KL divergence of policy pi and teacher q,
-KL(pi | q) = E_pi[log pi(y_t) - log q(y_t)] per token, falls with a policy gradient whose advantages are
+The policy samples, and the teacher says how likely each sampled token is. The reverse KL divergence
+of policy pi and teacher q, KL(pi | q) = E_pi[log pi(y_t) - log q(y_t)] per token, falls with a
+policy gradient whose advantages are
 
     A_t = log q(y_t) - log mu(y_t)
 
-so a token has an advantage of its own, positive where the teacher likes it better than the sampler mu. No answer and no reward
-is needed; rewards are still computed, logged and evaluated, and so are their advantages. `kl` of metrics.jsonl is KL(pi | q)
-per token, the mean of log pi(y_t) - log q(y_t).
+so a token has an advantage of its own, positive where the teacher likes it better than the sampler
+mu. No answer and no reward is needed; rewards are still computed, logged and evaluated, and so are
+their advantages. `kl` of metrics.jsonl is KL(pi | q) per token, the mean of log pi(y_t) - log
+q(y_t).
 
-This file is the difference from grpo.py, and takes all the rest from there: sampling, losses, layouts, --gen_ranks, --engine,
---async_steps, --lora_rank. A comment that begins with "distill:" says where a part differs from the part of grpo.py with the
-same name. A run writes runs/distill/, with the files of grpo.py.
+This file is the difference from grpo.py, and takes all the rest from there: sampling, losses,
+layouts, --gen_ranks, --engine, --async_steps, --lora_rank. A comment that begins with "distill:"
+says where a part differs from the part of grpo.py with the same name. A run writes runs/distill/,
+with the files of grpo.py.
 """
+
 import os
 import string
 import sys
 from dataclasses import dataclass, replace
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # distill: beside the folder of the rest
+# distill: beside the folder of the rest
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import grpo
 from checkpoint import load_weights
 from distributed.launch import run
@@ -38,12 +43,15 @@ OF_REWARDS = ("kl_coef", "std_norm", "dynamic_sampling", "overlong_tokens")
 class Config(grpo.Config):
     REFUSED = (*grpo.Config.REFUSED, *OF_REWARDS)
     teacher: str = ""  # a Hugging Face, run or step folder; with the policy's tokenizer
-    out: str = "runs/distill"  # folder for all files of the run; the same folder again continues the run
+    # folder for all files of the run; the same folder again continues the run
+    out: str = "runs/distill"
 
     def __post_init__(self):
         super().__post_init__()
         for name in given_flags(self).keys() & OF_REWARDS:
-            raise ValueError(f"--{name}: advantages come from the teacher, not from rewards; leave it out")
+            raise ValueError(
+                f"--{name}: advantages come from the teacher, not from rewards; leave it out"
+            )
 
 
 # differs from grpo: the reference is the teacher, and teaches
@@ -53,8 +61,15 @@ class Trainer(grpo.Trainer):
     def __init__(self, cfg, layout, model, reference=None):
         about = replace(cfg, init_from=cfg.teacher, model_args="", lora_rank=0)
         Model, config = model_of(about, 0)
-        check_layout(cfg, config, seq_len=cfg.seq_len, local_batch_size=cfg.local_batch_size * cfg.pp,
-                     global_batch_size=-1, device=cfg.device, world_size=layout.world_size)
+        check_layout(
+            cfg,
+            config,
+            seq_len=cfg.seq_len,
+            local_batch_size=cfg.local_batch_size * cfg.pp,
+            global_batch_size=-1,
+            device=cfg.device,
+            world_size=layout.world_size,
+        )
         unknown = Text(cfg.teacher).unknown_ids(config.vocab_size, layout.device)
         teacher = build_policy(about, layout, Model, config, unknown, lambda fqn: True)
         load_weights([teacher], cfg.teacher)
@@ -65,7 +80,8 @@ class Trainer(grpo.Trainer):
         b["advantage"] = logprobs - b["mu"]
         return logprobs
 
-    def divergence(self, d):  # k1: the exponential of k3 is huge where the teacher is sure and the policy is not
+    # k1: the exponential of k3 is huge where the teacher is sure and the policy is not
+    def divergence(self, d):
         return -d
 
 
@@ -74,10 +90,17 @@ def main(cfg: Config):
     if not cfg.teacher:
         raise ValueError("distillation needs a teacher: --teacher FOLDER")
     alphabet = getattr(open_task(cfg), "ALPHABET", string.printable)
-    ours, theirs = (Text(source, cfg.out, alphabet).tokenizer.get_vocab() for source in (cfg.init_from, cfg.teacher))
+    ours, theirs = (
+        Text(source, cfg.out, alphabet).tokenizer.get_vocab()
+        for source in (cfg.init_from, cfg.teacher)
+    )
     if ours != theirs:
-        raise ValueError(f"--teacher {cfg.teacher} has another vocabulary, {len(theirs):,} tokens, than the policy, "
-                         f"{len(ours):,}: a token's number would mean another text; choose a teacher with the same tokenizer")
+        raise ValueError(
+            f"--teacher {cfg.teacher} has another vocabulary, {len(theirs):,} tokens, than the "
+            "policy, "
+            f"{len(ours):,}: a token's number would mean another text; choose a teacher with the "
+            "same tokenizer"
+        )
     return grpo.main(cfg, Trainer)
 
 

@@ -7,6 +7,7 @@ The task is the secret word and a number, so an eighth of the games is held out;
 model is a guess and a new line. The game answers with a mark per letter and a new line: + for a letter at its place, - for a
 letter of another place, . for a letter that the word does not have.
 """
+
 LETTERS = "abcd"
 ALPHABET = LETTERS + ">+-.\n"
 TURN_END = "\n"
@@ -14,12 +15,20 @@ GUESSES = 5
 
 
 def make(rng):
-    """A secret word, and a poor player's game for the warm-up: three of four right letters are kept, the rest is guessed."""
-    task, transcript, guess, marks = f"{''.join(rng.choices(LETTERS, k=3))}{rng.randrange(100)}", "", "", "..."
+    """A secret word, and a poor player's game for the warm-up: three of four right letters are
+    kept, the rest is guessed."""
+    task, transcript, guess, marks = (
+        f"{''.join(rng.choices(LETTERS, k=3))}{rng.randrange(100)}",
+        "",
+        "",
+        "...",
+    )
     state, done = reset(task)[0], False
     while not done:
         keep = [mark == "+" and rng.random() < 0.75 for mark in marks]
-        guess = "".join(old if kept else rng.choice(LETTERS) for old, kept in zip(guess or "aaa", keep))
+        guess = "".join(
+            old if kept else rng.choice(LETTERS) for old, kept in zip(guess or "aaa", keep)
+        )
         marks, done, _ = step(state, guess)
         transcript += f"{guess}\n" + marks * (not done)
     return task, transcript

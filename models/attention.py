@@ -1,11 +1,14 @@
 """Attention kernels and masks. Nothing here knows of other processes.
 
-B batch, T sequence, H query heads, G key/value heads (H a multiple of G), K head_dim, S keys seen so far
+B batch, T sequence, H query heads, G key/value heads (H a multiple of G), K head_dim, S keys seen
+so far
 
-A block never builds a mask. Once per forward the model calls `causal_attention(positions, doc_ids)`, and every block calls the
-returned `attend(q, k, v)`. To change attention, replace the maker: context parallelism sets `model.make_attend` (parallel.py),
-and generation hands each block an `attend` with a cache (rl/decoding.py).
+A block never builds a mask. Once per forward the model calls `causal_attention(positions,
+doc_ids)`, and every block calls the returned `attend(q, k, v)`. To change attention, replace the
+maker: context parallelism sets `model.make_attend` (parallel.py), and generation hands each block
+an `attend` with a cache (rl/decoding.py).
 """
+
 from functools import cache
 
 import torch
@@ -14,47 +17,75 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, mask=None, is_causal=False, scale=None, sinks=None) -> Tensor:
+def sdpa(
+    q: Tensor, k: Tensor, v: Tensor, mask=None, is_causal=False, scale=None, sinks=None
+) -> Tensor:
     """Scaled dot-product attention: q (B, H, T, K), k (B, G, S, K), v (B, G, S, U) -> (B, H, T, U).
 
-    mask: broadcastable to (B, H, T, S); boolean (True: the query may look at the key), or numbers added to the scores.
+    mask: broadcastable to (B, H, T, S); boolean (True: the query may look at the key), or numbers
+    added to the scores.
     sinks (H,): a logit per head for a key without a value; needs a mask.
     """
     if sinks is not None:
         return attention_with_sinks(q, k, v, mask, scale, sinks)
     K, U = q.shape[-1], v.shape[-1]
     # Torch takes the first kernel of this list that can compute the attention.
-    kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    kernels = [
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.MATH,
+    ]
     if q.is_cuda and type(mask) is Tensor:  # generation: cuDNN would plan anew for each length
         kernels = kernels[2:]
         if q.shape[1] != k.shape[1]:  # the efficient kernel knows no groups
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    # DeepSeek's values are narrower than the keys, but flash kernels need equal widths. From 1,000 tokens on, a flash kernel
-    # on values padded with zeros is faster than the plain one. Flash refuses fp32 on a GPU; only flash takes lower_right_mask.
-    flash_runs = not q.is_cuda or q.element_size() == 2 and mask is not None and type(mask) is not Tensor
+    # DeepSeek's values are narrower than the keys, but flash kernels need equal widths. From 1,000
+    # tokens on, a flash kernel on values padded with zeros is faster than the plain one. Flash
+    # refuses fp32 on a GPU; only flash takes lower_right_mask.
+    flash_runs = (
+        not q.is_cuda or q.element_size() == 2 and mask is not None and type(mask) is not Tensor
+    )
     if U < K <= 256 and flash_runs:
         v = F.pad(v, (0, K - U))
     with sdpa_kernel(kernels, set_priority=True):
         out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
         )
     return out if v.shape[-1] == U else out[..., :U]
 
 
-def attention_with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale, sinks: Tensor) -> Tensor:
+def attention_with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale, sinks: Tensor
+) -> Tensor:
     """sdpa() step by step, with all scores (B, H, T, S) in memory: no CPU kernel has sinks."""
     G = k.shape[1]
-    scores = q.unflatten(1, (G, -1)) @ k[:, :, None].transpose(-1, -2) * (scale or q.shape[-1] ** -0.5)  # (B, G, H/G, T, S)
+    # (B, G, H/G, T, S)
+    scores = (
+        q.unflatten(1, (G, -1)) @ k[:, :, None].transpose(-1, -2) * (scale or q.shape[-1] ** -0.5)
+    )
     mask = mask[:, :, None]
-    scores = scores.float().masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores.float() + mask
+    scores = (
+        scores.float().masked_fill(~mask, -torch.inf)
+        if mask.dtype == torch.bool
+        else scores.float() + mask
+    )
     sink = sinks.float().view(1, G, -1, 1, 1).expand(*scores.shape[:-1], 1)
     weight = torch.cat([scores, sink], -1).softmax(-1)[..., :-1].to(v.dtype)
     return (weight @ v[:, :, None]).flatten(1, 2)
 
 
 def compile_each_shape(function, **options):
-    """Compile once per shape, and once more without gradients. After 8 compilations torch would only warn and run the function
-    uncompiled: FlexAttention then writes all T x T scores. The packed samples of grpo.py have more than 8 shapes."""
+    """Compile once per shape, and once more without gradients. After 8 compilations torch would
+    only warn and run the function
+    uncompiled: FlexAttention then writes all T x T scores. The packed samples of grpo.py have more
+    than 8 shapes."""
     import torch._dynamo
 
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 128)
@@ -63,38 +94,56 @@ def compile_each_shape(function, **options):
 
 @cache
 def compiled_flex_attention():
-    """FlexAttention, compiled once per process. Uncompiled, FlexAttention is slow and holds all scores."""
+    """FlexAttention, compiled once per process. Uncompiled, FlexAttention is slow and holds all
+    scores."""
     from torch._inductor import config
     from torch.nn.attention.flex_attention import flex_attention
 
-    # --ac op keeps or recomputes each operator. Without this option the compiled kernel is invisible and always recomputed.
-    visible = {"wrap_inductor_compiled_regions": True} if hasattr(config, "wrap_inductor_compiled_regions") else None
+    # --ac op keeps or recomputes each operator. Without this option the compiled kernel is
+    # invisible and always recomputed.
+    visible = (
+        {"wrap_inductor_compiled_regions": True}
+        if hasattr(config, "wrap_inductor_compiled_regions")
+        else None
+    )
     return compile_each_shape(flex_attention, options=visible)
 
 
 @cache
 def compiled_block_mask():
-    """create_block_mask, compiled to write only blocks; uncompiled it writes the whole mask (B, T, S), 10 GiB at 32k tokens."""
+    """create_block_mask, compiled to write only blocks; uncompiled it writes the whole mask (B, T,
+    S), 10 GiB at 32k tokens."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     return compile_each_shape(create_block_mask)
 
 
-def causal_attention(positions: Tensor, doc_ids: Tensor | None = None, q_index: Tensor | None = None, reach=None, S=None):
-    """Return attend(q, k, v, scale=None, sinks=None) for queries at positions (B or 1, T). sinks: see sdpa; only with a reach.
+def causal_attention(
+    positions: Tensor,
+    doc_ids: Tensor | None = None,
+    q_index: Tensor | None = None,
+    reach=None,
+    S=None,
+):
+    """Return attend(q, k, v, scale=None, sinks=None) for queries at positions (B or 1, T). sinks:
+    see sdpa; only with a reach.
 
     doc_ids (B, S): attention also stops at document boundaries.
-    q_index (T,): positions of the queries, if this rank has only some of the S positions (context parallelism).
-    reach (B or 1, T): number of tokens that each query sees, its own included: a sliding window, or the chunk so far.
+    q_index (T,): positions of the queries, if this rank has only some of the S positions (context
+    parallelism). reach (B or 1, T): number of tokens that each query sees, its own included: a
+    sliding window, or the chunk so far.
     """
     if doc_ids is None and reach is None:
-        assert q_index is None, "queries that are only some of the positions need a mask: see lower_right_mask"
+        assert q_index is None, (
+            "queries that are only some of the positions need a mask: see lower_right_mask"
+        )
         return lambda q, k, v, scale=None: sdpa(q, k, v, is_causal=True, scale=scale)
 
     S = S or (positions if doc_ids is None else doc_ids).shape[1]
     k_index = torch.arange(S, device=positions.device)
     q_index = k_index if q_index is None else q_index
-    if positions.is_cuda:  # on a GPU a boolean mask would rule out the flash kernel and cost B*T*S bytes
+    # on a GPU a boolean mask would rule out the flash kernel and cost B*T*S bytes
+    if positions.is_cuda:
         return flex_attend(q_index, S, doc_ids, reach)
 
     mask = (q_index[:, None] >= k_index)[None]
@@ -124,14 +173,17 @@ def flex_attend(q_index: Tensor, S: int, doc_ids: Tensor | None, reach: Tensor |
         options = dict(block_mask=block_mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
         if sinks is None:
             return compiled_flex_attention()(q, k, v, **options)
-        out, total = compiled_flex_attention()(q, k, v, return_lse=True, **options)  # total (B, H, T): log of the softmax's sum
-        return out * torch.sigmoid(total - sinks[:, None])[..., None].to(out.dtype)  # without the sink's share
+        # total (B, H, T): log of the softmax's sum
+        out, total = compiled_flex_attention()(q, k, v, return_lse=True, **options)
+        # without the sink's share
+        return out * torch.sigmoid(total - sinks[:, None])[..., None].to(out.dtype)
 
     return attend
 
 
 def lower_right_mask(T: int, S: int, device: torch.device):
-    """The mask for queries at the last T of S positions: a causal triangle in the lower right corner of (T, S)."""
+    """The mask for queries at the last T of S positions: a causal triangle in the lower right
+    corner of (T, S)."""
     if device.type == "cuda":  # takes no memory: only tells the flash kernel the triangle's corner
         from torch.nn.attention.bias import causal_lower_right
 

@@ -1,10 +1,13 @@
 """Hugging Face's config.json, read and written with two tables at the end of each model's file.
 
-fields: our field -> (their name, default). The default counts if the file lacks the field or says null. Default None: the
+fields: our field -> (their name, default). The default counts if the file lacks the field or says
+null. Default None: the
     file must have the field. A function as default computes the value from the other fields. If the default is True or False,
     null means False, as in transformers.
-fixed: their name -> values that our model can represent. We write the first value, and assume it if the file lacks the field.
+fixed: their name -> values that our model can represent. We write the first value, and assume it if
+the file lacks the field.
 """
+
 # Fields of all models
 SHARED_FIELDS = dict(
     dim=("hidden_size", None),
@@ -19,55 +22,84 @@ SHARED_FIELDS = dict(
 SHARED_FIXED = dict(hidden_act=("silu",), attention_bias=(False,))
 # type of RoPE scaling -> (required names, optional names)
 _original = "original_max_position_embeddings"
-YARN = dict(yarn=(("factor", _original), ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")))
+YARN = dict(
+    yarn=(
+        ("factor", _original),
+        ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
+    )
+)
 STRETCHES = YARN | dict(llama3=(("factor", "low_freq_factor", "high_freq_factor", _original), ()))
 
 
 def check_sizes(config, *names: str, rotated: str = "head_dim") -> None:
-    """Raise ValueError naming the fields of a model's config that are below 1 (None is no size), for heads that do not share
-    out the kv heads evenly, and for an odd size of what RoPE rotates."""
-    if wrong := [f"{name} {size}" for name in names if (size := getattr(config, name)) is not None and size < 1]:
+    """Raise ValueError naming the fields of a model's config that are below 1 (None is no size),
+    for heads that do not share out the kv heads evenly, and for an odd size of what RoPE rotates.
+    """
+    if wrong := [
+        f"{name} {size}"
+        for name in names
+        if (size := getattr(config, name)) is not None and size < 1
+    ]:
         raise ValueError(f"the model's {', '.join(wrong)} must be at least 1")
     if config.n_heads % config.n_kv_heads:
-        raise ValueError(f"n_heads {config.n_heads} is not a multiple of n_kv_heads {config.n_kv_heads}, which they share")
+        raise ValueError(
+            f"n_heads {config.n_heads} is not a multiple of n_kv_heads {config.n_kv_heads}, which "
+            "they share"
+        )
     if (size := getattr(config, rotated)) % 2:
         raise ValueError(f"{rotated} {size} is odd, and RoPE turns pairs; use {size + 1}")
 
 
 def config_from_hf(Config, config_json: dict, fields: dict, fixed: dict, stretches: dict):
-    """The Config for a config.json. Raises ValueError naming the field that the model cannot represent.
+    """The Config for a config.json. Raises ValueError naming the field that the model cannot
+    represent.
 
     stretches: type of RoPE scaling that the model knows -> (required names, optional names).
     """
     file, (hf, scaling) = f"{Config.__module__.replace('.', '/')}.py", gather_rope(config_json)
-    for name, allowed in (fixed | dict(rope_type=("default", *stretches), partial_rotary_factor=(1.0, None))).items():
+    for name, allowed in (
+        fixed | dict(rope_type=("default", *stretches), partial_rotary_factor=(1.0, None))
+    ).items():
         found = hf.setdefault(name, None if name == "model_type" else allowed[0])
         if found not in allowed:
             values = " or ".join(dict.fromkeys(map(repr, allowed)))
             raise ValueError(f"config.json: {name} is {found!r}; {file} has only {values}")
     needed, others = stretches.get(hf["rope_type"], ((), ()))
     if odd := sorted(scaling.keys() - {*needed, *others}):
-        raise ValueError(f"config.json: rope scaling has {', '.join(odd)}; {file} knows {', '.join(needed + others) or 'none'}")
+        raise ValueError(
+            f"config.json: rope scaling has {', '.join(odd)}; {file} knows "
+            f"{', '.join(needed + others) or 'none'}"
+        )
     if missing := [name for name in needed if name not in scaling]:
-        raise ValueError(f"config.json: rope scaling {hf['rope_type']!r} lacks {', '.join(missing)}")
-    if missing := [theirs for theirs, default in fields.values() if default is None and hf.get(theirs) is None]:
+        raise ValueError(
+            f"config.json: rope scaling {hf['rope_type']!r} lacks {', '.join(missing)}"
+        )
+    if missing := [
+        theirs for theirs, default in fields.values() if default is None and hf.get(theirs) is None
+    ]:
         raise ValueError(f"config.json has no number for {', '.join(missing)}")
     values = {ours: value_of(hf, *entry) for ours, entry in fields.items()}
     return Config(**values, rope_scaling=scaling if hf["rope_type"] in stretches else None)
 
 
 def gather_rope(config_json: dict) -> tuple[dict, dict]:
-    """(config.json with rope_type, rope_theta and partial_rotary_factor at the top level, the other numbers of RoPE)."""
+    """(config.json with rope_type, rope_theta and partial_rotary_factor at the top level, the other
+    numbers of RoPE)."""
     # transformers 4 / 5, which lets the older name win if a file has both
     rope = config_json.get("rope_scaling") or config_json.get("rope_parameters") or {}
     rope = {name: value for name, value in dict(rope).items() if value is not None}
     rope["rope_type"] = rope.get("rope_type", rope.pop("type", "default"))
-    hf = config_json | {name: rope.pop(name) for name in ("rope_type", "rope_theta", "partial_rotary_factor") if name in rope}
+    hf = config_json | {
+        name: rope.pop(name)
+        for name in ("rope_type", "rope_theta", "partial_rotary_factor")
+        if name in rope
+    }
     return hf, rope
 
 
 def value_of(hf: dict, theirs: str, default):
-    """The value of a field. An integer becomes a float if the default is a float: JSON may say 10000 for 10000.0."""
+    """The value of a field. An integer becomes a float if the default is a float: JSON may say
+    10000 for 10000.0."""
     value = hf.get(theirs, default)
     if value is None:
         value = False if type(default) is bool else default
@@ -77,7 +109,8 @@ def value_of(hf: dict, theirs: str, default):
 
 
 def config_to_hf(config, fields: dict, fixed: dict) -> dict:
-    """The inverse, in the spelling of transformers 4 (5 reads it too). The model adds fields outside the tables."""
+    """The inverse, in the spelling of transformers 4 (5 reads it too). The model adds fields
+    outside the tables."""
     found = {theirs: getattr(config, ours) for ours, (theirs, _) in fields.items()}
     rope = config.rope_scaling
     rope = rope and {"rope_type": "llama3" if "low_freq_factor" in rope else "yarn", **rope}

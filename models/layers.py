@@ -2,6 +2,7 @@
 
 B batch, T sequence, D dim, H heads, K head_dim, N tokens (B*T)
 """
+
 import inspect
 import math
 
@@ -11,10 +12,16 @@ from torch.autograd.function import once_differentiable
 
 
 class RMSNorm(nn.RMSNorm):
-    """On a GPU or compiled, nn.RMSNorm is a single kernel; eager on a CPU it runs twenty operators, Normalize only a few."""
+    """On a GPU or compiled, nn.RMSNorm is a single kernel; eager on a CPU it runs twenty operators,
+    Normalize only a few."""
 
     def forward(self, x):
-        if x.is_cuda or hasattr(x, "placements") or torch.compiler.is_compiling() or x.dtype == torch.float64:
+        if (
+            x.is_cuda
+            or hasattr(x, "placements")
+            or torch.compiler.is_compiling()
+            or x.dtype == torch.float64
+        ):
             return super().forward(x)  # placements: a DTensor
         if not torch.is_grad_enabled():  # skip autograd's bookkeeping, as slow as two operators
             return normalized(x, self.weight, self.eps)[0]
@@ -44,7 +51,8 @@ class Normalize(torch.autograd.Function):
         x, weight, r = ctx.saved_tensors
         normed = x * r
         product = grad * normed
-        dw = product.sum_to_size(weight.shape).to(weight.dtype) if ctx.needs_input_grad[1] else None  # (D)
+        # (D)
+        dw = product.sum_to_size(weight.shape).to(weight.dtype) if ctx.needs_input_grad[1] else None
         # dx = r (g - normed <g, normed> / D), where g = grad * weight
         dot = (product @ weight.float())[..., None]
         dx = (grad * weight).float().addcmul_(normed, dot, value=-1 / x.shape[-1]).mul_(r)
@@ -57,8 +65,9 @@ def takes_places(model: nn.Module) -> bool:
 
 
 def places_of(batch, seed: int) -> Tensor:
-    """(A, B, T) int64: a number for each token of the run, the same in every layout. The low 24 bits are the position in the
-    sequence, the bits above are the number of the sequence. Another seed starts to count sequences elsewhere."""
+    """(A, B, T) int64: a number for each token of the run, the same in every layout. The low 24
+    bits are the position in the sequence, the bits above are the number of the sequence. Another
+    seed starts to count sequences elsewhere."""
     A, B, T = batch.tokens.shape
     first = batch.first + seed * 0x9E3779B97F4A7C15 % 2**38
     sequences = first + torch.arange(A * B, device=batch.tokens.device).view(A, B, 1)
@@ -66,19 +75,24 @@ def places_of(batch, seed: int) -> Tensor:
 
 
 def weight_of(linear: nn.Linear) -> Tensor:
-    """The effective matrix (out, in), LoRA's product included (sft/lora.py). Use it wherever code multiplies with
-    .weight instead of calling the linear; plain .weight would leave the adapters out."""
+    """The effective matrix (out, in), LoRA's product included (sft/lora.py). Use it wherever code
+    multiplies with .weight instead of calling the linear; plain .weight would leave the adapters
+    out."""
     return linear.merged().to(linear.weight.dtype) if hasattr(linear, "merged") else linear.weight
 
 
 def rope_frequencies(config, K: int, device, truncate=True) -> Tensor:
-    """(K/2,) radians per position, fp32 (RoPE eq. 34, arXiv:2104.09864), stretched for long context if config.rope_scaling says
-    so, like Llama 3.1 or by yarn (arXiv:2309.00071, section 3.2): fast pairs stay, slow pairs are slowed down by `factor`.
+    """(K/2,) radians per position, fp32 (RoPE eq. 34, arXiv:2104.09864), stretched for long context
+    if config.rope_scaling says so, like Llama 3.1 or by yarn (arXiv:2309.00071, section 3.2): fast
+    pairs stay, slow pairs are slowed down by `factor`.
 
     truncate: yarn's limits are whole numbers of pairs.
     """
-    # 1 / theta^x as in transformers, not theta^-x: the last bits differ, by 0.01 radians at position 100,000
-    freq = 1.0 / config.rope_theta ** (torch.arange(0, K, 2, dtype=torch.float32, device=device) / K)
+    # 1 / theta^x as in transformers, not theta^-x: the last bits differ, by 0.01 radians at
+    # position 100,000
+    freq = 1.0 / config.rope_theta ** (
+        torch.arange(0, K, 2, dtype=torch.float32, device=device) / K
+    )
     if (s := config.rope_scaling) is None:
         return freq
     original = s["original_max_position_embeddings"]  # the trained context
@@ -86,9 +100,12 @@ def rope_frequencies(config, K: int, device, truncate=True) -> Tensor:
         turns = original / (2 * math.pi / freq)  # of each pair, within the trained context
         keep = (turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])
     else:
-        # the pairs that turn beta_fast and beta_slow times within the trained context, as numbers between pairs
-        low, high = (math.log(original / (turns * 2 * math.pi)) * K / (2 * math.log(config.rope_theta))
-                     for turns in (s.get("beta_fast", 32.0), s.get("beta_slow", 1.0)))
+        # the pairs that turn beta_fast and beta_slow times within the trained context, as numbers
+        # between pairs
+        low, high = (
+            math.log(original / (turns * 2 * math.pi)) * K / (2 * math.log(config.rope_theta))
+            for turns in (s.get("beta_fast", 32.0), s.get("beta_slow", 1.0))
+        )
         if truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, K - 1)
@@ -98,11 +115,16 @@ def rope_frequencies(config, K: int, device, truncate=True) -> Tensor:
 
 
 def attention_factors(config) -> tuple[float, float]:
-    """(factor of cos and sin, factor of the softmax scale in latent attention): yarn's correction of attention's entropy."""
+    """(factor of cos and sin, factor of the softmax scale in latent attention): yarn's correction
+    of attention's entropy."""
     s = config.rope_scaling
     if s is None or "low_freq_factor" in s:
         return 1.0, 1.0
-    growth, mscale, all_dim = 0.1 * math.log(max(s["factor"], 1)), s.get("mscale", 0), s.get("mscale_all_dim", 0)
+    growth, mscale, all_dim = (
+        0.1 * math.log(max(s["factor"], 1)),
+        s.get("mscale", 0),
+        s.get("mscale_all_dim", 0),
+    )
     factor = (growth * mscale + 1) / (growth * all_dim + 1) if mscale and all_dim else growth + 1
     return s.get("attention_factor", factor), (growth * all_dim + 1) ** 2
 
@@ -111,12 +133,14 @@ def cos_and_sin(config, K: int, positions: Tensor, **options) -> tuple[Tensor, T
     """cos and sin (B or 1, 1, T/cp, K/2) fp32 of positions (B or 1, T/cp), for rotate."""
     angle = positions[:, None, ..., None] * rope_frequencies(config, K, positions.device, **options)
     factor = attention_factors(config)[0]
-    return (angle.cos(), angle.sin()) if factor == 1 else (angle.cos() * factor, angle.sin() * factor)
+    return (
+        (angle.cos(), angle.sin()) if factor == 1 else (angle.cos() * factor, angle.sin() * factor)
+    )
 
 
 class Rotate(torch.autograd.Function):
-    """A rotation in three operators, with a gradient in three. autograd's gradient would take twenty operators and write three
-    times as much memory."""
+    """A rotation in three operators, with a gradient in three. autograd's gradient would take
+    twenty operators and write three times as much memory."""
 
     @staticmethod
     def forward(ctx, x, cos, sin, interleave):
@@ -147,10 +171,12 @@ def pair_up(x: Tensor, interleave: bool) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleave: bool = False) -> Tensor:
-    """Rotary embedding (arXiv:2104.09864) in fp32; x (B, H, T, K); cos, sin (B or 1, 1, T, K/2) fp32. Half-split order, as on
-    disk at Hugging Face. interleave: the pairs of x lie side by side (DeepSeek). The result is half-split in both cases: only
-    products of queries and keys are used, and both have the same order."""
-    if torch.compiler.is_compiling():  # the compiler fuses these lines; torch 2.11 would give Rotate a gradient of zero
+    """Rotary embedding (arXiv:2104.09864) in fp32; x (B, H, T, K); cos, sin (B or 1, 1, T, K/2)
+    fp32. Half-split order, as on disk at Hugging Face. interleave: the pairs of x lie side by side
+    (DeepSeek). The result is half-split in both cases: only products of queries and keys are used,
+    and both have the same order."""
+    # the compiler fuses these lines; torch 2.11 would give Rotate a gradient of zero
+    if torch.compiler.is_compiling():
         a, b = pair_up(x, interleave).unbind(-2)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
     return Rotate.apply(x, cos, sin, interleave)

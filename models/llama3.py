@@ -1,14 +1,18 @@
-"""Llama 3, 3.1 and 3.2: a plain torch model in a single file; builds and runs on a laptop without any process group.
+"""Llama 3, 3.1 and 3.2: a plain torch model in a single file; builds and runs on a laptop without
+any process group.
 
-Two families differ by a line each, so this file reads and writes their Hugging Face folders too: Qwen 2 and 2.5 (a bias on
-queries, keys and values) and Mistral (a sliding window).
+Two families differ by a line each, so this file reads and writes their Hugging Face folders too:
+Qwen 2 and 2.5 (a bias on queries, keys and values) and Mistral (a sliding window).
 
-B batch, T sequence (T/cp on this rank), D dim, H heads (H/tp), G key/value heads (G/tp), K head_dim, F ffn_dim (F/tp),
-V vocab (V/tp). Under sequence parallelism the activations between attention and FFN are (B, T/cp/tp, D).
+B batch, T sequence (T/cp on this rank), D dim, H heads (H/tp), G key/value heads (G/tp), K
+head_dim, F ffn_dim (F/tp), V vocab (V/tp). Under sequence parallelism the activations between
+attention and FFN are (B, T/cp/tp, D).
 
-Architecture: The Llama 3 Herd of Models, arXiv:2407.21783. Numbers of the flavors: the config.json of meta-llama's
+Architecture: The Llama 3 Herd of Models, arXiv:2407.21783. Numbers of the flavors: the config.json
+of meta-llama's
 Hugging Face repositories.
 """
+
 import math
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +22,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from models.attention import causal_attention
-from models.hf_config import SHARED_FIELDS, SHARED_FIXED, STRETCHES, check_sizes, config_from_hf, config_to_hf
+from models.hf_config import (
+    SHARED_FIELDS,
+    SHARED_FIXED,
+    STRETCHES,
+    check_sizes,
+    config_from_hf,
+    config_to_hf,
+)
 from models.layers import RMSNorm, cos_and_sin, rotate
 from models.loss import linear_cross_entropy
 
@@ -34,40 +45,77 @@ class Llama3Config:
     vocab_size: int = 4096
     norm_eps: float = 1e-5
     rope_theta: float = 500000.0
-    rope_scaling: dict | None = None  # as Llama 3.1, or yarn, with the names of Hugging Face's config.json: STRETCHES
+    # as Llama 3.1, or yarn, with the names of Hugging Face's config.json: STRETCHES
+    rope_scaling: dict | None = None
     tie_embeddings: bool = False
     max_seq_len: int = 8192
     qkv_bias: bool = False  # Qwen 2
-    sliding_window: int | None = None  # tokens that a query sees, its own included; None: all (Mistral)
+    # tokens that a query sees, its own included; None: all (Mistral)
+    sliding_window: int | None = None
 
     def __post_init__(self):
-        check_sizes(self, "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size", "max_seq_len",
-                    "sliding_window")
+        check_sizes(
+            self,
+            "dim",
+            "n_layers",
+            "n_heads",
+            "n_kv_heads",
+            "head_dim",
+            "ffn_dim",
+            "vocab_size",
+            "max_seq_len",
+            "sliding_window",
+        )
 
     @classmethod
     def from_hf(cls, config_json: dict) -> "Llama3Config":
-        """The config of a Hugging Face folder's config.json. Raises ValueError naming the field that we cannot represent.
+        """The config of a Hugging Face folder's config.json. Raises ValueError naming the field
+        that we cannot represent.
 
         The tables of names are at the end of this file.
         """
         kind = config_json.get("model_type")
-        window = config_json.get("sliding_window", 4096) if kind == "mistral" else None  # 4096: transformers' default
-        config = config_from_hf(cls, config_json, HF_FIELDS, HF_FIXED | dict(use_sliding_window=(False, None)), STRETCHES)
+        # 4096: transformers' default
+        window = config_json.get("sliding_window", 4096) if kind == "mistral" else None
+        config = config_from_hf(
+            cls,
+            config_json,
+            HF_FIELDS,
+            HF_FIXED | dict(use_sliding_window=(False, None)),
+            STRETCHES,
+        )
         return replace(config, qkv_bias=kind == "qwen2", sliding_window=window)
 
     def to_hf(self) -> dict:
         """The inverse: a config.json for transformers."""
         kind = "qwen2" if self.qkv_bias else "mistral" if self.sliding_window else "llama"
-        found = dict(model_type=kind, architectures=[f"{kind.title()}ForCausalLM"], sliding_window=self.sliding_window)
+        found = dict(
+            model_type=kind,
+            architectures=[f"{kind.title()}ForCausalLM"],
+            sliding_window=self.sliding_window,
+        )
         return config_to_hf(self, HF_FIELDS, HF_FIXED) | found
 
 
 def scaled(factor: float) -> dict:
-    return dict(factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+    return dict(
+        factor=factor,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    )
 
 
-_3_1 = partial(Llama3Config, vocab_size=128256, head_dim=128, n_kv_heads=8, rope_scaling=scaled(8.0), max_seq_len=131072)
-_3_2 = partial(_3_1, tie_embeddings=True, rope_scaling=scaled(32.0))  # Llama 3.2 stretches by 32, not by 8
+_3_1 = partial(
+    Llama3Config,
+    vocab_size=128256,
+    head_dim=128,
+    n_kv_heads=8,
+    rope_scaling=scaled(8.0),
+    max_seq_len=131072,
+)
+# Llama 3.2 stretches by 32, not by 8
+_3_2 = partial(_3_1, tie_embeddings=True, rope_scaling=scaled(32.0))
 FLAVORS = {
     "debug": Llama3Config(),
     "1B": _3_2(dim=2048, n_layers=16, n_heads=32, head_dim=64, ffn_dim=8192),
@@ -88,7 +136,8 @@ class Attention(nn.Module):
         self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=False)
 
     def forward(self, x, cos, sin, attend):
-        # -1 is the number of heads on this rank, H/tp: under tensor parallelism each rank computes some of the heads
+        # -1 is the number of heads on this rank, H/tp: under tensor parallelism each rank computes
+        # some of the heads
         q = self.wq(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H/tp, T/cp, K)
         k = self.wk(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, G/tp, T/cp, K)
         v = self.wv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, G/tp, T/cp, K)
@@ -132,21 +181,37 @@ class Llama3(nn.Module):
         self.blocks = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
         self.norm = RMSNorm(config.dim, eps=config.norm_eps)
         # tied: forward takes the embedding's weight for the head as well
-        self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
-        # parallel.py replaces these functions: context_parallel the first, tensor_parallel and compile the other two.
-        self.make_attend, self.token_loss, self.logits = causal_attention, linear_cross_entropy, F.linear
+        self.head = (
+            None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
+        )
+        # parallel.py replaces these functions: context_parallel the first, tensor_parallel and
+        # compile the other two.
+        self.make_attend, self.token_loss, self.logits = (
+            causal_attention,
+            linear_cross_entropy,
+            F.linear,
+        )
 
-    def forward(self, tokens, labels=None, positions=None, doc_ids=None, loss_denom=None, cache=None):
-        """tokens (B, T) -> logits (B, T, V) in compute dtype; with labels (B, T): the scalar sum of token losses / loss_denom.
+    def forward(
+        self, tokens, labels=None, positions=None, doc_ids=None, loss_denom=None, cache=None
+    ):
+        """tokens (B, T) -> logits (B, T, V) in compute dtype; with labels (B, T): the scalar sum of
+        token losses / loss_denom.
 
-        positions (B, T) or (1, T), default 0..T-1; doc_ids (B, T) of the whole sequence: attention stays inside a
-        document. cache: for generation, see rl/decoding.py. A later pipeline stage takes activations in place of tokens.
+        positions (B, T) or (1, T), default 0..T-1; doc_ids (B, T) of the whole sequence: attention
+        stays inside a document. cache: for generation, see rl/decoding.py. A later pipeline stage
+        takes activations in place of tokens.
         """
         h = tokens if tokens.is_floating_point() else self.tok_embeddings(tokens)  # (B, T/cp, D)
         if positions is None:
             positions = torch.arange(h.shape[1], device=h.device)[None]
-        cos, sin = cos_and_sin(self.config, self.config.head_dim, positions)  # (B, 1, T/cp, K/2) fp32
-        window = {"reach": torch.full_like(positions, self.config.sliding_window)} if self.config.sliding_window else {}
+        # (B, 1, T/cp, K/2) fp32
+        cos, sin = cos_and_sin(self.config, self.config.head_dim, positions)
+        window = (
+            {"reach": torch.full_like(positions, self.config.sliding_window)}
+            if self.config.sliding_window
+            else {}
+        )
         attend = self.make_attend(positions, doc_ids, **window) if cache is None else None
         for i, block in self.blocks.items():
             h = block(h, cos, sin, attend or cache.attend(i, **window))
@@ -161,8 +226,9 @@ class Llama3(nn.Module):
     def init_std(self, fqn: str) -> float | None:
         """Standard deviation of a weight's initial values; None for an unknown name.
 
-        Norms start at 1 and biases at 0, as distributed/initial.py says. Matrices that write into the residual stream are
-        scaled down by sqrt(2 L), so the stream's variance does not grow with depth (GPT-2).
+        Norms start at 1 and biases at 0, as distributed/initial.py says. Matrices that write into
+        the residual stream are scaled down by sqrt(2 L), so the stream's variance does not grow
+        with depth (GPT-2).
         """
         name = ".".join(fqn.split(".")[-2:])
         if name in ("wo.weight", "w2.weight"):
@@ -171,13 +237,19 @@ class Llama3(nn.Module):
         return 0.02 if name in [f"{matrix}.weight" for matrix in matrices] else None
 
     def flops_per_token(self, seq_len: int) -> int:
-        """Forward and backward, PaLM's convention (arXiv:2204.02311, app. B): 6 N + 12 L H K T; N without the lookup table."""
+        """Forward and backward, PaLM's convention (arXiv:2204.02311, app. B): 6 N + 12 L H K T; N
+        without the lookup table."""
         c = self.config
-        n = sum(p.numel() for p in self.parameters()) - (0 if c.tie_embeddings else c.vocab_size * c.dim)
-        return 6 * n + 12 * c.n_layers * c.n_heads * c.head_dim * min(seq_len, c.sliding_window or seq_len)
+        n = sum(p.numel() for p in self.parameters()) - (
+            0 if c.tie_embeddings else c.vocab_size * c.dim
+        )
+        return 6 * n + 12 * c.n_layers * c.n_heads * c.head_dim * min(
+            seq_len, c.sliding_window or seq_len
+        )
 
     def tp_plan(self) -> dict[str, str]:
-        """fqn pattern -> style (a key of parallel.TP_STYLES). Between blocks, activations are sharded along the sequence."""
+        """fqn pattern -> style (a key of parallel.TP_STYLES). Between blocks, activations are
+        sharded along the sequence."""
         plan = {
             "tok_embeddings": "vocab_embedding",
             "blocks.*.attn_norm": "sequence",
@@ -196,8 +268,12 @@ class Llama3(nn.Module):
         return plan if self.config.tie_embeddings else plan | {"head": "vocab_head"}
 
     def hf_keys(self) -> dict[str, str]:
-        """fqn -> name in Hugging Face's files. Nothing is permuted: both sides rotate element i together with i + K/2."""
-        names = {"tok_embeddings.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
+        """fqn -> name in Hugging Face's files. Nothing is permuted: both sides rotate element i
+        together with i + K/2."""
+        names = {
+            "tok_embeddings.weight": "model.embed_tokens.weight",
+            "norm.weight": "model.norm.weight",
+        }
         if not self.config.tie_embeddings:
             names["head.weight"] = "lm_head.weight"
         block = {
@@ -212,9 +288,15 @@ class Llama3(nn.Module):
             "ffn.w3": "mlp.up_proj",
         }
         for i in range(self.config.n_layers):
-            names |= {f"blocks.{i}.{ours}.weight": f"model.layers.{i}.{theirs}.weight" for ours, theirs in block.items()}
+            names |= {
+                f"blocks.{i}.{ours}.weight": f"model.layers.{i}.{theirs}.weight"
+                for ours, theirs in block.items()
+            }
             if self.config.qkv_bias:
-                names |= {f"blocks.{i}.attn.w{x}.bias": f"model.layers.{i}.self_attn.{x}_proj.bias" for x in "qkv"}
+                names |= {
+                    f"blocks.{i}.attn.w{x}.bias": f"model.layers.{i}.self_attn.{x}_proj.bias"
+                    for x in "qkv"
+                }
         return names
 
 

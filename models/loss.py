@@ -2,11 +2,12 @@
 
 N tokens (B*T), D dim, V vocab (V/tp on this rank under vocab parallelism)
 
-The logits of N = 16,384 tokens over V = 128,256 words take 8.4 GB in fp32, their gradient as much again: more than
-the 8B model's activations. So the forward computes the head's matmul, the loss and both gradients together, a chunk
-of tokens at a time, and keeps the gradients for the backward. torch's own `F.linear_cross_entropy` (2.13) sums in
-bf16 and refuses DTensor weights.
+The logits of N = 16,384 tokens over V = 128,256 words take 8.4 GB in fp32, their gradient as much
+again: more than the 8B model's activations. So the forward computes the head's matmul, the loss and
+both gradients together, a chunk of tokens at a time, and keeps the gradients for the backward.
+torch's own `F.linear_cross_entropy` (2.13) sums in bf16 and refuses DTensor weights.
 """
+
 import math
 
 import torch
@@ -16,27 +17,28 @@ from torch import Tensor
 IGNORE = -100  # label of a token without a loss, as in F.cross_entropy
 
 
-# Most logits per chunk: in fp32 64 MiB on a CPU, 1 GiB on a GPU. With smaller chunks a GPU would spend as much time on adding
-# up the head's gradient as on the head's matmuls.
+# Most logits per chunk: in fp32 64 MiB on a CPU, 1 GiB on a GPU. With smaller chunks a GPU would
+# spend as much time on adding up the head's gradient as on the head's matmuls.
 CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**28, "meta": 2**28}
 
 
 def rows_per_chunk(h: Tensor, weight: Tensor) -> int:
-    """Split h into as few equal chunks as CHUNK_ELEMENTS allows. The number of rows is a multiple of 256, the tile size of a
-    GPU's matmuls."""
+    """Split h into as few equal chunks as CHUNK_ELEMENTS allows. The number of rows is a multiple
+    of 256, the tile size of a GPU's matmuls."""
     most = max(256, CHUNK_ELEMENTS[h.device.type] // weight.shape[0] // 256 * 256)
     chunks = max(1, math.ceil(h.shape[0] / most))
     return max(256, math.ceil(h.shape[0] / chunks / 256) * 256)
 
 
 def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """total + a @ b in fp32, in the memory of total; with total None a @ b. Of bf16 a and b, too: a bf16 total would round away
-    the later chunks."""
+    """total + a @ b in fp32, in the memory of total; with total None a @ b. Of bf16 a and b, too: a
+    bf16 total would round away the later chunks."""
     if not a.is_cuda:  # on a CPU no matmul of bf16 returns fp32
         return (a @ b).float() if total is None else total.add_(a @ b)
     if total is None:
         return torch.mm(a, b, out_dtype=torch.float32)
-    return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)  # a single kernel, adding in fp32 registers
+    # a single kernel, adding in fp32 registers
+    return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
 
 
 def no_reduce(x: Tensor, op: str) -> Tensor:
@@ -44,10 +46,14 @@ def no_reduce(x: Tensor, op: str) -> Tensor:
     return x
 
 
-def softmax_loss(h: Tensor, weight: Tensor, labels: Tensor, all_reduce, vocab_start: int, out: Tensor | None) -> Tensor:
-    """Sum of a chunk's losses in fp32. out (n, V): filled with the gradient of the sum by the logits. Compiled by --compile."""
+def softmax_loss(
+    h: Tensor, weight: Tensor, labels: Tensor, all_reduce, vocab_start: int, out: Tensor | None
+) -> Tensor:
+    """Sum of a chunk's losses in fp32. out (n, V): filled with the gradient of the sum by the
+    logits. Compiled by --compile."""
     V, compiled = weight.shape[0], torch.compiler.is_compiling()
-    # (n, V); uncompiled in the memory of their gradient, but a compiled kernel would copy the gradient there
+    # (n, V); uncompiled in the memory of their gradient, but a compiled kernel would copy the
+    # gradient there
     logits = F.linear(h, weight) if compiled or out is None else torch.mm(h, weight.T, out=out)
     valid = labels != IGNORE
     local = labels - vocab_start
@@ -56,15 +62,22 @@ def softmax_loss(h: Tensor, weight: Tensor, labels: Tensor, all_reduce, vocab_st
     target = logits.gather(1, local)[:, 0].float()
     top = all_reduce(logits.amax(1).float(), "max")
     exp = (logits - top[:, None]).exp_()  # in fp32, as top is
-    # two sums in a single all-reduce: exp over the vocabulary, and the label's logit (0 on ranks without the label)
+    # two sums in a single all-reduce: exp over the vocabulary, and the label's logit (0 on ranks
+    # without the label)
     sums = all_reduce(torch.stack([exp.sum(1), torch.where(mine, target, 0.0)]), "sum")
     if out is not None:  # softmax - one_hot(label); zero for a token without a loss
         total = torch.where(valid, sums[0], torch.inf)
         if compiled:  # the subtraction joins the only pass over the logits
-            out.copy_(exp / total[:, None] - ((torch.arange(V, device=h.device) == local) & mine[:, None]).float())
+            out.copy_(
+                exp / total[:, None]
+                - ((torch.arange(V, device=h.device) == local) & mine[:, None]).float()
+            )
         else:
-            torch.div(exp, total[:, None], out=out)  # at the label, too, the subtraction comes before the rounding
-            out.scatter_(1, local, ((target - top).exp() / total - mine.float()).to(out.dtype)[:, None])
+            # at the label, too, the subtraction comes before the rounding
+            torch.div(exp, total[:, None], out=out)
+            out.scatter_(
+                1, local, ((target - top).exp() / total - mine.float()).to(out.dtype)[:, None]
+            )
     return torch.where(valid, sums[0].log() + top - sums[1], 0.0).sum()
 
 
@@ -73,8 +86,9 @@ class LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, h, weight, labels, all_reduce, vocab_start, kernel, gradient):
         wants_h, wants_w = (gradient and needed for needed in ctx.needs_input_grad[:2])
         rows, (N, D) = rows_per_chunk(h, weight), h.shape
-        # Up to 2 D tokens: the gradient of all logits needs no more memory than the head's gradient in fp32, to which every
-        # chunk would add its part. So one matmul computes the head's gradient, and no sum is read and written.
+        # Up to 2 D tokens: the gradient of all logits needs no more memory than the head's gradient
+        # in fp32, to which every chunk would add its part. So one matmul computes the head's
+        # gradient, and no sum is read and written.
         at_once = wants_w and N <= max(rows, 2 * D)
         total = h.new_zeros((), dtype=torch.float32)
         dh, dw = torch.empty_like(h) if wants_h else None, None
@@ -96,42 +110,58 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         # grad[None] is no scalar, so that fp32 is multiplied; `out` rounds in the same pass
-        scaled = [g if g is None else torch.mul(g, grad[None], out=g.new_empty(g.shape, dtype=ctx.dtype))
-                  for g in ctx.saved_tensors]
+        scaled = [
+            g if g is None else torch.mul(g, grad[None], out=g.new_empty(g.shape, dtype=ctx.dtype))
+            for g in ctx.saved_tensors
+        ]
         return *scaled, None, None, None, None, None
 
 
-def linear_cross_entropy(h: Tensor, weight: Tensor, labels: Tensor, denom=None, all_reduce=no_reduce, vocab_start=0,
-                         kernel=softmax_loss) -> Tensor:
-    """Sum of the token losses / denom, a scalar in fp32. h (..., D), weight (V, D), labels (...) with IGNORE for no loss.
+def linear_cross_entropy(
+    h: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    denom=None,
+    all_reduce=no_reduce,
+    vocab_start=0,
+    kernel=softmax_loss,
+) -> Tensor:
+    """Sum of the token losses / denom, a scalar in fp32. h (..., D), weight (V, D), labels (...)
+    with IGNORE for no loss.
 
-    Under vocab parallelism each rank holds `weight` rows from vocab_start up to vocab_start+V/tp-1 and passes an
-    `all_reduce(x, op)` over the tp ranks; the gradient of h is then this rank's summand. denom None: no division.
+    Under vocab parallelism each rank holds `weight` rows from vocab_start up to vocab_start+V/tp-1
+    and passes an `all_reduce(x, op)` over the tp ranks; the gradient of h is then this rank's
+    summand. denom None: no division.
     """
-    flat, gradient = h.reshape(-1, h.shape[-1]), torch.is_grad_enabled()  # ask here: gradients are always off inside a Function
-    total = LinearCrossEntropy.apply(flat, weight, labels.reshape(-1), all_reduce, vocab_start, kernel, gradient)
+    # ask here: gradients are always off inside a Function
+    flat, gradient = h.reshape(-1, h.shape[-1]), torch.is_grad_enabled()
+    total = LinearCrossEntropy.apply(
+        flat, weight, labels.reshape(-1), all_reduce, vocab_start, kernel, gradient
+    )
     return total if denom is None else total / denom
 
 
-# Logit of ids unknown to the tokenizer, in sampling and in training alike: probability 0, gradient 0. Finite, because
-# 0 * -inf in the entropy would be NaN.
+# Logit of ids unknown to the tokenizer, in sampling and in training alike: probability 0, gradient
+# 0. Finite, because 0 * -inf in the entropy would be NaN.
 NEVER = -1e30
 
 
 def log_normalizer(logits: Tensor, all_reduce=no_reduce) -> Tensor:
-    """log sum exp over the vocabulary, (n,) from fp32 logits (n, V/tp). The generator and the trainer of grpo.py share this
+    """log sum exp over the vocabulary, (n,) from fp32 logits (n, V/tp). The generator and the
+    trainer of grpo.py share this
     function: a difference in rounding would look like a difference between policies."""
     top = all_reduce(logits.amax(-1), "max")
     return top + all_reduce((logits - top[:, None]).exp_().sum(-1), "sum").log()
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """Like LinearCrossEntropy, for losses with a weight per token. The weights are known only after the forward, so the
-    backward computes each chunk's logits again."""
+    """Like LinearCrossEntropy, for losses with a weight per token. The weights are known only after
+    the forward, so the backward computes each chunk's logits again."""
 
     @staticmethod
     def chunks(h, weight, labels, temperature, vocab_start, unknown):
-        """Yields (rows, fp32 logits (n, V/tp) at the temperature, index of the label (n, 1), label on this rank? (n))."""
+        """Yields (rows, fp32 logits (n, V/tp) at the temperature, index of the label (n, 1), label
+        on this rank? (n))."""
         V, size = weight.shape[0], rows_per_chunk(h, weight)
         for begin in range(0, h.shape[0], size):
             rows = slice(begin, begin + size)
@@ -146,7 +176,9 @@ class TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, weight, labels, temperature, all_reduce, vocab_start, unknown):
         logprobs, entropy, lse = (h.new_empty(h.shape[0], dtype=torch.float32) for _ in range(3))
-        for rows, logits, index, mine in TokenLogprobs.chunks(h, weight, labels, temperature, vocab_start, unknown):
+        for rows, logits, index, mine in TokenLogprobs.chunks(
+            h, weight, labels, temperature, vocab_start, unknown
+        ):
             lse[rows] = log_normalizer(logits, all_reduce)
             target = all_reduce(torch.where(mine, logits.gather(1, index)[:, 0], 0.0), "sum")
             logprobs[rows] = target - lse[rows]
@@ -163,7 +195,12 @@ class TokenLogprobs(torch.autograd.Function):
         dh, dw = torch.empty_like(h), None
         for rows, logits, index, mine in TokenLogprobs.chunks(h, weight, labels, *ctx.options):
             # d logprob / d logit = (one_hot(label) - softmax) / temperature
-            dlogits = logits.sub_(lse[rows, None]).exp_().neg_().scatter_add_(1, index, mine.float()[:, None])
+            dlogits = (
+                logits.sub_(lse[rows, None])
+                .exp_()
+                .neg_()
+                .scatter_add_(1, index, mine.float()[:, None])
+            )
             dlogits = dlogits.mul_(grad[rows, None] / ctx.options[0]).to(h.dtype)
             torch.mm(dlogits, weight, out=dh[rows])
             if ctx.needs_input_grad[1]:
@@ -171,11 +208,20 @@ class TokenLogprobs(torch.autograd.Function):
         return dh, dw if dw is None else dw.to(weight.dtype), None, None, None, None, None
 
 
-def token_logprobs(h: Tensor, weight: Tensor, labels: Tensor, temperature=1.0, all_reduce=no_reduce, vocab_start=0,
-                   unknown=None):
-    """(log-probability of each label, entropy of each token's distribution), both fp32 and shaped like labels (...). The
-    entropy has no gradient. h (..., D), weight (V, D); every label must be a token, not IGNORE. Vocab parallelism as in
-    linear_cross_entropy. unknown: ids with probability 0, see NEVER."""
+def token_logprobs(
+    h: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature=1.0,
+    all_reduce=no_reduce,
+    vocab_start=0,
+    unknown=None,
+):
+    """(log-probability of each label, entropy of each token's distribution), both fp32 and shaped
+    like labels (...). The entropy has no gradient. h (..., D), weight (V, D); every label must be a
+    token, not IGNORE. Vocab parallelism as in linear_cross_entropy. unknown: ids with probability
+    0, see NEVER."""
     flat = h.reshape(-1, h.shape[-1]), weight, labels.reshape(-1)
     flat = TokenLogprobs.apply(*flat, temperature, all_reduce, vocab_start, unknown)
-    return tuple(x.reshape(labels.shape).clone() for x in flat)  # clone: FSDP's hooks cannot work on views
+    # clone: FSDP's hooks cannot work on views
+    return tuple(x.reshape(labels.shape).clone() for x in flat)

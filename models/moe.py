@@ -1,10 +1,14 @@
-"""Shared by mixture-of-experts models: sorting tokens by expert, the grouped matmul, load counting, the balancing loss.
+"""Shared by mixture-of-experts models: sorting tokens by expert, the grouped matmul, load counting,
+the balancing loss.
 
-N tokens on this rank (B * T/cp/tp), D dim, E experts (E/ep on this rank), k experts per token, F moe_ffn_dim
+N tokens on this rank (B * T/cp/tp), D dim, E experts (E/ep on this rank), k experts per token, F
+moe_ffn_dim
 
-Each model chooses in its own way. Its choice is `index` (N, k), the chosen experts, and `weight` (N, k), the experts'
-weights. Routing is dropless: every token reaches all k experts, however uneven the load.
+Each model chooses in its own way. Its choice is `index` (N, k), the chosen experts, and `weight`
+(N, k), the experts' weights. Routing is dropless: every token reaches all k experts, however uneven
+the load.
 """
+
 from functools import cache
 
 import torch
@@ -15,48 +19,63 @@ grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", Non
 
 
 def kernel_fits(x: Tensor, weight: Tensor) -> bool:
-    """Whether grouped_mm can multiply x (N, in) with weight (E, out, in): rows must be multiples of 16 bytes, GPUs have no
-    fp32 kernel, and the backward fails for N = 0 (no token chose an expert of this rank)."""
+    """Whether grouped_mm can multiply x (N, in) with weight (E, out, in): rows must be multiples of
+    16 bytes, GPUs have no fp32 kernel, and the backward fails for N = 0 (no token chose an expert
+    of this rank)."""
     aligned = all(n * x.element_size() % 16 == 0 for n in weight.shape[1:])
-    return grouped_mm is not None and len(x) > 0 and aligned and (x.dtype == torch.bfloat16 or not x.is_cuda)
+    return (
+        grouped_mm is not None
+        and len(x) > 0
+        and aligned
+        and (x.dtype == torch.bfloat16 or not x.is_cuda)
+    )
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """x (N, in) sorted by expert, weight (E, out, in), counts (E,): rows of x per expert. Returns (N, out)."""
+    """x (N, in) sorted by expert, weight (E, out, in), counts (E,): rows of x per expert. Returns
+    (N, out)."""
     if kernel_fits(x, weight):
         return grouped_mm(x, weight.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32))
-    parts = x.split(counts.tolist())  # a matmul per expert: the host waits for the device to learn the sizes
+    # a matmul per expert: the host waits for the device to learn the sizes
+    parts = x.split(counts.tolist())
     return torch.cat([F.linear(part, w) for part, w in zip(parts, weight, strict=True)])
 
 
 class Experts(nn.Module):
-    """E SwiGLU feed-forward networks side by side. distributed.experts.expert_parallel puts an exchange of tokens around them.
+    """E SwiGLU feed-forward networks side by side. distributed.experts.expert_parallel puts an
+    exchange of tokens around them.
 
-    Parameters are stacks of E, in the order of `compute`'s arguments. etp_dims: the dimension of each stack split by --etp, the
-    hidden width.
+    Parameters are stacks of E, in the order of `compute`'s arguments. etp_dims: the dimension of
+    each stack split by --etp, the hidden width.
     """
 
     etp_dims = {"w1": 1, "w2": 2, "w3": 1}
-    turn = staticmethod(lambda index: index)  # what rows are sorted by; with --ep not by the expert's number alone
+    # what rows are sorted by; with --ep not by the expert's number alone
+    turn = staticmethod(lambda index: index)
 
     def __init__(self, n_experts: int, dim: int, ffn_dim: int):
         super().__init__()
         self.w1 = nn.Parameter(torch.empty(n_experts, ffn_dim, dim))
         self.w2 = nn.Parameter(torch.empty(n_experts, dim, ffn_dim))
         self.w3 = nn.Parameter(torch.empty(n_experts, ffn_dim, dim))
-        self.compute, self.spread, self.combine = swiglu_experts, spread, combine  # compiled by parallel.compile_blocks
+        # compiled by parallel.compile_blocks
+        self.compute, self.spread, self.combine = swiglu_experts, spread, combine
 
     def forward(self, x: Tensor, counts: Tensor, shared=None, weigh=None) -> Tensor:
-        """x (N*k, D) sorted by expert, counts (E,) -> (N*k, D) in the same order. shared, weigh: see apply_experts."""
+        """x (N*k, D) sorted by expert, counts (E,) -> (N*k, D) in the same order. shared, weigh:
+        see apply_experts."""
         return self.compute(x, counts, *self.parameters())
 
 
-def swiglu_experts(x: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, linear=grouped_linear) -> Tensor:
+def swiglu_experts(
+    x: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, linear=grouped_linear
+) -> Tensor:
     return linear(F.silu(linear(x, w1, counts)) * linear(x, w3, counts), w2, counts)
 
 
 class ScoresFromBf16(torch.autograd.Function):
-    """x W^T in fp32 from x (N, D) and W (E, D) in bf16. In the backward the gradient is rounded, as in every other linear."""
+    """x W^T in fp32 from x (N, D) and W (E, D) in bf16. In the backward the gradient is rounded, as
+    in every other linear."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -71,15 +90,17 @@ class ScoresFromBf16(torch.autograd.Function):
 
 
 def router_scores(x: Tensor, weight: Tensor) -> Tensor:
-    """x (..., D), weight (E, D) -> (..., E), in fp32: rounded to bf16, close scores change places and tokens go to other
-    experts."""
-    if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16:  # GPU matmuls add up in fp32 anyway: no copies of x in fp32
+    """x (..., D), weight (E, D) -> (..., E), in fp32: rounded to bf16, close scores change places
+    and tokens go to other experts."""
+    # GPU matmuls add up in fp32 anyway: no copies of x in fp32
+    if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16:
         return ScoresFromBf16.apply(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
     return F.linear(x.float(), weight.float())
 
 
 class Router(nn.Module):
-    """The weight (E, D) of a layer's scores. What a model makes of the scores stands in the model's MoE."""
+    """The weight (E, D) of a layer's scores. What a model makes of the scores stands in the model's
+    MoE."""
 
     def __init__(self, dim: int, n_experts: int):
         super().__init__()
@@ -90,10 +111,12 @@ class Router(nn.Module):
 
 
 class Spread(torch.autograd.Function):
-    """x[index], with every row of x k times in the index. places (rows of x, k): the rows of the result with the k copies.
+    """x[index], with every row of x k times in the index. places (rows of x, k): the rows of the
+    result with the k copies.
 
-    With places, the gradient picks the k copies and adds them up in fp32. torch's own gradient of x[index] sorts the index
-    first, and torch's gradient of index_select adds with atomics, in another order in every run.
+    With places, the gradient picks the k copies and adds them up in fp32. torch's own gradient of
+    x[index] sorts the index first, and torch's gradient of index_select adds with atomics, in
+    another order in every run.
     """
 
     @staticmethod
@@ -115,7 +138,9 @@ class AddUp(torch.autograd.Function):
         if y.is_cuda:
             return add_up(y, places)
         # index_add_ is quicker on a CPU, and adds row after row, in the same order in every run
-        total = y.new_zeros(len(places), *y.shape[1:], dtype=torch.float32).index_add_(0, index, y.float())
+        total = y.new_zeros(len(places), *y.shape[1:], dtype=torch.float32).index_add_(
+            0, index, y.float()
+        )
         return total.to(y.dtype, copy=True)
 
     @staticmethod
@@ -124,10 +149,15 @@ class AddUp(torch.autograd.Function):
 
 
 def add_up(y: Tensor, places: Tensor) -> Tensor:
-    """(N*k, ...) -> (N, ...), places (N, k). In fp32: bf16 sums of k terms would round small differences away. copy: torch 2.11
-    compiles a Function that returns x.to(x.dtype), so x itself, to one without a gradient."""
+    """(N*k, ...) -> (N, ...), places (N, k). In fp32: bf16 sums of k terms would round small
+    differences away. copy: torch 2.11 compiles a Function that returns x.to(x.dtype), so x itself,
+    to one without a gradient."""
     rows = y.index_select(0, places.flatten()).unflatten(0, places.shape)
-    return rows[:, 0] if places.shape[1] == 1 else rows.sum(1, dtype=torch.float32).to(y.dtype, copy=True)
+    return (
+        rows[:, 0]
+        if places.shape[1] == 1
+        else rows.sum(1, dtype=torch.float32).to(y.dtype, copy=True)
+    )
 
 
 def inverse(order: Tensor) -> Tensor:
@@ -135,13 +165,17 @@ def inverse(order: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
-def apply_experts(experts: Experts, x: Tensor, index: Tensor, weigh, counts: Tensor, shared=None) -> Tensor:
-    """Send each token to k experts and add up the weighted results: x (..., D), index (N, k) -> (..., D).
+def apply_experts(
+    experts: Experts, x: Tensor, index: Tensor, weigh, counts: Tensor, shared=None
+) -> Tensor:
+    """Send each token to k experts and add up the weighted results: x (..., D), index (N, k) ->
+    (..., D).
 
-    weigh(): the weights (N, k). shared: the experts for every token, a module; shared(x) is added to the result. With --ep
-    both are computed while tokens travel, and else below.
+    weigh(): the weights (N, k). shared: the experts for every token, a module; shared(x) is added
+    to the result. With --ep both are computed while tokens travel, and else below.
     """
-    # (N*k,) copies of the tokens, expert by expert. Sorting 16-bit numbers takes a fourth of the passes of 64-bit numbers.
+    # (N*k,) copies of the tokens, expert by expert. Sorting 16-bit numbers takes a fourth of the
+    # passes of 64-bit numbers.
     order = experts.turn(index).flatten().short().argsort(stable=True)
     places = inverse(order).view_as(index)  # the row of each copy
     weigh, for_every_token = cache(weigh), cache(lambda: shared and shared(x))
@@ -162,13 +196,14 @@ def combine(y: Tensor, weight: Tensor, order: Tensor, places: Tensor) -> Tensor:
 
 
 def in_forward() -> bool:
-    """False while activation checkpointing repeats a forward inside the backward: load must be counted only once."""
+    """False while activation checkpointing repeats a forward inside the backward: load must be
+    counted only once."""
     return torch._C._current_graph_task_id() == -1
 
 
 class AddLoss(torch.autograd.Function):
-    """Return x unchanged and give `loss` a gradient of 1: adds a loss from inside a layer to the model's loss, on any pipeline
-    stage."""
+    """Return x unchanged and give `loss` a gradient of 1: adds a loss from inside a layer to the
+    model's loss, on any pipeline stage."""
 
     @staticmethod
     def forward(ctx, x, loss):
@@ -180,14 +215,18 @@ class AddLoss(torch.autograd.Function):
 
 
 class Balance(nn.Module):
-    """Keep the experts of a layer equally busy, as --moe_balance says, and count the tokens of each expert.
+    """Keep the experts of a layer equally busy, as --moe_balance says, and count the tokens of each
+    expert.
 
-    bias: added to the scores when experts are chosen, never to the experts' weights; after each step
+    bias: added to the scores when experts are chosen, never to the experts' weights; after each
+    step
         parallel.balance_experts moves the bias against the load (arXiv:2408.15664).
-    aux: a loss of coef * E * sum_e f_e P_e, with f_e the share of choices and P_e the mean probability (Switch,
+    aux: a loss of coef * E * sum_e f_e P_e, with f_e the share of choices and P_e the mean
+    probability (Switch,
         arXiv:2101.03961, eq. 4), per sequence and averaged over the sequences of the global batch: equal in every layout,
         unlike the usual batch-wise form.
-    none: no balancing. force (--moe_force_balance): round-robin instead of the router, for benchmarks.
+    none: no balancing. force (--moe_force_balance): round-robin instead of the router, for
+    benchmarks.
     """
 
     def __init__(self, n_experts: int):
@@ -197,11 +236,13 @@ class Balance(nn.Module):
         self.load = None  # (E,) tokens per expert since the last step, fp32
         self.aux_scale = 0.0  # coefficient / sequences in the global batch
         self.force = False
-        # set if cp and tp ranks share a sequence: the number of parts, and a function that sums over the parts
+        # set if cp and tp ranks share a sequence: the number of parts, and a function that sums
+        # over the parts
         self.parts, self.sum_over_parts = 1, lambda x: x
 
     def choose(self, scores: Tensor, k: int, limit=lambda scores: scores) -> Tensor:
-        """Indices (N, k) of the chosen experts from the router's scores (N, E); limit: puts -inf at forbidden experts."""
+        """Indices (N, k) of the chosen experts from the router's scores (N, E); limit: puts -inf at
+        forbidden experts."""
         if self.force:
             n = torch.arange(scores.shape[0] * k, device=scores.device)
             return (n % self.n_experts).view(-1, k)
@@ -211,25 +252,29 @@ class Balance(nn.Module):
         """Rows per expert (E,) of this call; also added to the load."""
         chosen = index.flatten()
         counts = torch.zeros(self.n_experts, dtype=torch.int64, device=index.device)
-        counts.scatter_add_(0, chosen, torch.ones_like(chosen))  # bincount would wait for the device
+        # bincount would wait for the device
+        counts.scatter_add_(0, chosen, torch.ones_like(chosen))
         if torch.is_grad_enabled() and in_forward():
             self.load = counts.float() + (0 if self.load is None else self.load)
         return counts
 
     def add_loss(self, x: Tensor, probs: Tensor, index: Tensor, B: int) -> Tensor:
-        """x (N, ...) unchanged, with the balancing loss of the B sequences attached. probs (N, E), index (N, k)."""
+        """x (N, ...) unchanged, with the balancing loss of the B sequences attached. probs (N, E),
+        index (N, k)."""
         if self.aux_scale == 0.0 or not torch.is_grad_enabled():
             return x
         k, E = index.shape[1], self.n_experts
         T = self.parts * x.shape[0] // B  # tokens of a whole sequence
         chosen = F.one_hot(index.view(B, -1), E).sum(1).float()  # (B, E)
         f = self.sum_over_parts(chosen) / (T * k)  # no gradient flows through a count
-        P = probs.view(B, -1, E).sum(1) / T  # (B, E) this rank's part of the mean: the ranks' losses add up
+        # (B, E) this rank's part of the mean: the ranks' losses add up
+        P = probs.view(B, -1, E).sum(1) / T
         return AddLoss.apply(x, self.aux_scale * E * (f * P).sum())
 
 
 def load_statistics(loads: Tensor) -> tuple[Tensor, Tensor]:
-    """(largest load / mean load in the worst layer, number of experts without a token in all layers) of loads (layers, E).
+    """(largest load / mean load in the worst layer, number of experts without a token in all
+    layers) of loads (layers, E).
 
     A row of zeros is a layer without experts, and is skipped.
     """

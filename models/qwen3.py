@@ -1,11 +1,16 @@
-"""Qwen3, dense and mixture-of-experts: Llama 3 with a norm on every query and key head, and experts in place of the FFN.
+"""Qwen3, dense and mixture-of-experts: Llama 3 with a norm on every query and key head, and experts
+in place of the FFN.
 
-B batch, T sequence (T/cp on this rank), D dim, H heads (H/tp), G key/value heads (G/tp), K head_dim, F ffn_dim (F/tp),
-V vocab (V/tp), E experts (E/ep). Under sequence parallelism the activations between attention and FFN are (B, T/cp/tp, D).
+B batch, T sequence (T/cp on this rank), D dim, H heads (H/tp), G key/value heads (G/tp), K
+head_dim, F ffn_dim (F/tp), V vocab (V/tp), E experts (E/ep). Under sequence parallelism the
+activations between attention and FFN are (B, T/cp/tp, D).
 
-Architecture: Qwen3 Technical Report, arXiv:2505.09388. Numbers of the flavors: the config.json of Qwen's Hugging Face
-repositories. Comments explain each difference from models/llama3.py; all else is an equal copy (tests/test_copies.py).
+Architecture: Qwen3 Technical Report, arXiv:2505.09388. Numbers of the flavors: the config.json of
+Qwen's Hugging Face
+repositories. Comments explain each difference from models/llama3.py; all else is an equal copy
+(tests/test_copies.py).
 """
+
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +20,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from models.attention import causal_attention
-from models.hf_config import SHARED_FIELDS, SHARED_FIXED, YARN, check_sizes, config_from_hf, config_to_hf
+from models.hf_config import (
+    SHARED_FIELDS,
+    SHARED_FIXED,
+    YARN,
+    check_sizes,
+    config_from_hf,
+    config_to_hf,
+)
 from models.layers import RMSNorm, cos_and_sin, rotate
 from models.loss import linear_cross_entropy
 from models.moe import Balance, Experts, Router, apply_experts
@@ -41,19 +53,33 @@ class Qwen3Config:
     norm_topk_prob: bool = True  # the weights of a token's experts are scaled to sum 1
 
     def __post_init__(self):
-        check_sizes(self, "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size", "max_seq_len")
+        check_sizes(
+            self,
+            "dim",
+            "n_layers",
+            "n_heads",
+            "n_kv_heads",
+            "head_dim",
+            "ffn_dim",
+            "vocab_size",
+            "max_seq_len",
+        )
         if self.n_experts and not 1 <= self.top_k <= self.n_experts:
             raise ValueError(f"top_k {self.top_k} must be between 1 and n_experts {self.n_experts}")
 
     @classmethod
     def from_hf(cls, config_json: dict) -> "Qwen3Config":
-        """The config of a Hugging Face folder's config.json. Raises ValueError naming the field that we cannot represent.
+        """The config of a Hugging Face folder's config.json. Raises ValueError naming the field
+        that we cannot represent.
 
         The tables of names are at the end of this file.
         """
-        experts = config_json.get("num_experts") or config_json.get("num_local_experts")  # transformers 4 / 5
+        # transformers 4 / 5
+        experts = config_json.get("num_experts") or config_json.get("num_local_experts")
         fields = HF_FIELDS | (HF_EXPERTS if config_json.get("model_type") == "qwen3_moe" else {})
-        return config_from_hf(cls, config_json | {"num_experts": experts}, fields, HF_FIXED | HF_FIXED_EXPERTS, YARN)
+        return config_from_hf(
+            cls, config_json | {"num_experts": experts}, fields, HF_FIXED | HF_FIXED_EXPERTS, YARN
+        )
 
     def to_hf(self) -> dict:
         """The inverse: a config.json for transformers."""
@@ -62,11 +88,13 @@ class Qwen3Config:
         return config_to_hf(self, HF_FIELDS, HF_FIXED) | experts | dict(architectures=[name])
 
 
-_qwen3 = partial(Qwen3Config, vocab_size=151936, head_dim=128, n_kv_heads=8)  # head_dim is 128 whatever dim / n_heads is
+# head_dim is 128 whatever dim / n_heads is
+_qwen3 = partial(Qwen3Config, vocab_size=151936, head_dim=128, n_kv_heads=8)
 _moe = partial(_qwen3, n_experts=128, top_k=8, n_kv_heads=4)
 FLAVORS = {
     "debug": Qwen3Config(),
-    "debug_moe": Qwen3Config(n_experts=8, top_k=2, moe_ffn_dim=256),  # as many active parameters as debug
+    # as many active parameters as debug
+    "debug_moe": Qwen3Config(n_experts=8, top_k=2, moe_ffn_dim=256),
     "0.6B": _qwen3(dim=1024, n_layers=28, n_heads=16, ffn_dim=3072, tie_embeddings=True),
     "1.7B": _qwen3(dim=2048, n_layers=28, n_heads=16, ffn_dim=6144, tie_embeddings=True),
     "4B": _qwen3(dim=2560, n_layers=36, n_heads=32, ffn_dim=9728, tie_embeddings=True),
@@ -91,9 +119,12 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, eps=config.norm_eps)
 
     def forward(self, x, cos, sin, attend):
-        # -1 is the number of heads on this rank, H/tp: under tensor parallelism each rank computes some of the heads
-        q = self.q_norm(self.wq(x).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)  # (B, H/tp, T/cp, K)
-        k = self.k_norm(self.wk(x).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)  # (B, G/tp, T/cp, K)
+        # -1 is the number of heads on this rank, H/tp: under tensor parallelism each rank computes
+        # some of the heads
+        # (B, H/tp, T/cp, K)
+        q = self.q_norm(self.wq(x).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
+        # (B, G/tp, T/cp, K)
+        k = self.k_norm(self.wk(x).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
         v = self.wv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, G/tp, T/cp, K)
         out = attend(rotate(q, cos, sin), rotate(k, cos, sin), v)  # (B, H/tp, T/cp, K)
         return self.wo(out.transpose(1, 2).flatten(-2))  # (B, T/cp, D), summed over tp
@@ -162,20 +193,32 @@ class Qwen3(nn.Module):
         self.blocks = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
         self.norm = RMSNorm(config.dim, eps=config.norm_eps)
         # tied: forward takes the embedding's weight for the head as well
-        self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
-        # parallel.py replaces these functions: context_parallel the first, tensor_parallel and compile the other two.
-        self.make_attend, self.token_loss, self.logits = causal_attention, linear_cross_entropy, F.linear
+        self.head = (
+            None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
+        )
+        # parallel.py replaces these functions: context_parallel the first, tensor_parallel and
+        # compile the other two.
+        self.make_attend, self.token_loss, self.logits = (
+            causal_attention,
+            linear_cross_entropy,
+            F.linear,
+        )
 
-    def forward(self, tokens, labels=None, positions=None, doc_ids=None, loss_denom=None, cache=None):
-        """tokens (B, T) -> logits (B, T, V) in compute dtype; with labels (B, T): the scalar sum of token losses / loss_denom.
+    def forward(
+        self, tokens, labels=None, positions=None, doc_ids=None, loss_denom=None, cache=None
+    ):
+        """tokens (B, T) -> logits (B, T, V) in compute dtype; with labels (B, T): the scalar sum of
+        token losses / loss_denom.
 
-        positions (B, T) or (1, T), default 0..T-1; doc_ids (B, T) of the whole sequence: attention stays inside a
-        document. cache: for generation, see rl/decoding.py. A later pipeline stage takes activations in place of tokens.
+        positions (B, T) or (1, T), default 0..T-1; doc_ids (B, T) of the whole sequence: attention
+        stays inside a document. cache: for generation, see rl/decoding.py. A later pipeline stage
+        takes activations in place of tokens.
         """
         h = tokens if tokens.is_floating_point() else self.tok_embeddings(tokens)  # (B, T/cp, D)
         if positions is None:
             positions = torch.arange(h.shape[1], device=h.device)[None]
-        cos, sin = cos_and_sin(self.config, self.config.head_dim, positions)  # (B, 1, T/cp, K/2) fp32
+        # (B, 1, T/cp, K/2) fp32
+        cos, sin = cos_and_sin(self.config, self.config.head_dim, positions)
         attend = self.make_attend(positions, doc_ids) if cache is None else None
         for i, block in self.blocks.items():
             h = block(h, cos, sin, attend or cache.attend(i))
@@ -190,29 +233,38 @@ class Qwen3(nn.Module):
     def init_std(self, fqn: str) -> float | None:
         """Standard deviation of a weight's initial values; None for an unknown name.
 
-        Norms start at 1 and biases at 0, as distributed/initial.py says. Matrices that write into the residual stream are
-        scaled down by sqrt(2 L), so the stream's variance does not grow with depth (GPT-2).
+        Norms start at 1 and biases at 0, as distributed/initial.py says. Matrices that write into
+        the residual stream are scaled down by sqrt(2 L), so the stream's variance does not grow
+        with depth (GPT-2).
         """
         name = ".".join(fqn.split(".")[-2:])
         if name in ("wo.weight", "w2.weight", "experts.w2"):
             return 0.02 / math.sqrt(2 * self.config.n_layers)
         matrices = ("tok_embeddings", "wq", "wk", "wv", "w1", "w3", "router", "head")
-        return 0.02 if name in ["experts.w1", "experts.w3", *(f"{matrix}.weight" for matrix in matrices)] else None
+        return (
+            0.02
+            if name in ["experts.w1", "experts.w3", *(f"{matrix}.weight" for matrix in matrices)]
+            else None
+        )
 
     def n_active_params(self) -> int:
         """Parameters that a token uses: all but the experts not chosen."""
         c = self.config
-        idle = c.n_layers * (c.n_experts - c.top_k) * 3 * c.dim * c.moe_ffn_dim if c.n_experts else 0
+        idle = (
+            c.n_layers * (c.n_experts - c.top_k) * 3 * c.dim * c.moe_ffn_dim if c.n_experts else 0
+        )
         return sum(p.numel() for p in self.parameters()) - idle
 
     def flops_per_token(self, seq_len: int) -> int:
-        """Forward and backward, PaLM's convention (arXiv:2204.02311, app. B): 6 N + 12 L H K T; N active, without lookups."""
+        """Forward and backward, PaLM's convention (arXiv:2204.02311, app. B): 6 N + 12 L H K T; N
+        active, without lookups."""
         c = self.config
         n = self.n_active_params() - (0 if c.tie_embeddings else c.vocab_size * c.dim)
         return 6 * n + 12 * c.n_layers * c.n_heads * c.head_dim * seq_len
 
     def tp_plan(self) -> dict[str, str]:
-        """fqn pattern -> style (a key of parallel.TP_STYLES). Between blocks, activations are sharded along the sequence."""
+        """fqn pattern -> style (a key of parallel.TP_STYLES). Between blocks, activations are
+        sharded along the sequence."""
         plan = {
             "tok_embeddings": "vocab_embedding",
             "blocks.*.attn_norm": "sequence",
@@ -227,15 +279,24 @@ class Qwen3(nn.Module):
             "norm": "sequence",
         }
         if self.config.n_experts:
-            plan["blocks.*.moe.router"] = "sequence_linear"  # the experts: distributed.experts.expert_parallel
+            # the experts: distributed.experts.expert_parallel
+            plan["blocks.*.moe.router"] = "sequence_linear"
         else:
-            plan |= {"blocks.*.ffn": "gather_sequence", "blocks.*.ffn.w1": "colwise", "blocks.*.ffn.w3": "colwise"}
+            plan |= {
+                "blocks.*.ffn": "gather_sequence",
+                "blocks.*.ffn.w1": "colwise",
+                "blocks.*.ffn.w3": "colwise",
+            }
             plan["blocks.*.ffn.w2"] = "rowwise"
         return plan if self.config.tie_embeddings else plan | {"head": "vocab_head"}
 
     def hf_keys(self) -> dict[str, str | list[str]]:
-        """fqn -> name in Hugging Face's files; for a stack of experts a list of names. The values are the same."""
-        names = {"tok_embeddings.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
+        """fqn -> name in Hugging Face's files; for a stack of experts a list of names. The values
+        are the same."""
+        names = {
+            "tok_embeddings.weight": "model.embed_tokens.weight",
+            "norm.weight": "model.norm.weight",
+        }
         if not self.config.tie_embeddings:
             names["head.weight"] = "lm_head.weight"
         block = {
@@ -255,9 +316,15 @@ class Qwen3(nn.Module):
             block |= {f"ffn.{ours}": f"mlp.{theirs}" for ours, theirs in ffn.items()}
         for i in range(self.config.n_layers):
             for ours, theirs in ffn.items() if self.config.n_experts else ():
-                experts = [f"model.layers.{i}.mlp.experts.{e}.{theirs}.weight" for e in range(self.config.n_experts)]
+                experts = [
+                    f"model.layers.{i}.mlp.experts.{e}.{theirs}.weight"
+                    for e in range(self.config.n_experts)
+                ]
                 names[f"blocks.{i}.moe.experts.{ours}"] = experts
-            names |= {f"blocks.{i}.{ours}.weight": f"model.layers.{i}.{theirs}.weight" for ours, theirs in block.items()}
+            names |= {
+                f"blocks.{i}.{ours}.weight": f"model.layers.{i}.{theirs}.weight"
+                for ours, theirs in block.items()
+            }
         return names
 
 
@@ -275,4 +342,6 @@ HF_EXPERTS = dict(
 )
 HF_FIXED = dict(model_type=("qwen3", "qwen3_moe"), use_sliding_window=(False, None)) | SHARED_FIXED
 # experts in every layer
-HF_FIXED_EXPERTS = dict(model_type=("qwen3_moe", "qwen3"), decoder_sparse_step=(1,), mlp_only_layers=([], None))
+HF_FIXED_EXPERTS = dict(
+    model_type=("qwen3_moe", "qwen3"), decoder_sparse_step=(1,), mlp_only_layers=([], None)
+)

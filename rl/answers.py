@@ -9,6 +9,7 @@
 
 A model wrote the text in the hope of a reward, so math computes nothing for the model: 2+3 is not 5, and 0.333 is not 1/3.
 """
+
 import math
 import re
 from contextlib import suppress
@@ -18,22 +19,37 @@ from itertools import accumulate, pairwise
 
 KINDS = ("exact", "number", "math", "math_verify")
 
-# All characters of a number, and of what is no plain number: 1/2, 5^2, 5:30, 2+3, 1e9. A minus is part of the number, unless a
-# letter, a digit or a bracket stands before the minus.
+# All characters of a number, and of what is no plain number: 1/2, 5^2, 5:30, 2+3, 1e9. A minus is
+# part of the number, unless a letter, a digit or a bracket stands before the minus.
 NUMBER = re.compile(r"(?:(?<![\w)])-)?\$?(?:(?<!\w)\.)?[0-9](?:[0-9,./$^*:+eE-]*[0-9])?", re.ASCII)
 DECIMAL = re.compile(r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|0|[1-9][0-9]*)?(?:\.[0-9]+)?", re.ASCII)
 # A number, a fraction in one of two spellings or a percentage, in the middle of a text
-FRACTION = re.compile(r"(?:(?<![\w)}])-)?\$?(?:\\[dt]?frac\{-?[0-9]+\}\{[0-9]+\}|(?:[0-9][0-9,]*)?\.?[0-9]+(?:/[0-9]+)?)"
-                      r"(?:\s?\\?%)?", re.ASCII)
+FRACTION = re.compile(
+    r"(?:(?<![\w)}])-)?\$?(?:\\[dt]?frac\{-?[0-9]+\}\{[0-9]+\}|(?:[0-9][0-9,]*)?\.?[0-9]+(?:/[0-9]+)?)"
+    r"(?:\s?\\?%)?",
+    re.ASCII,
+)
 LONGEST = 300  # characters: longer answers are not read as mathematics
 OF_LATEX = [
-    (r"\\(?:left|right|displaystyle|limits|big|Big)(?![a-zA-Z])", ""), (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
-    (r"\\[,!;:> ]|\\q?quad(?![a-zA-Z])|~|\\?\$|\\\(|\\\)|\\\[|\\\]", ""), (r"\{,\}", ","), (r"\^\{?\\circ\}?|\\degree|°", ""),
+    (r"\\(?:left|right|displaystyle|limits|big|Big)(?![a-zA-Z])", ""),
+    (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+    (r"\\[,!;:> ]|\\q?quad(?![a-zA-Z])|~|\\?\$|\\\(|\\\)|\\\[|\\\]", ""),
+    (r"\{,\}", ","),
+    (r"\^\{?\\circ\}?|\\degree|°", ""),
     # a unit at the end, but no second answer and no constant
-    (r"(?<=[0-9a-zA-Z)}%])\s*\\(?:text|mathrm|mbox)\{(?!\s*(?:or|and)\b|[ei]\})[^{}0-9]*\}(?:\^\{?[23]\}?)?$", ""),
+    (
+        r"(?<=[0-9a-zA-Z)}%])\s*\\(?:text|mathrm|mbox)\{(?!\s*(?:or|and)\b|[ei]\})[^{}0-9]*\}(?:\^\{?[23]\}?)?$",
+        "",
+    ),
     (r"\\(?:text|mathrm|mathbf|textbf|mbox)\{([^{}]*)\}", r"\1"),
-    (r"\\frac([0-9])([0-9])", r"\\frac{\1}{\2}"), (r"\\sqrt([0-9])", r"\\sqrt{\1}"),
-    (r"π", r"\\pi"), (r"−", "-"), (r"\\%", "%"), (r"^\s*\(([A-Z])\)\s*$", r"\1"), (r"^\s*\{([^{}]*)\}\s*$", r"\1")]
+    (r"\\frac([0-9])([0-9])", r"\\frac{\1}{\2}"),
+    (r"\\sqrt([0-9])", r"\\sqrt{\1}"),
+    (r"π", r"\\pi"),
+    (r"−", "-"),
+    (r"\\%", "%"),
+    (r"^\s*\(([A-Z])\)\s*$", r"\1"),
+    (r"^\s*\{([^{}]*)\}\s*$", r"\1"),
+]
 
 
 def is_right(kind: str, text: str, answer: str) -> bool:
@@ -49,11 +65,16 @@ def by_library(text: str, answer: str) -> bool:
     """Without the library's time limits, which need the main thread; see --reward_timeout_s."""
     from math_verify import parse, verify
 
-    return verify(parse(f"${answer}$", parsing_timeout=None), parse(text, parsing_timeout=None), timeout_seconds=None)
+    return verify(
+        parse(f"${answer}$", parsing_timeout=None),
+        parse(text, parsing_timeout=None),
+        timeout_seconds=None,
+    )
 
 
 def never_right(kind: str, answer) -> str:
-    """The reason why no text can be right with this answer, any value of a JSON line; "" if a text can be."""
+    """The reason why no text can be right with this answer, any value of a JSON line; "" if a text
+    can be."""
     text = str(answer)
     if kind == "math_verify" and not find_spec("math_verify"):
         raise ValueError("math_verify needs a library: pip install math-verify")
@@ -61,12 +82,17 @@ def never_right(kind: str, answer) -> str:
         return "it is no text and no number"
     if kind == "number" and final_number(text) is None:
         return "it ends with no number"
-    return "it has nothing to compare" if kind == "math" and not plain_latex(marked(text) or text) else ""
+    return (
+        "it has nothing to compare"
+        if kind == "math" and not plain_latex(marked(text) or text)
+        else ""
+    )
 
 
 # ---------------------------------------------------------------- number
 def final_number(text: str) -> float | None:
-    """The first number after the last ####, else the last number of the text. None for 1,2,3 or 1/2 or 3-5 or 5^2."""
+    """The first number after the last ####, else the last number of the text. None for 1,2,3 or 1/2
+    or 3-5 or 5^2."""
     before, marker, after = text.replace("−", "-").rpartition("####")
     found = NUMBER.findall(after)
     word = (found[0] if marker else found[-1]) if found else ""
@@ -97,7 +123,10 @@ def marked(text: str) -> str | None:
 def braced(text: str, begin: int) -> str | None:
     """The text between the { at `begin` and the matching }; None without."""
     depths = accumulate({"{": 1, "}": -1}.get(letter, 0) for letter in text[begin:])
-    return next((text[begin + 1 : begin + length] for length, depth in enumerate(depths) if depth == 0), None)
+    return next(
+        (text[begin + 1 : begin + length] for length, depth in enumerate(depths) if depth == 0),
+        None,
+    )
 
 
 def plain_latex(text: str) -> str:
@@ -108,7 +137,9 @@ def plain_latex(text: str) -> str:
     for pattern, plain in OF_LATEX:
         text = re.sub(pattern, plain, text)
     text = re.sub(r"^\s*[a-zA-Z]\s*(?:=|\\in(?![a-zA-Z]))\s*", "", text)
-    mixed = re.fullmatch(r"\s*(-?)([0-9]+)(?:\s*\\frac\{([0-9]+)\}\{([0-9]+)\}|\s+([0-9]+)/([0-9]+))\s*", text)
+    mixed = re.fullmatch(
+        r"\s*(-?)([0-9]+)(?:\s*\\frac\{([0-9]+)\}\{([0-9]+)\}|\s+([0-9]+)/([0-9]+))\s*", text
+    )
     if mixed and int(mixed[4] or mixed[6]):  # 1 1/2 is one and a half
         below = int(mixed[4] or mixed[6])
         text = f"{mixed[1]}{int(mixed[2]) * below + int(mixed[3] or mixed[5])}/{below}"
@@ -116,13 +147,17 @@ def plain_latex(text: str) -> str:
 
 
 def equal_parts(a: str, b: str) -> bool:
-    """Compare numbers by value, lists in the same brackets part by part, anything else letter by letter."""
+    """Compare numbers by value, lists in the same brackets part by part, anything else letter by
+    letter."""
     if a == b:
         return True
     x, y = number_of(a), number_of(b)
     if x is not None and y is not None:
-        return same_value(x, y) or a.endswith("%") != b.endswith("%") and same_value(
-            number_of(a.rstrip("%")), number_of(b.rstrip("%")))
+        return (
+            same_value(x, y)
+            or a.endswith("%") != b.endswith("%")
+            and same_value(number_of(a.rstrip("%")), number_of(b.rstrip("%")))
+        )
     if x is not None or y is not None:
         return False
     parts, others = split_list(a), split_list(b)
@@ -138,15 +173,24 @@ def same_value(x, y) -> bool:
 def split_list(text: str) -> list[str]:
     """["(", "1", "2", ")"] for "(1,2)": the brackets, and the parts between the outermost commas."""
     found = re.fullmatch(r"(\\\{)(.*)(\\\})|([(\[{])(.*)([)\]}])", text, re.DOTALL)
-    first, inside, last = [part for part in found.groups() if part is not None] if found else ("", text, "")
-    depths = accumulate({"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(letter, 0) for letter in inside)
-    commas = [place for place, (letter, depth) in enumerate(zip(inside, depths)) if letter == "," and depth == 0]
+    first, inside, last = (
+        [part for part in found.groups() if part is not None] if found else ("", text, "")
+    )
+    depths = accumulate(
+        {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(letter, 0) for letter in inside
+    )
+    commas = [
+        place
+        for place, (letter, depth) in enumerate(zip(inside, depths))
+        if letter == "," and depth == 0
+    ]
     parts = [inside[before + 1 : comma] for before, comma in pairwise([-1, *commas, len(inside)])]
     return [text] if len(parts) == 1 else [first, *parts, last]
 
 
 def number_of(text: str) -> Fraction | float | None:
-    """The value of a number, a fraction or a percentage, also times a root or pi; None for anything else."""
+    """The value of a number, a fraction or a percentage, also times a root or pi; None for anything
+    else."""
     with suppress(ValueError, ArithmeticError):
         return evaluate_number(text)
 
@@ -163,7 +207,9 @@ def evaluate_number(text: str) -> Fraction | float:
         after = text[7 + len(above) :]
         below = braced(after, 0) or "" if after.startswith("{") else ""
         rest = after[2 + len(below) :]
-        return evaluate_number(above) / evaluate_number(below) * (evaluate_number(rest) if rest else 1)
+        return (
+            evaluate_number(above) / evaluate_number(below) * (evaluate_number(rest) if rest else 1)
+        )
     above, slash, below = text.rpartition("/")
     if slash and not re.search(r"[-+%]", below):
         return evaluate_number(above) / evaluate_number(below)

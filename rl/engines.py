@@ -5,10 +5,12 @@
     samples = engine.evaluate(tasks, group_size, temperature)  # of (name, prompt) pairs, with rewards, by the current policy
     engine.close()          # at the end of the run, after a wait() for every submit()
 
-The training loop makes no other calls. InPlace (rl/rollouts.py) samples on the trainer's ranks with the trainer's weights;
-Generators, below, sends the weights to ranks for sampling only (--gen_ranks), each with a whole model; HTTPEngine
-(rl/http_engine.py) sends the weights to a server. With the latter two a trainer needs no whole model, so --pp may split it.
+The training loop makes no other calls. InPlace (rl/rollouts.py) samples on the trainer's ranks with
+the trainer's weights; Generators, below, sends the weights to ranks for sampling only
+(--gen_ranks), each with a whole model; HTTPEngine (rl/http_engine.py) sends the weights to a
+server. With the latter two a trainer needs no whole model, so --pp may split it.
 """
+
 import os
 import pickle
 from collections import deque
@@ -31,7 +33,8 @@ from sft.lora import add_adapters, lora_names
 
 
 def find_server(cfg):
-    """Check that the server of --engine can serve this run. Raises ValueError before anything is built."""
+    """Check that the server of --engine can serve this run. Raises ValueError before anything is
+    built."""
     if cfg.engine_weights == "nccl":
         from forks.nccl_engine import check_nccl
 
@@ -40,8 +43,8 @@ def find_server(cfg):
 
 
 def open_engine(trainer, env, text, cursor: int, bridge):
-    """The engine for these flags, on a trainer's rank. cursor: number of the first prompt without a batch. bridge: to the
-    generators, on rank 0."""
+    """The engine for these flags, on a trainer's rank. cursor: number of the first prompt without a
+    batch. bridge: to the generators, on rank 0."""
     cfg, layout = trainer.cfg, trainer.layout
     if cfg.engine_weights == "nccl":
         from forks.nccl_engine import NCCLEngine
@@ -49,11 +52,16 @@ def open_engine(trainer, env, text, cursor: int, bridge):
         return NCCLEngine(trainer, env, text, cursor)
     if cfg.engine:
         return http_engine.HTTPEngine(trainer, env, text, cursor)
-    return Generators(trainer, cursor, bridge) if cfg.gen_ranks else InPlace(trainer, cursor, cfg, env, text, layout)
+    return (
+        Generators(trainer, cursor, bridge)
+        if cfg.gen_ranks
+        else InPlace(trainer, cursor, cfg, env, text, layout)
+    )
 
 
 class Ahead:
-    """The batches of the next steps, the oldest first, finished or in flight: for each a function that waits for the batch."""
+    """The batches of the next steps, the oldest first, finished or in flight: for each a function
+    that waits for the batch."""
 
     def __init__(self, engine, ready: list[dict]):
         """ready: batches of a checkpoint."""
@@ -62,7 +70,8 @@ class Ahead:
     def fill(self, n: int):
         """Submit until there are n batches; the current policy samples the new ones."""
         while len(self.waits) < n:
-            self.waits.append(cache(self.engine.submit()))  # cache: wait once, although all() and take() both ask
+            # cache: wait once, although all() and take() both ask
+            self.waits.append(cache(self.engine.submit()))
 
     def take(self):
         """Yield the batch of this step; sample a batch now if none was submitted before."""
@@ -78,8 +87,11 @@ def staleness(batch: dict, policy_version: int, cfg) -> dict:
     """Age of a batch in policy versions. Raises RuntimeError."""
     age = policy_version - batch["version"]
     if age > cfg.async_steps * cfg.minibatches:
-        raise RuntimeError(f"the samples are {age} policy versions old, more than --async_steps {cfg.async_steps} x "
-                           f"--minibatches {cfg.minibatches}: the engine has mixed up its batches")
+        raise RuntimeError(
+            f"the samples are {age} policy versions old, more than --async_steps "
+            f"{cfg.async_steps} x "
+            f"--minibatches {cfg.minibatches}: the engine has mixed up its batches"
+        )
     return {"staleness": age}
 
 
@@ -93,7 +105,8 @@ class Bridge(NamedTuple):
     device: torch.device
 
     def share(self, root: int, value=None):
-        """Broadcast an object from this rank; returns the object on all ranks. It is from our own processes."""
+        """Broadcast an object from this rank; returns the object on all ranks. It is from our own
+        processes."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         self.talk.broadcast(size := torch.tensor([len(data)]), root).wait()
         data = data if self.talk.rank() == root else torch.empty(int(size), dtype=torch.uint8)
@@ -101,7 +114,8 @@ class Bridge(NamedTuple):
         return pickle.loads(data.numpy().tobytes())
 
     def broadcast(self, weight: Tensor):
-        """Broadcast a tensor from rank 0, where the tensor is on the host. Generators receive into their tensor."""
+        """Broadcast a tensor from rank 0, where the tensor is on the host. Generators receive into
+        their tensor."""
         self.weights.broadcast(weight.to(self.device, non_blocking=True), 0).wait()
         if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
@@ -112,31 +126,53 @@ class Bridge(NamedTuple):
 
 
 def open_bridge(cfg, rank: int, device: torch.device) -> Bridge:
-    """Trainers and generators are two worlds for torch.distributed, each with ranks from 0 on, so the groups between both
-    worlds are made by hand. rank: in these groups. All meet here at the start, so that a missing one is noticed within
-    --init_timeout_s; a batch may take --rollout_timeout_s."""
+    """Trainers and generators are two worlds for torch.distributed, each with ranks from 0 on, so
+    the groups between both worlds are made by hand. rank: in these groups. All meet here at the
+    start, so that a missing one is noticed within --init_timeout_s; a batch may take
+    --rollout_timeout_s."""
     env = os.environ
-    timeout = timedelta(seconds=cfg.rollout_timeout_s)  # one side waits while the other does its part of a step
-    store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), timeout=timedelta(seconds=cfg.init_timeout_s))
+    # one side waits while the other does its part of a step
+    timeout = timedelta(seconds=cfg.rollout_timeout_s)
+    store = dist.TCPStore(
+        env["MASTER_ADDR"], int(env["MASTER_PORT"]), timeout=timedelta(seconds=cfg.init_timeout_s)
+    )
     store = dist.PrefixStore("rollouts", store)
-    store = dist.PrefixStore(agree_on_attempt(store, Layout(dp_shard=cfg.gen_ranks + 1, rank=rank), cfg.init_timeout_s), store)
-    talk = weights = dist.ProcessGroupGloo(dist.PrefixStore("bridge", store), rank, cfg.gen_ranks + 1, timeout)
+    store = dist.PrefixStore(
+        agree_on_attempt(store, Layout(dp_shard=cfg.gen_ranks + 1, rank=rank), cfg.init_timeout_s),
+        store,
+    )
+    talk = weights = dist.ProcessGroupGloo(
+        dist.PrefixStore("bridge", store), rank, cfg.gen_ranks + 1, timeout
+    )
     if device.type == "cuda":
-        weights = nccl_group(dist.PrefixStore("weights", store), rank, cfg.gen_ranks + 1, cfg.rollout_timeout_s)
+        weights = nccl_group(
+            dist.PrefixStore("weights", store), rank, cfg.gen_ranks + 1, cfg.rollout_timeout_s
+        )
     return Bridge(store, talk, weights, device)
 
 
 class Generators(Remote):
-    """The engine on a trainer's rank. bridge: None except on rank 0, whose thread is the courier of weights and samples."""
+    """The engine on a trainer's rank. bridge: None except on rank 0, whose thread is the courier of
+    weights and samples."""
 
     def __init__(self, trainer, cursor: int, bridge: Bridge | None):
-        super().__init__(trainer, cursor, trainer.cfg.rollout_timeout_s, "courier", use_own_stream, (trainer.layout.device,))
+        super().__init__(
+            trainer,
+            cursor,
+            trainer.cfg.rollout_timeout_s,
+            "courier",
+            use_own_stream,
+            (trainer.layout.device,),
+        )
         self.bridge = bridge
 
     def weights(self) -> dict[str, Tensor]:
-        """All tensors, from the second time on only those that training changes; with LoRA, the adapters."""
+        """All tensors, from the second time on only those that training changes; with LoRA, the
+        adapters."""
         cfg, layout = self.trainer.cfg, self.trainer.layout
-        found = list_weights(self.trainer.model, layout.compute_dtype, cfg.lora_rank > 0 and self.sent is not None)
+        found = list_weights(
+            self.trainer.model, layout.compute_dtype, cfg.lora_rank > 0 and self.sent is not None
+        )
         return pack_weights(found, layout, self.group)
 
     def run(self, weights: dict[str, Tensor] | None, work, *args):
@@ -148,7 +184,10 @@ class Generators(Remote):
             weights.clear()
             answer = self.bridge.share(1)
         except Exception as error:
-            raise ValueError(f"--gen_ranks {self.trainer.cfg.gen_ranks}: no samples came from them: {reason(error)}") from None
+            raise ValueError(
+                f"--gen_ranks {self.trainer.cfg.gen_ranks}: no samples came from them: "
+                f"{reason(error)}"
+            ) from None
         if isinstance(answer, ValueError):
             raise answer
         return answer
@@ -163,16 +202,21 @@ class Generators(Remote):
 def generate_forever(cfg, env, text, Model, model_config, n_trainers: int):
     """Run a generator rank: weights in, samples out, until the trainers ask for nothing more.
 
-    A signal does not end this rank (StopSignal only records the signal): the trainers need the samples to finish their step. If
-    the trainers die, the connection breaks and this rank fails.
+    A signal does not end this rank (StopSignal only records the signal): the trainers need the
+    samples to finish their step. If the trainers die, the connection breaks and this rank fails.
     """
     rank, n = int(os.environ["RANK"]) - n_trainers, cfg.gen_ranks
     on_cuda = runs_on_cuda(cfg.device)
     device = own_gpu() if on_cuda else torch.device("cpu")
-    layout = Layout(dp_shard=n, global_batch_size=n, device=device, rank=rank)  # whole models, different prompts
+    # whole models, different prompts
+    layout = Layout(dp_shard=n, global_batch_size=n, device=device, rank=rank)
     bridge = open_bridge(cfg, rank + 1, device)
-    dist.init_process_group("gloo", store=dist.PrefixStore("world", bridge.store), rank=rank, world_size=n)
-    dist.barrier()  # connects the pairs of the barriers in disconnect(), when trainer rank 0 and its store may be gone
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore("world", bridge.store), rank=rank, world_size=n
+    )
+    # connects the pairs of the barriers in disconnect(), when trainer rank 0 and its store may be
+    # gone
+    dist.barrier()
     StopSignal()  # the trainers need samples to finish their step
     dtype = dtype_of_compute(cfg, on_cuda)
     with torch.device("meta"):  # the first weights come before the first rollout

@@ -19,13 +19,15 @@ and may have
     TOOL_END, tool(completion) -> str     after TOOL_END in a completion comes the text of the tool. The model reads the text
                                           but did not write it, so the text carries no gradient
 
-An environment with state, such as a game, has turns, as many as it likes. In place of reward() it has
+An environment with state, such as a game, has turns, as many as it likes. In place of reward() it
+has
 
     reset(task) -> (state, prompt)        the beginning of a sample, of the task alone: the first part of what make() returns
     step(state, text) -> (text, done, reward)   text: the model's turn, without TURN_END. The model reads the returned text,
                                           unless the sample is done. The rewards of a sample's steps are added up
     TURN_END                              text at the end of a turn; without TURN_END the end-of-text token ends a turn
 """
+
 import functools
 import importlib.util
 import os
@@ -49,32 +51,61 @@ class Reverse:
         return float(completion == prompt[-2::-1] and not truncated)
 
 
-EXAMPLES = ("sum_digits", "wordle", "calculator")  # files in forks/, written like a task of your own
+# files in forks/, written like a task of your own
+EXAMPLES = ("sum_digits", "wordle", "calculator")
 
 
 def open_env(name: str):
-    """The environment for --env; rl/datasets.py has the environments for problems in files. Raises ValueError."""
-    path = f"{os.path.dirname(os.path.dirname(os.path.abspath(__file__)))}/forks/{name}.py" if name in EXAMPLES else name
-    env = Reverse if name == "reverse" else load_own("env", path, ["reverse", *EXAMPLES, "dataset", "gsm8k"])
+    """The environment for --env; rl/datasets.py has the environments for problems in files. Raises
+    ValueError."""
+    path = (
+        f"{os.path.dirname(os.path.dirname(os.path.abspath(__file__)))}/forks/{name}.py"
+        if name in EXAMPLES
+        else name
+    )
+    env = (
+        Reverse
+        if name == "reverse"
+        else load_own("env", path, ["reverse", *EXAMPLES, "dataset", "gsm8k"])
+    )
     given = {*dir(env)}
-    wanted = ["make"] * ("problems" not in given) + ["TOOL_END", "tool"] * bool(given & {"TOOL_END", "tool"})
-    wanted += ["reset", "step"] if given & {"reset", "step", "TURN_END"} else ["reward"] * ("group_reward" not in given)
+    wanted = ["make"] * ("problems" not in given) + ["TOOL_END", "tool"] * bool(
+        given & {"TOOL_END", "tool"}
+    )
+    wanted += (
+        ["reset", "step"]
+        if given & {"reset", "step", "TURN_END"}
+        else ["reward"] * ("group_reward" not in given)
+    )
     if missing := [word for word in wanted if word not in given]:
-        raise ValueError(f"--env {name} does not define {' and '.join(missing)}; rl/environments.py says what it needs")
+        raise ValueError(
+            f"--env {name} does not define {' and '.join(missing)}; rl/environments.py says what "
+            "it needs"
+        )
     for word in given & {"TOOL_END", "TURN_END", "ALPHABET"}:
         if not isinstance(text := getattr(env, word), str) or not text:
-            raise ValueError(f"--env {name}: {word} must be a text with at least one character, not {text!r}")
-    if "problems" in given and isinstance(env.problems, list) and (texts := [x for x in env.problems if isinstance(x, str)]):
-        raise ValueError(f"--env {name}: problems must be pairs (prompt, answer), and {texts[0]!r} is a text")
+            raise ValueError(
+                f"--env {name}: {word} must be a text with at least one character, not {text!r}"
+            )
+    if (
+        "problems" in given
+        and isinstance(env.problems, list)
+        and (texts := [x for x in env.problems if isinstance(x, str)])
+    ):
+        raise ValueError(
+            f"--env {name}: problems must be pairs (prompt, answer), and {texts[0]!r} is a text"
+        )
     return env
 
 
 def load_own(flag: str, path: str, names: list[str]):
-    """Load the .py file given as --env or --reward. names: other values of the flag. Raises ValueError."""
+    """Load the .py file given as --env or --reward. names: other values of the flag. Raises
+    ValueError."""
     if not path.endswith(".py") or not os.path.isfile(path):
         raise ValueError(f"--{flag} {path} is no file ending in .py and none of {', '.join(names)}")
     spec = importlib.util.spec_from_file_location(f"nanotitan_{flag}", path)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # so that checkpoints keep the source
+    # so that checkpoints keep the source
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -83,7 +114,8 @@ def load_own(flag: str, path: str, names: list[str]):
 
 
 def is_held_out(prompt: str) -> bool:
-    """Whether a prompt is for evaluation and never trained on: an eighth of all prompts, chosen by hash."""
+    """Whether a prompt is for evaluation and never trained on: an eighth of all prompts, chosen by
+    hash."""
     return zlib.crc32(prompt.encode()) % 8 == 0
 
 
@@ -93,24 +125,30 @@ def shuffled(env, split: str, epoch: int) -> list[tuple[str, str]]:
     if hasattr(env, "eval_problems"):
         tasks = dict(env.eval_problems if split == "eval" else env.problems).items()
     else:
-        tasks = [task for task in dict(env.problems).items() if is_held_out(task[0]) == (split == "eval")]
+        tasks = [
+            task for task in dict(env.problems).items() if is_held_out(task[0]) == (split == "eval")
+        ]
     return random.Random(f"{split}/{epoch}").sample([*tasks], len(tasks))
 
 
 def ask_for_two(env, name: str, given) -> tuple:
-    """The two values of env.make(rng) or env.reset(task). Raises RuntimeError, which prints the line of the user's file."""
+    """The two values of env.make(rng) or env.reset(task). Raises RuntimeError, which prints the
+    line of the user's file."""
     try:
         first, second = getattr(env, name)(given)
     except Exception as error:
-        raise RuntimeError(f"--env: {name} fails, or does not return two values: {error!r}") from error
+        raise RuntimeError(
+            f"--env: {name} fails, or does not return two values: {error!r}"
+        ) from error
     return first, second
 
 
 def draw_task(env, split: str, index: int, fits=lambda prompt: True) -> tuple[str, str]:
-    """(prompt, answer) number `index` of a split: a pure function. "eval" is the held-out split, all other names are the rest.
+    """(prompt, answer) number `index` of a split: a pure function. "eval" is the held-out split,
+    all other names are the rest.
 
-    A list of problems is drawn without replacement, pass after pass. A task of make() is drawn again if the prompt belongs to
-    the other split, or if fits(prompt) is false.
+    A list of problems is drawn without replacement, pass after pass. A task of make() is drawn
+    again if the prompt belongs to the other split, or if fits(prompt) is false.
     """
     if hasattr(env, "problems"):
         if tasks := shuffled(env, split, 0):
@@ -121,12 +159,15 @@ def draw_task(env, split: str, index: int, fits=lambda prompt: True) -> tuple[st
             prompt, answer = ask_for_two(env, "make", rng)
             if is_held_out(prompt) == (split == "eval") and fits(prompt):
                 return prompt, answer
-    raise ValueError(f"--env gives no prompts for the split {split}: too few are different and fit into --seq_len")
+    raise ValueError(
+        f"--env gives no prompts for the split {split}: too few are different and fit into "
+        "--seq_len"
+    )
 
 
 def held_out_tasks(env, n: int, fits=lambda prompt: True) -> dict[str, str]:
-    """{prompt: answer} of the first n different held-out prompts; fewer if many draws in a row bring no new prompt. -1: all of
-    eval_problems, else 1,024."""
+    """{prompt: answer} of the first n different held-out prompts; fewer if many draws in a row
+    bring no new prompt. -1: all of eval_problems, else 1,024."""
     n = n if n != -1 else len(env.eval_problems) if hasattr(env, "eval_problems") else 1024
     found, index, last_new = {}, 0, 0
     while len(found) < n and index - last_new <= 100 + 10 * len(found):
@@ -138,40 +179,54 @@ def held_out_tasks(env, n: int, fits=lambda prompt: True) -> dict[str, str]:
 
 
 def leave_out_long(env, text, seq_len: int) -> list[str]:
-    """Remove problems with prompts of seq_len tokens or more from the lists; returns messages for the user. Prompts of make()
-    are checked when drawn. Raises ValueError if nothing is left."""
+    """Remove problems with prompts of seq_len tokens or more from the lists; returns messages for
+    the user. Prompts of make() are checked when drawn. Raises ValueError if nothing is left."""
     said, fits = [], functools.partial(text.fits, seq_len=seq_len)
     for name in {"problems", "eval_problems"} & set(dir(env)):
         before = getattr(env, name)
         setattr(env, name, [task for task in before if fits(task[0])])
         if n := len(before) - len(getattr(env, name)):
-            said.append(f"{n:,} of {len(before):,} {name.replace('_', ' ')} are left out: with their prompts --seq_len "
-                        f"{seq_len} leaves no room to answer")
+            said.append(
+                f"{n:,} of {len(before):,} {name.replace('_', ' ')} are left out: with their "
+                "prompts --seq_len "
+                f"{seq_len} leaves no room to answer"
+            )
     shuffled.cache_clear()
     draw_task(env, "train", 0, fits)  # raises ValueError if no prompt is left
     return said
 
 
 class Turns:
-    """What an environment says in the samples of rollout(): the text of its tool, or of its steps. A simple environment says
-    nothing. calls and earned: number and rewards of the calls in each sample; failed: messages of failed calls."""
+    """What an environment says in the samples of rollout(): the text of its tool, or of its steps.
+    A simple environment says nothing. calls and earned: number and rewards of the calls in each
+    sample; failed: messages of failed calls."""
 
     def __init__(self, env, text, tasks: list[str], threads=1):
         """tasks: of each sample. threads: calls that run at once, while other samples go on."""
         self.env, self.text, self.failed, self.threads = env, text, [], ThreadPoolExecutor(threads)
-        self.has_state, self.end = hasattr(env, "step"), getattr(env, "TURN_END", getattr(env, "TOOL_END", ""))
+        self.has_state, self.end = (
+            hasattr(env, "step"),
+            getattr(env, "TURN_END", getattr(env, "TOOL_END", "")),
+        )
         self.states = [ask_for_two(env, "reset", task)[0] for task in tasks if self.has_state]
         self.calls, self.earned = [0] * len(tasks), [0.0] * len(tasks)
-        self.reply = self.answer if self.has_state or hasattr(env, "tool") else None  # for rollout()
+        # for rollout()
+        self.reply = self.answer if self.has_state or hasattr(env, "tool") else None
 
     def is_over(self, s: dict) -> bool:
         """Whether the newest token of a sample ends a turn. A token may go on after the end: "</code>" and "\n" can be one."""
         last = s["ids"][max(s["begin"], len(s["ids"]) - 8 - 4 * len(self.end)) :]
         n = self.text.decode(last).count(self.end) if self.end else 0
-        return n > 0 and n > self.text.decode(last[:-1]).count(self.end) or self.has_state and last[-1] in self.text.ends
+        return (
+            n > 0
+            and n > self.text.decode(last[:-1]).count(self.end)
+            or self.has_state
+            and last[-1] in self.text.ends
+        )
 
     def answer(self, s: dict) -> list | Future:
-        """For rollout(): [] within a turn, else a Future of the environment's ids after the turn, or of None: the end."""
+        """For rollout(): [] within a turn, else a Future of the environment's ids after the turn,
+        or of None: the end."""
         turn = self.ended(s)
         return self.threads.submit(self.ask, *turn) if turn else []
 
@@ -185,14 +240,23 @@ class Turns:
     def ask(self, i: int, completion: str, turn: str) -> list[int] | None:
         try:
             if not self.has_state:
-                return self.text.ids(self.env.tool(completion[: completion.rindex(self.end) + len(self.end)]))
-            said, done, reward = self.env.step(self.states[i], turn.split(self.end)[0] if self.end else turn)
+                return self.text.ids(
+                    self.env.tool(completion[: completion.rindex(self.end) + len(self.end)])
+                )
+            said, done, reward = self.env.step(
+                self.states[i], turn.split(self.end)[0] if self.end else turn
+            )
             if done is None or isinstance(done, (str, float)):
                 raise ValueError(f"whether the game is over must be True or False, not {done!r}")
             self.earned[i] += finite(reward)
             return None if done else self.text.ids(said)
-        except Exception as error:  # raising now would leave other ranks waiting in their next forward
-            what = "the step fails, or does not return (text, done, reward)," if self.has_state else "the tool fails"
+        except Exception as error:
+            # raising now would leave other ranks waiting in their next forward
+            what = (
+                "the step fails, or does not return (text, done, reward),"
+                if self.has_state
+                else "the tool fails"
+            )
             self.failed.append(f"{what} at completion {short(completion)}: {error!r}")
             return None
 
@@ -207,7 +271,9 @@ def supervised_sample(env, text, task: str, answer: str) -> dict:
     ids, turns = text.ids(answer) + [text.eot], Turns(env, text, [task])
     s, mask = dict(index=0, begin=0), [1.0] * len(ids)
     for i in range(len(ids) if turns.reply else 0):
-        said = turns.ask(*turn) if mask[i] and (turn := turns.ended(s | {"ids": ids[: i + 1]})) else []
+        said = (
+            turns.ask(*turn) if mask[i] and (turn := turns.ended(s | {"ids": ids[: i + 1]})) else []
+        )
         if said is None:
             ids, mask = ids[: i + 1], mask[: i + 1]
             break
@@ -216,4 +282,6 @@ def supervised_sample(env, text, task: str, answer: str) -> dict:
             mask[i + 1 : s["begin"]] = [0.0] * len(said)
     if turns.failed:
         raise ValueError(f"--env: in an answer of the warm-up, {turns.failed[0]}")
-    return dict(prompt=text.prompt(task), ids=ids, logprobs=[0.0] * len(ids), mask=mask, advantage=1.0)
+    return dict(
+        prompt=text.prompt(task), ids=ids, logprobs=[0.0] * len(ids), mask=mask, advantage=1.0
+    )

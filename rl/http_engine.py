@@ -1,13 +1,16 @@
-"""--engine http://127.0.0.1:8000: a server of vLLM or SGLang samples for grpo.py. docs/grpo.md, "Another engine", starts one.
+"""--engine http://127.0.0.1:8000: a server of vLLM or SGLang samples for grpo.py. docs/grpo.md,
+"Another engine", starts one.
 
     weights   all ranks write a new folder in Hugging Face's format, with --engine_adapters a small one in peft's; rank 0 tells
               the server to read the folder. --engine_weights nccl sends them over NCCL instead, see forks/nccl_engine.py
     prompts   rank 0 sends token ids, for --rollout_rows samples at once; ids and log-probabilities come back
     rewards   on rank 0, in the thread that waits for the server, while the trainer trains (rl/rollouts.py)
 
-Answers are checked: the server has the weights of this version (if the server can tell), and each sample is well formed.
-logprob_k3 of each step checks the computation: the server's log-probabilities against the trainer's.
+Answers are checked: the server has the weights of this version (if the server can tell), and each
+sample is well formed. logprob_k3 of each step checks the computation: the server's
+log-probabilities against the trainer's.
 """
+
 import contextlib
 import hashlib
 import http.client
@@ -40,52 +43,90 @@ class Server:
     """One server, in a few calls. Each call raises ValueError with one line."""
 
     def __init__(self, url: str, timeout_s: float, adapters=False):
-        """Ask the server for its kind ("vllm" or "sglang"), the name of its model and its longest sequence. adapters: load()
-        gets folders of adapters."""
+        """Ask the server for its kind ("vllm" or "sglang"), the name of its model and its longest
+        sequence. adapters: load() gets folders of adapters."""
         self.url = url if "://" in url else f"http://{url}"
         self.timeout, self.version = min(timeout_s, 60.0), None
         card = self.call("/v1/models", take=lambda answer: dict(answer["data"][0]))
-        self.kind, self.name, self.max_len = card.get("owned_by"), card.get("id"), card.get("max_model_len")
+        self.kind, self.name, self.max_len = (
+            card.get("owned_by"),
+            card.get("id"),
+            card.get("max_model_len"),
+        )
         if self.kind not in ("vllm", "sglang"):
-            self.fail(f"/v1/models says owned_by {self.kind!r}; it must be a server of vLLM or SGLang")
+            self.fail(
+                f"/v1/models says owned_by {self.kind!r}; it must be a server of vLLM or SGLang"
+            )
         self.adapters = adapters
         if adapters and self.kind != "vllm":
-            self.fail(f"--engine_adapters is for vLLM, and this is {self.kind}; leave it out, and all weights are sent, merged")
-        self.takes, how = "/update_weights_from_disk", ""  # the path for new weights, and how a server gets the path
+            self.fail(
+                f"--engine_adapters is for vLLM, and this is {self.kind}; leave it out, and all "
+                "weights are sent, merged"
+            )
+        # the path for new weights, and how a server gets the path
+        self.takes, how = "/update_weights_from_disk", ""
         if adapters:
-            self.takes, how = "/v1/load_lora_adapter", "; start vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora"
+            self.takes, how = (
+                "/v1/load_lora_adapter",
+                "; start vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora",
+            )
         elif self.kind == "vllm":
             self.takes, how = "/collective_rpc", "; start vLLM with VLLM_SERVER_DEV_MODE=1"
         if self.call(self.takes, optional=True) is None:
             self.fail(f"it does not know {self.takes}{how}")
         # SGLang names the version of its weights with each sample, a new vLLM at this address
-        self.tells = self.kind == "vllm" and not adapters and self.call("/weight_info", optional=True) is not None
+        self.tells = (
+            self.kind == "vllm"
+            and not adapters
+            and self.call("/weight_info", optional=True) is not None
+        )
         self.timeout = timeout_s
 
     def fail(self, what: str):
         raise ValueError(f"--engine {self.url}: {what}")
 
     def call(self, path: str, body: dict | None = None, take=lambda answer: answer, optional=False):
-        """take(the server's JSON answer), None without content; GET without a body, else POST. take None: any answer will do.
+        """take(the server's JSON answer), None without content; GET without a body, else POST. take
+        None: any answer will do.
         optional: return None if the server does not know the path, {} if it takes no GET there."""
         url, content = urlsplit(self.url), None if body is None else json.dumps(body)
-        Connection = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+        Connection = (
+            http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+        )
         try:
             with contextlib.closing(Connection(url.netloc, timeout=self.timeout)) as connection:
-                connection.request("GET" if body is None else "POST", path, content, {"Content-Type": "application/json"})
+                connection.request(
+                    "GET" if body is None else "POST",
+                    path,
+                    content,
+                    {"Content-Type": "application/json"},
+                )
                 answer = connection.getresponse()
                 content = self.read_all(answer, path)
         except (OSError, http.client.HTTPException) as error:
-            self.fail(f"no answer to {path} ({type(error).__name__}: {error}; the limit is {self.timeout:g} s); if the server "
-                      "does not run, start it, then this run again")
+            self.fail(
+                f"no answer to {path} ({type(error).__name__}: {error}; the limit is "
+                f"{self.timeout:g} s); if the server "
+                "does not run, start it, then this run again"
+            )
         if optional and answer.status in (404, 405):
             return None if answer.status == 404 else {}
         if answer.status >= 400:
             self.fail(f"{path} answers with status {answer.status}: {content[:300]!r}")
         try:
             return take and take(json.loads(content) if content.strip() else None)
-        except (KeyError, IndexError, TypeError, AttributeError, ValueError, RecursionError) as error:
-            self.fail(f"{path} answers in another form, {type(error).__name__} {error} in {content[:200]!r}")
+        except (
+            KeyError,
+            IndexError,
+            TypeError,
+            AttributeError,
+            ValueError,
+            RecursionError,
+        ) as error:
+            self.fail(
+                f"{path} answers in another form, {type(error).__name__} {error} in "
+                f"{content[:200]!r}"
+            )
 
     def read_all(self, answer, path: str) -> bytes:
         """The content of an answer, limited in time and bytes: a server might never end."""
@@ -100,7 +141,8 @@ class Server:
 
     def load(self, folder: str, version: str):
         """Make the server read the weights of this folder, under the name `version`."""
-        if self.adapters:  # a request names them, so neither a sample nor a cached prompt can be of another version
+        # a request names them, so neither a sample nor a cached prompt can be of another version
+        if self.adapters:
             self.call(self.takes, {"lora_name": version, "lora_path": folder}, None)
             if self.version:
                 self.call("/v1/unload_lora_adapter", {"lora_name": self.version}, None)
@@ -115,33 +157,72 @@ class Server:
             self.commit(version)
 
     def commit(self, version: str):
-        """vLLM has new weights: empty its cache of prompts, computed with the weights before, and name the version."""
-        if self.call("/reset_prefix_cache", {}, lambda answer: dict(answer or {})).get("success") is False:
-            self.fail("/reset_prefix_cache did not succeed: other requests run there; the server must be this run's alone")
+        """vLLM has new weights: empty its cache of prompts, computed with the weights before, and
+        name the version."""
+        if (
+            self.call("/reset_prefix_cache", {}, lambda answer: dict(answer or {})).get("success")
+            is False
+        ):
+            self.fail(
+                "/reset_prefix_cache did not succeed: other requests run there; the server must "
+                "be this run's alone"
+            )
         if self.tells:
             self.call("/update_weight_version", {"new_version": version})
         self.version = version
 
     def check_version(self, there=None):
-        """Fail if the server no longer has the weights of load(). there: the version named with a sample, None if unknown."""
+        """Fail if the server no longer has the weights of load(). there: the version named with a
+        sample, None if unknown."""
         if self.tells:
             there = self.call("/weight_info", take=lambda answer: answer["weight_version"])
         if there not in (None, self.version):
-            self.fail(f"it has the weights {there!r} and not {self.version!r}: it was started again, or another run uses it; "
-                      "start this run again")
+            self.fail(
+                f"it has the weights {there!r} and not {self.version!r}: it was started again, or "
+                "another run uses it; "
+                "start this run again"
+            )
 
-    def sample(self, prompt: list[int], n: int, room: int, temperature: float, ends: list[int], seed: int | None, bias: dict,
-               stop="") -> list:
-        """n samples of a prompt, at most `room` ids each: (ids, log-probabilities at the temperature, reason of the end). seed:
-        None lets the server choose. stop: a sample also ends with the token that completes this text."""
-        common = dict(temperature=temperature, top_p=1.0, top_k=-1, min_p=0.0, repetition_penalty=1.0, stop_token_ids=ends)
+    def sample(
+        self,
+        prompt: list[int],
+        n: int,
+        room: int,
+        temperature: float,
+        ends: list[int],
+        seed: int | None,
+        bias: dict,
+        stop="",
+    ) -> list:
+        """n samples of a prompt, at most `room` ids each: (ids, log-probabilities at the
+        temperature, reason of the end). seed: None lets the server choose. stop: a sample also ends
+        with the token that completes this text."""
+        common = dict(
+            temperature=temperature,
+            top_p=1.0,
+            top_k=-1,
+            min_p=0.0,
+            repetition_penalty=1.0,
+            stop_token_ids=ends,
+        )
         common |= ({"logit_bias": bias} if bias else {}) | ({"stop": [stop]} if stop else {})
         if self.kind == "vllm":  # vLLM gives sample i the seed + i
-            body = dict(model=self.name, prompt=prompt, n=n, max_tokens=room, logprobs=1, return_token_ids=True)
+            body = dict(
+                model=self.name,
+                prompt=prompt,
+                n=n,
+                max_tokens=room,
+                logprobs=1,
+                return_token_ids=True,
+            )
             body |= {} if seed is None else {"seed": seed}
             found = self.call("/v1/completions", body | common, samples_of_vllm)
         else:
-            each = [dict(common, max_new_tokens=room) | ({} if seed is None else {"sampling_seed": seed + i}) for i in range(n)]
+            each = [
+                dict(common, max_new_tokens=room)
+                | ({} if seed is None else {"sampling_seed": seed + i})
+                for i in range(n)
+            ]
             body = dict(input_ids=[prompt] * n, sampling_params=each, return_logprob=True)
             found, versions = self.call("/generate", body, samples_of_sglang)
             for version in versions:
@@ -160,74 +241,132 @@ def samples_of_vllm(answer: dict) -> list[tuple]:
 def samples_of_sglang(answer: list) -> tuple[list[tuple], list]:
     """The same, and the version of the weights of each sample, or None."""
     metas = [choice["meta_info"] for choice in answer]
-    logprobs, ids = ([[entry[i] for entry in meta["output_token_logprobs"]] for meta in metas] for i in (0, 1))
+    logprobs, ids = (
+        [[entry[i] for entry in meta["output_token_logprobs"]] for meta in metas] for i in (0, 1)
+    )
     samples = list(zip(ids, logprobs, [meta["finish_reason"]["type"] for meta in metas]))
     return samples, [meta.get("weight_version") for meta in metas]
 
 
-def wrong_sample(ids, logprobs, reason, room: int, ends: list[int], n_vocab: int, greedy: bool, is_turn=lambda ids: 0) -> str:
-    """The fault of a server's sample, or "". is_turn(ids): whether the ids end a turn, which ends a sample as well."""
-    if not isinstance(ids, list) or not isinstance(logprobs, list) or not 1 <= len(ids) <= room or len(logprobs) != len(ids):
+def wrong_sample(
+    ids,
+    logprobs,
+    reason,
+    room: int,
+    ends: list[int],
+    n_vocab: int,
+    greedy: bool,
+    is_turn=lambda ids: 0,
+) -> str:
+    """The fault of a server's sample, or "". is_turn(ids): whether the ids end a turn, which ends a
+    sample as well."""
+    if (
+        not isinstance(ids, list)
+        or not isinstance(logprobs, list)
+        or not 1 <= len(ids) <= room
+        or len(logprobs) != len(ids)
+    ):
         return f"it must have between 1 and {room} ids, and a log-probability for each"
     if outside := [i for i in ids if type(i) is not int or not 0 <= i < n_vocab]:
         return f"the id {outside[:1]} is none of the model's {n_vocab}"
-    if not greedy and (strange := [x for x in logprobs if type(x) not in (int, float) or not x <= 1e-3 or x == -math.inf]):
+    if not greedy and (
+        strange := [
+            x for x in logprobs if type(x) not in (int, float) or not x <= 1e-3 or x == -math.inf
+        ]
+    ):
         return f"{strange[:1]} is no log-probability; vLLM needs --logprobs-mode processed_logprobs"
     is_cut = reason == "length" and len(ids) == room
-    if set(ids[:-1]) & set(ends) or reason not in ("stop", "length") or not (ids[-1] in ends or is_cut or is_turn(ids)):
-        return (f"its finish_reason is {reason!r} after {len(ids)} of {room} ids, the last {ids[-1]}; only the last may be one "
-                f"of {ends}, its ends, and --seq_len must not be more than the server allows")
+    if (
+        set(ids[:-1]) & set(ends)
+        or reason not in ("stop", "length")
+        or not (ids[-1] in ends or is_cut or is_turn(ids))
+    ):
+        return (
+            f"its finish_reason is {reason!r} after {len(ids)} of {room} ids, the last {ids[-1]}; "
+            "only the last may be one "
+            f"of {ends}, its ends, and --seq_len must not be more than the server allows"
+        )
     return ""
 
 
 def check_server(cfg):
-    """Check that the server runs and can serve this run. Raises ValueError before anything is built."""
+    """Check that the server runs and can serve this run. Raises ValueError before anything is
+    built."""
     server = Server(cfg.engine, cfg.rollout_timeout_s, cfg.engine_adapters)
     if (server.max_len or cfg.seq_len) < cfg.seq_len:
-        server.fail(f"its sequences have at most {server.max_len} tokens; start it with --max-model-len (SGLang: "
-                    f"--context-length) {cfg.seq_len}, which is --seq_len")
+        server.fail(
+            f"its sequences have at most {server.max_len} tokens; start it with --max-model-len "
+            "(SGLang: "
+            f"--context-length) {cfg.seq_len}, which is --seq_len"
+        )
 
 
 # ---------------------------------------------------------------- the engine
 class HTTPEngine(Remote):
-    """The engine on a trainer's rank, see rl/engines.py. The thread of rank 0 sends weights and prompts to the server and pays
-    rewards."""
+    """The engine on a trainer's rank, see rl/engines.py. The thread of rank 0 sends weights and
+    prompts to the server and pays rewards."""
 
     def __init__(self, trainer, env, text, cursor: int):
         self.text, self.cfg, cfg = text, trainer.cfg, trainer.cfg
-        # Rank 0 gives up after --rollout_timeout_s and tells the other ranks why, so the others wait longer.
+        # Rank 0 gives up after --rollout_timeout_s and tells the other ranks why, so the others
+        # wait longer.
         super().__init__(trainer, cursor, 2 * cfg.rollout_timeout_s)
         self.task = (cfg, env, text, Layout(), None)  # one process draws all samples
         self.folder = os.path.abspath(cfg.engine_weights or f"{cfg.out}/engine")
         self.mine = f"{Path(cfg.out).name}-{hashlib.sha256(os.path.abspath(cfg.out).encode()).hexdigest()[:6]}"
         self.written, self.loaded = None, ""
         self.server, self.start = on_rank_0(self.connect, self.group)
-        at_once = cfg.rollout_rows // (1 if Turns(env, text, []).reply else cfg.group_size)  # requests
+        # requests
+        at_once = cfg.rollout_rows // (1 if Turns(env, text, []).reply else cfg.group_size)
         self.requests = ThreadPoolExecutor(max(1, at_once))
 
     def connect(self):
-        """On rank 0: the server, and a name for this start of the run. Weights of earlier starts are removed."""
+        """On rank 0: the server, and a name for this start of the run. Weights of earlier starts
+        are removed."""
         os.makedirs(self.folder, exist_ok=True)
         for path in Path(self.folder).glob(f"{self.mine}-*"):
             shutil.rmtree(path, ignore_errors=True)
         server = Server(self.cfg.engine, self.cfg.rollout_timeout_s, self.cfg.engine_adapters)
         if server.kind == "vllm" and not server.tells and not server.adapters:
-            print(f"--engine {server.url} cannot tell which weights it has; watch logprob_k3", flush=True)
+            print(
+                f"--engine {server.url} cannot tell which weights it has; watch logprob_k3",
+                flush=True,
+            )
         if server.kind == "vllm" and not self.cfg.engine_seed:
-            print("vLLM draws without seeds, so the same command draws other samples; --engine_seed is slower", flush=True)
+            print(
+                "vLLM draws without seeds, so the same command draws other samples; --engine_seed "
+                "is slower",
+                flush=True,
+            )
         return server, uuid.uuid4().hex[:8]
 
     def weights(self) -> str:
         """Write the current policy into a new folder, on all ranks; returns the folder."""
         cfg, model, layout = self.cfg, self.trainer.model, self.trainer.layout
-        self.written = folder = f"{self.folder}/{self.mine}-{self.start}-{self.trainer.policy_version}"
+        self.written = folder = (
+            f"{self.folder}/{self.mine}-{self.start}-{self.trainer.policy_version}"
+        )
         if cfg.engine_adapters:
             from forks.peft_folder import write_peft
 
-            adapters = pack_weights(list_weights(model, torch.float32, adapters_only=True), layout, self.group)
-            on_rank_0(lambda: write_peft(folder, adapters, cfg.lora_rank, cfg.lora_alpha, model, cfg.init_from, {}), self.group)
+            adapters = pack_weights(
+                list_weights(model, torch.float32, adapters_only=True), layout, self.group
+            )
+            on_rank_0(
+                lambda: write_peft(
+                    folder, adapters, cfg.lora_rank, cfg.lora_alpha, model, cfg.init_from, {}
+                ),
+                self.group,
+            )
         else:
-            save_hf(model, folder, layout.compute_dtype, tokenizer_file=self.text.file, group=self.group, quiet=True)
+            save_hf(
+                model,
+                folder,
+                layout.compute_dtype,
+                tokenizer_file=self.text.file,
+                group=self.group,
+                quiet=True,
+            )
         return folder
 
     def close(self):
@@ -244,13 +383,40 @@ class HTTPEngine(Remote):
             self.loaded = folder
         return work(*self.task, *args, draw=self.draw)
 
-    def draw(self, cfg, env, text, layout, model, tasks, prompts, group_size: int, temperature: float, ended):
-        """(2) by the server, in place of rollouts.draw_samples: a request for each prompt, or for each turn of each sample."""
-        turns = Turns(env, text, [task for _, task, _ in tasks for _ in range(group_size)], cfg.reward_threads)
-        asks = [partial(self.ask, name, prompt, group_size, temperature) for (name, *_), prompt in zip(tasks, prompts)]
+    def draw(
+        self,
+        cfg,
+        env,
+        text,
+        layout,
+        model,
+        tasks,
+        prompts,
+        group_size: int,
+        temperature: float,
+        ended,
+    ):
+        """(2) by the server, in place of rollouts.draw_samples: a request for each prompt, or for
+        each turn of each sample."""
+        turns = Turns(
+            env, text, [task for _, task, _ in tasks for _ in range(group_size)], cfg.reward_threads
+        )
+        asks = [
+            partial(self.ask, name, prompt, group_size, temperature)
+            for (name, *_), prompt in zip(tasks, prompts)
+        ]
         if turns.reply:
-            asks = [partial(self.play, turns, i, f"{tasks[i // group_size][0]}/{i % group_size}", prompts[i // group_size],
-                            temperature) for i in range(len(turns.calls))]
+            asks = [
+                partial(
+                    self.play,
+                    turns,
+                    i,
+                    f"{tasks[i // group_size][0]}/{i % group_size}",
+                    prompts[i // group_size],
+                    temperature,
+                )
+                for i in range(len(turns.calls))
+            ]
         found = []
         try:
             for some in self.requests.map(lambda ask: ask(), asks, timeout=self.server.timeout):
@@ -258,37 +424,73 @@ class HTTPEngine(Remote):
                     ended(len(found), s["ids"], s["truncated"])
                     found.append(s)
         except TimeoutError:
-            self.server.fail(f"{len(tasks)} prompts took longer than --rollout_timeout_s {self.server.timeout:g}")
+            self.server.fail(
+                f"{len(tasks)} prompts took longer than --rollout_timeout_s {self.server.timeout:g}"
+            )
         self.server.check_version()
         return turns.close(found), turns.failed
 
-    def ask(self, name: str, prompt: list[int], n: int, temperature: float, begun=0, stop="", is_turn=lambda ids: False):
+    def ask(
+        self,
+        name: str,
+        prompt: list[int],
+        n: int,
+        temperature: float,
+        begun=0,
+        stop="",
+        is_turn=lambda ids: False,
+    ):
         """n samples of a prompt. begun: ids at the end of the prompt that belong to the sample."""
         cfg, ends = self.cfg, self.text.ends
         unknown, n_vocab = self.trainer.model.unknown_ids, self.trainer.model.config.vocab_size
         bias = {} if unknown is None else {str(i): -100 for i in unknown.tolist()}  # probability 0
         room = max(1, min(cfg.max_new_tokens - begun, cfg.seq_len - len(prompt)))
-        seed = noise_seed(f"{cfg.seed}/{name}") if cfg.engine_seed or self.server.kind == "sglang" else None
+        seed = (
+            noise_seed(f"{cfg.seed}/{name}")
+            if cfg.engine_seed or self.server.kind == "sglang"
+            else None
+        )
         found = self.server.sample(prompt, n, room, temperature, ends, seed, bias, stop)
         for ids, logprobs, reason in found:
-            if wrong := wrong_sample(ids, logprobs, reason, room, ends, n_vocab, temperature == 0, is_turn):
-                self.server.fail(f"a sample of {json.dumps(prompt)[:80]} is wrong: {wrong}; ids {json.dumps(ids)[:80]}")
-        return [dict(ids=ids, logprobs=logprobs, mask=[1.0] * len(ids), truncated=ids[-1] not in ends)
-                for ids, logprobs, _ in found]
+            if wrong := wrong_sample(
+                ids, logprobs, reason, room, ends, n_vocab, temperature == 0, is_turn
+            ):
+                self.server.fail(
+                    f"a sample of {json.dumps(prompt)[:80]} is wrong: {wrong}; ids "
+                    f"{json.dumps(ids)[:80]}"
+                )
+        return [
+            dict(ids=ids, logprobs=logprobs, mask=[1.0] * len(ids), truncated=ids[-1] not in ends)
+            for ids, logprobs, _ in found
+        ]
 
-    def play(self, turns: Turns, i: int, name: str, prompt: list[int], temperature: float) -> list[dict]:
-        """Sample i, turn by turn: the server stops at the end of a turn, and the next request goes on behind the reply."""
+    def play(
+        self, turns: Turns, i: int, name: str, prompt: list[int], temperature: float
+    ) -> list[dict]:
+        """Sample i, turn by turn: the server stops at the end of a turn, and the next request goes
+        on behind the reply."""
         s, done = dict(index=i, begin=0, ids=[], logprobs=[], mask=[]), False
         room = max(1, min(self.cfg.max_new_tokens, self.cfg.seq_len - len(prompt)))
         while not done and len(s["ids"]) < room:
             n = len(s["ids"])
-            (turn,) = self.ask(f"{name}/{n}", prompt + s["ids"], 1, temperature, n, turns.end,
-                               lambda ids, s=s: turns.is_over(s | dict(ids=s["ids"] + ids)))
+            (turn,) = self.ask(
+                f"{name}/{n}",
+                prompt + s["ids"],
+                1,
+                temperature,
+                n,
+                turns.end,
+                lambda ids, s=s: turns.is_over(s | dict(ids=s["ids"] + ids)),
+            )
             s |= {key: s[key] + turn[key] for key in ("ids", "logprobs", "mask")}
             later = turns.reply(s)
             said = later.result() if later else []
             done = said is None or s["ids"][-1] in self.text.ends and not said
             said = (said or [])[: room - len(s["ids"])]
-            s |= dict(ids=s["ids"] + said, logprobs=s["logprobs"] + [0.0] * len(said), mask=s["mask"] + [0.0] * len(said))
+            s |= dict(
+                ids=s["ids"] + said,
+                logprobs=s["logprobs"] + [0.0] * len(said),
+                mask=s["mask"] + [0.0] * len(said),
+            )
             s["begin"] = len(s["ids"]) if said else s["begin"]
         return [{key: s[key] for key in ("ids", "logprobs", "mask")} | dict(truncated=not done)]

@@ -1,4 +1,6 @@
-"""The policy: choice of the model, construction on its devices, its weights for those who sample, and the reference copy."""
+"""The policy: choice of the model, construction on its devices, its weights for those who sample,
+and the reference copy."""
+
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -24,7 +26,16 @@ from storage.hf import class_of
 from storage.newest import is_hf_folder
 from support.config import override_fields
 
-SMALL = dict(dim=96, n_layers=3, n_heads=4, n_kv_heads=4, head_dim=24, ffn_dim=288, max_seq_len=1024, rope_theta=10000.0)
+SMALL = dict(
+    dim=96,
+    n_layers=3,
+    n_heads=4,
+    n_kv_heads=4,
+    head_dim=24,
+    ffn_dim=288,
+    max_seq_len=1024,
+    rope_theta=10000.0,
+)
 FLAVORS = {  # for the demos on characters; larger models come from --init_from
     "debug": Llama3Config(**SMALL),
     "debug_moe": Qwen3Config(**SMALL, n_experts=8, top_k=2, moe_ffn_dim=96),
@@ -35,20 +46,28 @@ def model_of(cfg, vocab_size: int):
     """(model class, model config) of the flavor or of --init_from. Raises ValueError."""
     if not cfg.init_from:
         config = override_fields(FLAVORS[cfg.flavor], cfg.model_args, "--model_args")
-        config = replace(config, vocab_size=-(-vocab_size // 8) * 8)  # a multiple of 8, for --tp and for fast matmuls
+        # a multiple of 8, for --tp and for fast matmuls
+        config = replace(config, vocab_size=-(-vocab_size // 8) * 8)
     else:
         if cfg.model_args and not is_hf_folder(cfg.init_from):
-            raise ValueError(f"--model_args {cfg.model_args}: the model is that of --init_from {cfg.init_from}; leave it out")
+            raise ValueError(
+                f"--model_args {cfg.model_args}: the model is that of --init_from "
+                f"{cfg.init_from}; leave it out"
+            )
         config = read_model(cfg)[1]
     if hasattr(config, "mtp_depth"):  # DeepSeek
         if cfg.tp > 1 and not cfg.engine and not cfg.gen_ranks:
-            raise ValueError(f"--tp {cfg.tp}: tp cannot split DeepSeek's rollouts; use --dp_shard, --gen_ranks or --engine")
+            raise ValueError(
+                f"--tp {cfg.tp}: tp cannot split DeepSeek's rollouts; use --dp_shard, --gen_ranks "
+                "or --engine"
+            )
         config = replace(config, mtp_depth=0)  # these losses have no second prediction
     return class_of(config), config
 
 
 def split_model(model, layout, cfg):
-    """Tensor, expert and context parallelism of a model, or of a stage; shard() and init_weights() come later."""
+    """Tensor, expert and context parallelism of a model, or of a stage; shard() and init_weights()
+    come later."""
     if cfg.tp > 1:
         parallel.tensor_parallel(model, layout, cfg)
     if layout.has_experts:
@@ -58,10 +77,11 @@ def split_model(model, layout, cfg):
 
 
 def build_policy(cfg, layout, Model, model_config, unknown=None, skip=lambda fqn: False):
-    """The model on its devices, or with --pp this rank's stage, for training and sampling. Called with labels:
-    (log-probabilities, entropy), (B, T/cp) each.
+    """The model on its devices, or with --pp this rank's stage, for training and sampling. Called
+    with labels: (log-probabilities, entropy), (B, T/cp) each.
 
-    unknown: see Text.unknown_ids. skip: see parallel.init_weights. Log-probabilities are at the sampling temperature; otherwise
+    unknown: see Text.unknown_ids. skip: see parallel.init_weights. Log-probabilities are at the
+    sampling temperature; otherwise
     the ratio of a policy to itself would not be 1.
     """
     with torch.device("meta"):
@@ -75,12 +95,18 @@ def build_policy(cfg, layout, Model, model_config, unknown=None, skip=lambda fqn
     if cfg.ac not in ("none", "budget"):
         parallel.checkpoint_activations(model, cfg)
     if cfg.compile:
-        parallel.compile_blocks(model, layout, cfg)  # for training only; rollouts run uncompiled blocks, see whole_weights()
+        # for training only; rollouts run uncompiled blocks, see whole_weights()
+        parallel.compile_blocks(model, layout, cfg)
     parallel.shard(model, layout, cfg)
     parallel.init_weights(model, layout, cfg.seed, skip)
     logprobs = partial(token_logprobs, unknown=unknown)
     if layout.tp > 1:
-        logprobs = partial(parallel.vocab_parallel_loss, mesh=layout.mesh["tp"], loss=token_logprobs, unknown=unknown)
+        logprobs = partial(
+            parallel.vocab_parallel_loss,
+            mesh=layout.mesh["tp"],
+            loss=token_logprobs,
+            unknown=unknown,
+        )
     model.token_loss = lambda h, weight, labels, denom: logprobs(h, weight, labels, cfg.temperature)
     if cfg.batch_invariant:
         model.make_attend = fixed_shape_attention
@@ -88,25 +114,32 @@ def build_policy(cfg, layout, Model, model_config, unknown=None, skip=lambda fqn
     return model
 
 
-INPUTS = ("tokens", "labels", "positions", "doc_ids")  # those of a forward's tensors that the model takes
+# those of a forward's tensors that the model takes
+INPUTS = ("tokens", "labels", "positions", "doc_ids")
 
 
 def forward(model, b: dict, layout):
-    """(log-probabilities, entropy) of the labels of a forward's tensors, (B, T/cp) each. In a pipeline the last stage has
-    them, and the others return zeros."""
+    """(log-probabilities, entropy) of the labels of a forward's tensors, (B, T/cp) each. In a
+    pipeline the last stage has them, and the others return zeros."""
     arguments = {name: b[name] for name in INPUTS if name in b}
-    found = parallel.run_forwards([model], arguments, replace(layout, microbatch_size=len(b["tokens"])))
+    found = parallel.run_forwards(
+        [model], arguments, replace(layout, microbatch_size=len(b["tokens"]))
+    )
     return found[0] if found else b["mu"].new_zeros(2, *b["mu"].shape).unbind()
 
 
 def backward_of_pipeline(stage, batches: list[dict], loss_of, layout):
-    """Add the gradients of loss_of(i, log-probabilities, entropy) of each forward i, by torch's 1F1B. All have one shape, see
-    plan_forwards(). loss_of is called on the ranks of the last stage."""
+    """Add the gradients of loss_of(i, log-probabilities, entropy) of each forward i, by torch's
+    1F1B. All have one shape, see plan_forwards(). loss_of is called on the ranks of the last stage.
+    """
     from distributed.schedule import run_schedule
 
-    logprobs, turns = stage.token_loss, iter(range(len(batches)))  # the last stage takes the forwards in this order
+    # the last stage takes the forwards in this order
+    logprobs, turns = stage.token_loss, iter(range(len(batches)))
     stage.token_loss = lambda *given: loss_of(next(turns), *logprobs(*given))
-    arguments = {name: torch.cat([b[name] for b in batches]) for name in INPUTS if name in batches[0]}
+    arguments = {
+        name: torch.cat([b[name] for b in batches]) for name in INPUTS if name in batches[0]
+    }
     run_schedule([stage], arguments, len(batches), layout)
     stage.token_loss = logprobs
 
@@ -114,28 +147,39 @@ def backward_of_pipeline(stage, batches: list[dict], loss_of, layout):
 def fixed_shape_attention(positions, doc_ids=None, reach=None):
     """--batch_invariant: the same kernel, mask and number of keys as in rollout()."""
     index = torch.arange(positions.shape[1], device=positions.device)
-    mask = (index[:, None] >= index) & (index[:, None] - index < (len(index) if reach is None else reach[:, None, :, None]))
+    mask = (index[:, None] >= index) & (
+        index[:, None] - index < (len(index) if reach is None else reach[:, None, :, None])
+    )
     return lambda q, k, v, scale=None: sdpa(q, k, v, mask, scale=scale)
 
 
-def list_weights(model, compute_dtype: torch.dtype, adapters_only=False) -> dict[str, tuple[Tensor, torch.dtype]]:
-    """fqn -> (parameter or buffer, its dtype in the trainer's forward), sorted by fqn: FSDP casts all parameters and no
-    buffers. A generator with other dtypes would compute other numbers: with an expert's selection bias in bf16, for instance,
-    tokens would go to other experts. adapters_only: LoRA's, all that its training changes."""
+def list_weights(
+    model, compute_dtype: torch.dtype, adapters_only=False
+) -> dict[str, tuple[Tensor, torch.dtype]]:
+    """fqn -> (parameter or buffer, its dtype in the trainer's forward), sorted by fqn: FSDP casts
+    all parameters and no buffers. A generator with other dtypes would compute other numbers: with
+    an expert's selection bias in bf16, for instance, tokens would go to other experts.
+    adapters_only: LoRA's, all that its training changes."""
     reshard(model)  # FSDP may hold gathered weights from before the optimizer's step
     found = {fqn: (p, compute_dtype) for fqn, p in model.named_parameters()} | {
-        fqn: (b, b.dtype) for fqn, b in model.named_buffers()}
+        fqn: (b, b.dtype) for fqn, b in model.named_buffers()
+    }
     return {fqn: found[fqn] for fqn in sorted(found) if is_adapter(fqn) or not adapters_only}
 
 
 @torch.no_grad()
 def pack_weights(found: dict[str, tuple[Tensor, torch.dtype]], layout, group) -> dict[str, Tensor]:
-    """Copy the tensors of list_weights() to the host of rank 0; other ranks get none. All trainer ranks call this function,
-    because gathering a tensor is collective. With --pp each has the tensors of its stage, and rank 0 gets those of all."""
+    """Copy the tensors of list_weights() to the host of rank 0; other ranks get none. All trainer
+    ranks call this function, because gathering a tensor is collective. With --pp each has the
+    tensors of its stage, and rank 0 gets those of all."""
     ranks, packed = layout.world_size // layout.pp, {}  # of a stage; its first rank sends
     # the ranks of a pipeline tell each other; all ranks of a large run would take long
-    facts = gather({fqn: (t.shape, dtype) for fqn, (t, dtype) in found.items()}, layout.group("pp") if layout.pp > 1 else None)
-    owners = {fqn: stage for stage in reversed(range(layout.pp)) for fqn in facts[stage]}  # a tied tensor has two
+    facts = gather(
+        {fqn: (t.shape, dtype) for fqn, (t, dtype) in found.items()},
+        layout.group("pp") if layout.pp > 1 else None,
+    )
+    # a tied tensor has two
+    owners = {fqn: stage for stage in reversed(range(layout.pp)) for fqn in facts[stage]}
     for fqn, stage in sorted(owners.items()):  # one after the other
         whole = whole_tensor(found[fqn][0]) if stage == layout.rank // ranks else None
         if layout.rank in (0, stage * ranks):
@@ -145,13 +189,16 @@ def pack_weights(found: dict[str, tuple[Tensor, torch.dtype]], layout, group) ->
             if whole is not None:
                 host.copy_(whole)
             if stage:
-                dist.recv(host, stage * ranks, group) if layout.rank == 0 else dist.send(host, 0, group)
+                dist.recv(host, stage * ranks, group) if layout.rank == 0 else dist.send(
+                    host, 0, group
+                )
             packed |= {fqn: host} if layout.rank == 0 else {}
     return packed
 
 
 def keep_reference(trainer, is_new: bool, about: dict):
-    """--kl_coef: the initial policy of this run. A new run writes <out>/reference, a continued run reads the folder."""
+    """--kl_coef: the initial policy of this run. A new run writes <out>/reference, a continued run
+    reads the folder."""
     cfg, folder = trainer.cfg, f"{trainer.cfg.out}/reference"
     if is_new:
         reshard(trainer.model)

@@ -1,8 +1,10 @@
-"""A token of all rows as one CUDA graph. Launched one by one, the kernels of a token keep the host busy several times as long
-as the GPU (benchmarks/RESULTS.md).
+"""A token of all rows as one CUDA graph. Launched one by one, the kernels of a token keep the host
+busy several times as long as the GPU (benchmarks/RESULTS.md).
 
-A graph repeats its kernels on the memory of the capture: the weights, the cache of keys and values, its inputs and its outputs.
+A graph repeats its kernels on the memory of the capture: the weights, the cache of keys and values,
+its inputs and its outputs.
 """
+
 import warnings
 from functools import partial
 
@@ -11,17 +13,22 @@ from torch import Tensor
 
 from support.config import own_rank
 
-warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")  # of torch, about what capture() asks for
+# of torch, about what capture() asks for
+warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
 
-KEYS = 128  # a graph attends to a multiple of so many keys: more keys cost time in each token, and a new graph two tokens' time
+# a graph attends to a multiple of so many keys: more keys cost time in each token, and a new graph
+# two tokens' time
+KEYS = 128
 
 
 class Replays:
-    """Call it as `advance`: replays one graph for each number of rows and keys, or says once why it launches kernels.
+    """Call it as `advance`: replays one graph for each number of rows and keys, or says once why it
+    launches kernels.
 
-    advance(keys, *inputs) -> outputs: a number of keys for each row, in ascending order; inputs and outputs are tensors. The
-    outputs are overwritten by the next call. In a graph all rows attend to as many keys as the longest row: more is read where
-    lengths differ much, and the kernels of rows of like lengths are not launched apart.
+    advance(keys, *inputs) -> outputs: a number of keys for each row, in ascending order; inputs and
+    outputs are tensors. The outputs are overwritten by the next call. In a graph all rows attend to
+    as many keys as the longest row: more is read where lengths differ much, and the kernels of rows
+    of like lengths are not launched apart.
     """
 
     def __init__(self, advance):
@@ -31,11 +38,15 @@ class Replays:
         shape = len(keys), -(-keys[-1] // KEYS) * KEYS
         if self.graphs is not None and shape not in self.graphs:
             try:
-                self.graphs[shape] = self.capture(partial(self.advance, [shape[1]] * len(keys)), inputs)
+                self.graphs[shape] = self.capture(
+                    partial(self.advance, [shape[1]] * len(keys)), inputs
+                )
             except RuntimeError as error:
                 self.graphs = None
                 if own_rank() == 0:
-                    warnings.warn(f"sampling without CUDA graphs: {str(error).splitlines()[0]}", stacklevel=2)
+                    warnings.warn(
+                        f"sampling without CUDA graphs: {str(error).splitlines()[0]}", stacklevel=2
+                    )
         if self.graphs is None:
             return self.advance(keys, *inputs)
         fixed, graph, outputs = self.graphs[shape]
@@ -45,10 +56,15 @@ class Replays:
         return outputs
 
     def capture(self, step, inputs: tuple[Tensor, ...]):
-        """(inputs, graph, outputs) of step. Raises RuntimeError if the host waits for the device in it, as for the number of
-        rows of an expert, or if a replay gives something else."""
-        fixed, graph, usual = [x.clone() for x in inputs], torch.cuda.CUDAGraph(), torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")  # such a wait would break a capture in a way that is hard to leave
+        """(inputs, graph, outputs) of step. Raises RuntimeError if the host waits for the device in
+        it, as for the number of rows of an expert, or if a replay gives something else."""
+        fixed, graph, usual = (
+            [x.clone() for x in inputs],
+            torch.cuda.CUDAGraph(),
+            torch.cuda.get_sync_debug_mode(),
+        )
+        # such a wait would break a capture in a way that is hard to leave
+        torch.cuda.set_sync_debug_mode("error")
         try:
             launched = step(*fixed)  # the first time libraries choose kernels and take memory
         finally:
@@ -58,6 +74,9 @@ class Replays:
             outputs = step(*fixed)
         graph.replay()
         # not to the last bit: a matrix product may add up in another order
-        if torch.stack([(a - b).abs() > 0.1 for a, b in zip(launched, outputs)]).any(0).sum() > len(outputs[0]) / 2:
+        if (
+            torch.stack([(a - b).abs() > 0.1 for a, b in zip(launched, outputs)]).any(0).sum()
+            > len(outputs[0]) / 2
+        ):
             raise RuntimeError("replayed tokens differ from launched ones")
         return fixed, graph, outputs

@@ -1,10 +1,13 @@
-"""(3) of grpo.py: rewards with a time limit, in threads, and the fate of failed rewards; the numbers of an evaluation.
+"""(3) of grpo.py: rewards with a time limit, in threads, and the fate of failed rewards; the
+numbers of an evaluation.
 
-A reward is the user's Python on a model's text, so a reward may raise, or never return. A late reward is given up, but a thread
-cannot be ended from outside: the thread runs on until the process ends, and slows the others. Code that never releases the
-interpreter, such as a regular expression that backtracks without end, also stops the clock; then only the other ranks end the
-run, after --rollout_timeout_s.
+A reward is the user's Python on a model's text, so a reward may raise, or never return. A late
+reward is given up, but a thread cannot be ended from outside: the thread runs on until the process
+ends, and slows the others. Code that never releases the interpreter, such as a regular expression
+that backtracks without end, also stops the clock; then only the other ranks end the run, after
+--rollout_timeout_s.
 """
+
 import inspect
 import math
 import queue
@@ -18,12 +21,15 @@ from typing import NamedTuple
 @dataclass(kw_only=True)
 class RewardConfig:
     reward_timeout_s: float = 300.0  # a reward that takes longer has failed; 0 = no limit
-    reward_threads: int = 1  # rewards, tools and games that are called at once, by threads: for those that wait for a server
-    failed_reward: float | None = None  # reward of a sample whose reward fails or is late; none = end the run
+    # rewards, tools and games that are called at once, by threads: for those that wait for a server
+    reward_threads: int = 1
+    # reward of a sample whose reward fails or is late; none = end the run
+    failed_reward: float | None = None
 
 
 class Paid(NamedTuple):
-    """What a sample earned: its reward, the sum of the parts if the reward has named parts; or None, and the failure."""
+    """What a sample earned: its reward, the sum of the parts if the reward has named parts; or
+    None, and the failure."""
 
     reward: float | None
     failure: str = ""
@@ -38,20 +44,29 @@ def finite(reward: float) -> float:
 
 
 def pay(env, prompt: str, completions: list[str], truncated: list[bool]) -> list[Paid]:
-    """Pay the samples of a prompt: all samples of the group at once for a group_reward, else one sample. All fail together, for
-    instance if a reward is not finite."""
+    """Pay the samples of a prompt: all samples of the group at once for a group_reward, else one
+    sample. All fail together, for instance if a reward is not finite."""
     try:
         together = hasattr(env, "group_reward")
         function = env.group_reward if together else env.reward
         asks = "truncated" in inspect.signature(function).parameters
         given = dict(truncated=truncated if together else truncated[0]) if asks else {}
-        values = function(prompt, completions, **given) if together else [function(prompt, completions[0], **given)]
+        values = (
+            function(prompt, completions, **given)
+            if together
+            else [function(prompt, completions[0], **given)]
+        )
         if len(values) != len(completions):
             raise ValueError(f"{len(values)} rewards for {len(completions)} samples")
-        rewards = [finite(sum(value.values()) if isinstance(value, dict) else value) for value in values]
+        rewards = [
+            finite(sum(value.values()) if isinstance(value, dict) else value) for value in values
+        ]
     except BaseException as error:  # also SystemExit: Payments waits for an answer of each thread
         return [Paid(None, no_reward(prompt, text, repr(error))) for text in completions]
-    parts = [{name: float(x) for name, x in value.items()} if isinstance(value, dict) else {} for value in values]
+    parts = [
+        {name: float(x) for name, x in value.items()} if isinstance(value, dict) else {}
+        for value in values
+    ]
     return [Paid(reward, "", part) for reward, part in zip(rewards, parts)]
 
 
@@ -65,8 +80,8 @@ def short(text: str) -> str:
 
 
 class Payments:
-    """Pays n jobs (prompt, completions, truncated), in threads, as soon as they are added. Threads are daemons, because the
-    process must not wait for a late reward at exit."""
+    """Pays n jobs (prompt, completions, truncated), in threads, as soon as they are added. Threads
+    are daemons, because the process must not wait for a late reward at exit."""
 
     def __init__(self, env, n: int, cfg: RewardConfig):
         self.env, self.n, self.cfg, self.news, self.results = env, n, cfg, queue.SimpleQueue(), {}
@@ -90,7 +105,10 @@ class Payments:
             except queue.Empty:
                 prompt, completions, _ = running[i][1]
                 reason = f"it takes longer than --reward_timeout_s {self.cfg.reward_timeout_s:g}"
-                job, result = None, [Paid(None, no_reward(prompt, text, reason)) for text in completions]
+                job, result = (
+                    None,
+                    [Paid(None, no_reward(prompt, text, reason)) for text in completions],
+                )
             if job:
                 waiting.append((i, job))
             elif running.pop(i, None):  # else given up before
@@ -100,25 +118,33 @@ class Payments:
                     return
 
     def wait(self) -> list[Paid]:
-        """What pay() returns for each job, one after the other. A failure that ends the run comes back alone."""
+        """What pay() returns for each job, one after the other. A failure that ends the run comes
+        back alone."""
         self.thread.join()
         return sum((self.results[i] for i in sorted(self.results)), [])
 
 
 # ---------------------------------------------------------------- evaluation
 def ratio(name: str, y: list[float], x: list[float] | None = None, scale=1.0) -> dict:
-    """{name: sum y / sum x, name_stderr: its standard error by linearisation}, both times scale. x None: the mean of y, and the
-    sample's standard deviation / sqrt(n). The error of a single value is None."""
+    """{name: sum y / sum x, name_stderr: its standard error by linearisation}, both times scale. x
+    None: the mean of y, and the sample's standard deviation / sqrt(n). The error of a single value
+    is None."""
     n, x = len(y), x or [1.0] * len(y)
     r = sum(y) / sum(x)
     squares = sum((a - r * b) ** 2 for a, b in zip(y, x))
-    return {name: r * scale, f"{name}_stderr": math.sqrt(n / (n - 1) * squares) / sum(x) * scale if n > 1 else None}
+    return {
+        name: r * scale,
+        f"{name}_stderr": math.sqrt(n / (n - 1) * squares) / sum(x) * scale if n > 1 else None,
+    }
 
 
 def held_out_numbers(samples: list[dict], greedy: list[dict], k: int) -> dict:
-    """Mean reward of k samples per prompt (pass@1 for rewards of 0 and 1), mean reward of greedy samples, and the share of
-    prompts with a full reward among k samples (pass@k). Errors are over prompts: samples of one prompt are not independent."""
+    """Mean reward of k samples per prompt (pass@1 for rewards of 0 and 1), mean reward of greedy
+    samples, and the share of prompts with a full reward among k samples (pass@k). Errors are over
+    prompts: samples of one prompt are not independent."""
     rewards = [[s["reward"] for s in samples[i : i + k]] for i in range(0, len(samples), k)]
-    line = {"eval_n": len(rewards), "eval_k": k} | ratio("eval_reward", [sum(group) / k for group in rewards])
+    line = {"eval_n": len(rewards), "eval_k": k} | ratio(
+        "eval_reward", [sum(group) / k for group in rewards]
+    )
     line |= ratio("eval_pass_at_k", [float(max(group) >= 1) for group in rewards])
     return line | ratio("eval_greedy", [s["reward"] for s in greedy])

@@ -1,4 +1,5 @@
 """Rollouts for grpo.py: from tasks to samples with rewards, on the ranks chosen by rl/engines.py."""
+
 import functools
 import hashlib
 import json
@@ -27,26 +28,38 @@ from rl.environments import Turns, draw_task
 from rl.rewards import Paid, Payments, RewardConfig
 from support.files import read_json
 
-NUMBERS = {"prompt": "i", "ids": "i", "logprobs": "f", "mask": "f"}  # values per token of a sample: the kinds of their arrays
-BATCHES = "__batches.json"  # in a step folder; a start reads no file of this name before its tensors
+# values per token of a sample: the kinds of their arrays
+NUMBERS = {"prompt": "i", "ids": "i", "logprobs": "f", "mask": "f"}
+# in a step folder; a start reads no file of this name before its tensors
+BATCHES = "__batches.json"
 
 
 def others(hooks: OrderedDict) -> OrderedDict:
     """Without the hooks of FSDP and of distributed/cast.py. Those of tensor parallelism stay."""
-    owner = {number: type(getattr(hook, "__self__", None)).__name__ for number, hook in hooks.items()}
-    return OrderedDict((number, hook) for number, hook in hooks.items() if owner[number] not in ("FSDPState", "CastUnit"))
+    owner = {
+        number: type(getattr(hook, "__self__", None)).__name__ for number, hook in hooks.items()
+    }
+    return OrderedDict(
+        (number, hook)
+        for number, hook in hooks.items()
+        if owner[number] not in ("FSDPState", "CastUnit")
+    )
 
 
 @contextmanager
 def whole_weights(model):
-    """Gather the whole weights on each rank, in the dtype of training's matmuls, so that decoding needs no collectives. Blocks
-    run uncompiled inside, because the shapes of rollouts change at almost every token. The hooks that gather and free weights
-    around each forward are off inside: at every token they would keep the host from launching kernels."""
-    units = [module for module in model.modules() if hasattr(module, "reshard")]  # FSDP's, or those of distributed/cast.py
+    """Gather the whole weights on each rank, in the dtype of training's matmuls, so that decoding
+    needs no collectives. Blocks run uncompiled inside, because the shapes of rollouts change at
+    almost every token. The hooks that gather and free weights around each forward are off inside:
+    at every token they would keep the host from launching kernels."""
+    # FSDP's, or those of distributed/cast.py
+    units = [module for module in model.modules() if hasattr(module, "reshard")]
     hooks = [(unit._forward_pre_hooks, unit._forward_hooks) for unit in units]
     for unit in units:
         unit.unshard()
-        unit._forward_pre_hooks, unit._forward_hooks = map(others, (unit._forward_pre_hooks, unit._forward_hooks))
+        unit._forward_pre_hooks, unit._forward_hooks = map(
+            others, (unit._forward_pre_hooks, unit._forward_hooks)
+        )
     with torch.compiler.set_stance("force_eager"):
         yield
     for unit, (before, after) in zip(units, hooks):
@@ -55,29 +68,36 @@ def whole_weights(model):
 
 
 def try_sampling(model, layout) -> None:
-    """Sample two tokens before anything is trained, whatever the weights: kernels that this GPU lacks end the run here. Raises
-    ValueError."""
+    """Sample two tokens before anything is trained, whatever the weights: kernels that this GPU
+    lacks end the run here. Raises ValueError."""
     mesh = layout.mesh["tp"] if layout.tp > 1 else None
     try:
         with whole_weights(model):
             rollout(model, [[0]], torch.zeros(1, 1, 2), 0.0, [], max_len=3, tp_mesh=mesh)
     except RuntimeError as error:
-        raise ValueError(f"this GPU cannot sample ({str(error).splitlines()[0]}): use --engine") from error
+        raise ValueError(
+            f"this GPU cannot sample ({str(error).splitlines()[0]}): use --engine"
+        ) from error
 
 
 @functools.cache
 def patient_group(world, timeout_s: int):
-    """A group of all processes of `world` with a long timeout, for waiting on other ranks' samples, tools and rewards. A slow
-    tool is no failure; in training, however, a late rank hangs, and --train_timeout_s is short."""
-    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc="rollouts")
+    """A group of all processes of `world` with a long timeout, for waiting on other ranks' samples,
+    tools and rewards. A slow tool is no failure; in training, however, a late rank hangs, and
+    --train_timeout_s is short."""
+    return dist.new_group(
+        backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc="rollouts"
+    )
 
 
 def lockstep(layout, timeout_s: int, tool=None):
-    """The `agree` of rollout(). With experts on several ranks every forward is collective, so all ranks must run equally many
+    """The `agree` of rollout(). With experts on several ranks every forward is collective, so all
+    ranks must run equally many
     forwards: they refill and end together. Otherwise a rank samples without waiting for others.
 
-    Under tp every forward is collective too, but all ranks have the same samples and act alike. Only a slow tool may delay a
-    rank; then the others wait in this patient group, and not in a collective of the forward."""
+    Under tp every forward is collective too, but all ranks have the same samples and act alike.
+    Only a slow tool may delay a rank; then the others wait in this patient group, and not in a
+    collective of the forward."""
     if layout.ep == 1 and not (layout.tp > 1 and tool):
         return lambda *numbers: numbers
     group = patient_group(dist.group.WORLD, timeout_s)
@@ -90,31 +110,61 @@ def lockstep(layout, timeout_s: int, tool=None):
     return agree
 
 
-def draw_samples(cfg, env, text, layout, model, tasks: list[tuple], prompts: list[list[int]], group_size, temperature, ended):
-    """(2) on this rank, with whole weights: (group_size samples of each of this rank's prompts, failures). ended: see
-    rollout()."""
+def draw_samples(
+    cfg,
+    env,
+    text,
+    layout,
+    model,
+    tasks: list[tuple],
+    prompts: list[list[int]],
+    group_size,
+    temperature,
+    ended,
+):
+    """(2) on this rank, with whole weights: (group_size samples of each of this rank's prompts,
+    failures). ended: see rollout()."""
     noise = draw_noise([f"{cfg.seed}/{name}" for name, *_ in tasks], group_size, cfg.max_new_tokens)
-    turns = Turns(env, text, [task for _, task, _ in tasks for _ in range(group_size)], cfg.reward_threads)
+    turns = Turns(
+        env, text, [task for _, task, _ in tasks for _ in range(group_size)], cfg.reward_threads
+    )
     samples = rollout(
-        model, prompts, noise, temperature, text.ends, max_len=cfg.seq_len, rows=cfg.rollout_rows, reply=turns.reply,
-        ended=ended, tp_mesh=layout.mesh["tp"] if layout.tp > 1 else None, batch_invariant=cfg.batch_invariant,
-        agree=lockstep(layout, cfg.rollout_timeout_s, turns.reply))
+        model,
+        prompts,
+        noise,
+        temperature,
+        text.ends,
+        max_len=cfg.seq_len,
+        rows=cfg.rollout_rows,
+        reply=turns.reply,
+        ended=ended,
+        tp_mesh=layout.mesh["tp"] if layout.tp > 1 else None,
+        batch_invariant=cfg.batch_invariant,
+        agree=lockstep(layout, cfg.rollout_timeout_s, turns.reply),
+    )
     return turns.close(samples), turns.failed
 
 
-def sample_groups(cfg, env, text, layout, model, tasks: list[tuple], group_size, temperature, draw=draw_samples):
-    """(2), (3): group_size samples for each (name, task, answer), with rewards; the whole list on every rank, in the tasks'
-    order.
+def sample_groups(
+    cfg, env, text, layout, model, tasks: list[tuple], group_size, temperature, draw=draw_samples
+):
+    """(2), (3): group_size samples for each (name, task, answer), with rewards; the whole list on
+    every rank, in the tasks' order.
 
-    draw: function that samples, with this rank's model or another engine. Raises ValueError on all ranks if a reward or a tool
+    draw: function that samples, with this rank's model or another engine. Raises ValueError on all
+    ranks if a reward or a tool
     fails on any rank.
     """
     # before sampling, because all ranks must create the group at the same place
-    group = patient_group(dist.group.WORLD, cfg.rollout_timeout_s) if layout.world_size > 1 else None
+    group = (
+        patient_group(dist.group.WORLD, cfg.rollout_timeout_s) if layout.world_size > 1 else None
+    )
     mine = range(len(tasks))[layout.data_rank :: layout.data_ranks]
     prompts = [text.prompt(tasks[i][1]) for i in mine]
-    # (3) rewards: the environment sees text. Training uses the sampled ids, because encoding the text may give other ids.
-    size = group_size if hasattr(env, "group_reward") else 1  # samples that are paid together, when the last of them has ended
+    # (3) rewards: the environment sees text. Training uses the sampled ids, because encoding the
+    # text may give other ids.
+    # samples that are paid together, when the last of them has ended
+    size = group_size if hasattr(env, "group_reward") else 1
     pays, texts, cut = hasattr(env, "reward") or hasattr(env, "group_reward"), {}, {}
     payments = Payments(env, len(mine) * group_size // size if pays else 0, cfg)
 
@@ -122,19 +172,45 @@ def sample_groups(cfg, env, text, layout, model, tasks: list[tuple], group_size,
         texts[j], cut[j] = text.decode(ids), truncated
         together = range(j - j % size, j - j % size + size)
         if pays and all(i in texts for i in together):
-            payments.add(j // size, (tasks[mine[j // group_size]][1], *([of[i] for i in together] for of in (texts, cut))))
+            payments.add(
+                j // size,
+                (
+                    tasks[mine[j // group_size]][1],
+                    *([of[i] for i in together] for of in (texts, cut)),
+                ),
+            )
 
-    # A tool, a step and a reward are never called at once beyond --reward_threads: with the former two, rewards come later.
+    # A tool, a step and a reward are never called at once beyond --reward_threads: with the former
+    # two, rewards come later.
     beside = (lambda *sample: None) if hasattr(env, "tool") or hasattr(env, "step") else ended
-    samples, failed = draw(cfg, env, text, layout, model, [tasks[i] for i in mine], prompts, group_size, temperature, beside)
+    samples, failed = draw(
+        cfg,
+        env,
+        text,
+        layout,
+        model,
+        [tasks[i] for i in mine],
+        prompts,
+        group_size,
+        temperature,
+        beside,
+    )
     for j, s in enumerate(samples):
         if j not in texts:
             ended(j, s["ids"], s["truncated"])
-        s["group"], s["prompt"], s["text"] = mine[j // group_size], prompts[j // group_size], texts[j]
+        s["group"], s["prompt"], s["text"] = (
+            mine[j // group_size],
+            prompts[j // group_size],
+            texts[j],
+        )
         s["answer"] = tasks[s["group"]][2]
     paid = payments.wait() if pays else [Paid(s["earned"]) for s in samples]
     for j, (s, (reward, failure, parts)) in enumerate(zip(samples, paid)):
-        name, s["failed"], s["reward"] = tasks[s["group"]][0], failure, cfg.failed_reward if failure else reward
+        name, s["failed"], s["reward"] = (
+            tasks[s["group"]][0],
+            failure,
+            cfg.failed_reward if failure else reward,
+        )
         s["parts"] = parts
         if s["failed"] and cfg.failed_reward is None:
             failed.append(s["failed"])
@@ -146,75 +222,144 @@ def sample_groups(cfg, env, text, layout, model, tasks: list[tuple], group_size,
     samples = sorted(gather_samples(samples, layout, group), key=lambda s: s["group"])
     unpaid = [s["failed"] for s in samples if s["failed"]]
     if unpaid and layout.rank == 0:
-        print(f"{len(unpaid)} of {len(samples)} rewards failed and count as --failed_reward {cfg.failed_reward:g}, the "
-              f"first one: {unpaid[0]}", flush=True)
+        print(
+            f"{len(unpaid)} of {len(samples)} rewards failed and count as --failed_reward "
+            f"{cfg.failed_reward:g}, the "
+            f"first one: {unpaid[0]}",
+            flush=True,
+        )
     return samples
 
 
 def gather_samples(samples: list[dict], layout, group) -> list[dict]:
-    """The samples of all data ranks, in arrays, on every rank. cp and tp ranks share a model, and must have sampled the same:
-    all send a hash of their ids, and the first of them sends the samples. Raises RuntimeError."""
+    """The samples of all data ranks, in arrays, on every rank. cp and tp ranks share a model, and
+    must have sampled the same: all send a hash of their ids, and the first of them sends the
+    samples. Raises RuntimeError."""
     samples, copies = [*map(as_arrays, samples)], layout.cp * layout.tp
-    everyone = gather((zlib.crc32(b" ".join(s["ids"] for s in samples)), samples if layout.rank % copies == 0 else []), group)
+    everyone = gather(
+        (
+            zlib.crc32(b" ".join(s["ids"] for s in samples)),
+            samples if layout.rank % copies == 0 else [],
+        ),
+        group,
+    )
     for rank, (theirs, _) in enumerate(everyone):
         if theirs != everyone[rank - rank % copies][0]:
-            raise RuntimeError(f"ranks {rank - rank % copies} and {rank} share one model but sampled different tokens")
+            raise RuntimeError(
+                f"ranks {rank - rank % copies} and {rank} share one model but sampled different "
+                "tokens"
+            )
     return sum((of_rank for _, of_rank in everyone), [])
 
 
 def make_batch(cfg, env, text, layout, model, cursor: int, version: int, draw=draw_samples) -> dict:
-    """(1)-(3) of a step. --dynamic_sampling: in up to so many further rounds, groups of new prompts replace groups of equal
-    rewards, because equal rewards have no gradient. A round draws as many prompts as are missing, divided by the share of
-    prompts that were useful so far."""
+    """(1)-(3) of a step. --dynamic_sampling: in up to so many further rounds, groups of new prompts
+    replace groups of equal rewards, because equal rewards have no gradient. A round draws as many
+    prompts as are missing, divided by the share of prompts that were useful so far."""
     began, size, groups, too_long = time.time(), cfg.prompts_per_step, [], []
     fits = lambda prompt: text.fits(prompt, cfg.seq_len) or too_long.append(prompt)  # noqa: E731
     n = size
     for _ in range(1 + cfg.dynamic_sampling):
         # (1) prompts
-        tasks = [(f"train/{cfg.seed}/{i}", *draw_task(env, f"train/{cfg.seed}", i, fits)) for i in range(cursor, cursor + n)]
-        samples = sample_groups(cfg, env, text, layout, model, tasks, cfg.group_size, cfg.temperature, draw)
+        tasks = [
+            (f"train/{cfg.seed}/{i}", *draw_task(env, f"train/{cfg.seed}", i, fits))
+            for i in range(cursor, cursor + n)
+        ]
+        samples = sample_groups(
+            cfg, env, text, layout, model, tasks, cfg.group_size, cfg.temperature, draw
+        )
         cursor += n
         groups += [samples[i : i + cfg.group_size] for i in range(0, len(samples), cfg.group_size)]
-        groups.sort(key=lambda group: len({s["reward"] for s in group}) == 1)  # groups with a gradient first, else as drawn
+        # groups with a gradient first, else as drawn
+        groups.sort(key=lambda group: len({s["reward"] for s in group}) == 1)
         useful = sum(len({s["reward"] for s in group}) > 1 for group in groups)
         if useful >= size:
             break
         n = min(size, -(-(size - useful) * len(groups) // max(useful, 1)))
-    return dict(samples=sum(groups[:size], []), cursor=cursor, version=version, drawn=len(groups), too_long=len(too_long),
-                began=began, ended=time.time())
+    return dict(
+        samples=sum(groups[:size], []),
+        cursor=cursor,
+        version=version,
+        drawn=len(groups),
+        too_long=len(too_long),
+        began=began,
+        ended=time.time(),
+    )
 
 
 def batch_flags(cfg) -> dict:
-    """All flags and files that determine a batch, apart from the weights. A checkpoint saves them with its batches."""
-    names = ("env", "env_data", "seed", "prompts_per_step", "group_size", "minibatches", "max_new_tokens", "seq_len",
-             "temperature", "dynamic_sampling", "control", "async_steps")
-    files = {f"the content of --{name}": getattr(cfg, name) for name in ("env", "env_data", "eval_data", "reward")}
-    names += tuple(f.name for group in (DatasetConfig, RewardConfig, ChatConfig) for f in fields(group) if f.name not in names)
+    """All flags and files that determine a batch, apart from the weights. A checkpoint saves them
+    with its batches."""
+    names = (
+        "env",
+        "env_data",
+        "seed",
+        "prompts_per_step",
+        "group_size",
+        "minibatches",
+        "max_new_tokens",
+        "seq_len",
+        "temperature",
+        "dynamic_sampling",
+        "control",
+        "async_steps",
+    )
+    files = {
+        f"the content of --{name}": getattr(cfg, name)
+        for name in ("env", "env_data", "eval_data", "reward")
+    }
+    names += tuple(
+        f.name
+        for group in (DatasetConfig, RewardConfig, ChatConfig)
+        for f in fields(group)
+        if f.name not in names
+    )
     return {f"--{name}": getattr(cfg, name) for name in names} | {
-        name: hashlib.sha256(Path(path).read_bytes()).hexdigest()[:8] for name, path in files.items() if os.path.isfile(path)}
+        name: hashlib.sha256(Path(path).read_bytes()).hexdigest()[:8]
+        for name, path in files.items()
+        if os.path.isfile(path)
+    }
 
 
 def as_arrays(sample: dict) -> dict:
-    """With an array in place of each list of numbers, 12 bytes per token in place of 100; or of its text in a checkpoint."""
-    lists = {name: b64decode(x) if isinstance(x, str) else x for name, x in sample.items() if name in NUMBERS}
+    """With an array in place of each list of numbers, 12 bytes per token in place of 100; or of its
+    text in a checkpoint."""
+    lists = {
+        name: b64decode(x) if isinstance(x, str) else x
+        for name, x in sample.items()
+        if name in NUMBERS
+    }
     return sample | {name: array(NUMBERS[name], x) for name, x in lists.items()}
 
 
 def pack_batches(batches: list[dict], cfg) -> dict[str, bytes]:
-    """The file of a checkpoint with the batches that were sampled ahead: JSON, with each array as base64."""
+    """The file of a checkpoint with the batches that were sampled ahead: JSON, with each array as
+    base64."""
     content = {"made_with": batch_flags(cfg), "batch": batches}
-    return {BATCHES: json.dumps(content, default=lambda numbers: b64encode(numbers).decode()).encode()} if batches else {}
+    return (
+        {BATCHES: json.dumps(content, default=lambda numbers: b64encode(numbers).decode()).encode()}
+        if batches
+        else {}
+    )
 
 
 def reuse_batches(state: dict, folder: str, cfg, rank0: bool) -> list[dict]:
-    """The batches of a step folder if this run's flags would sample the same; else none, and the prompts are sampled again."""
+    """The batches of a step folder if this run's flags would sample the same; else none, and the
+    prompts are sampled again."""
     saved = read_json(folder, BATCHES) if state.get("ahead") else {"batch": [], "made_with": {}}
     for batch in saved["batch"]:
         batch["samples"] = [*map(as_arrays, batch["samples"])]
     old, new = saved["made_with"], batch_flags(cfg)
-    differ = [f"{name} {old.get(name)} -> {new.get(name)}" for name in new | old if old.get(name) != new.get(name)]
+    differ = [
+        f"{name} {old.get(name)} -> {new.get(name)}"
+        for name in new | old
+        if old.get(name) != new.get(name)
+    ]
     if saved["batch"] and differ and rank0:
-        print(f"the batch in the checkpoint was made with other flags ({', '.join(differ)}): its prompts are sampled again")
+        print(
+            f"the batch in the checkpoint was made with other flags ({', '.join(differ)}): its "
+            "prompts are sampled again"
+        )
     return [] if differ else saved["batch"]
 
 
@@ -226,7 +371,9 @@ class InPlace:
 
     def submit(self):
         with whole_weights(self.trainer.model):
-            batch = make_batch(*self.task, self.trainer.model, self.cursor, self.trainer.policy_version)
+            batch = make_batch(
+                *self.task, self.trainer.model, self.cursor, self.trainer.policy_version
+            )
         self.cursor = batch["cursor"]
         return lambda: batch
 
@@ -246,8 +393,8 @@ def use_own_stream(device: torch.device):
 
 
 def nccl_group(store, rank: int, ranks: int, timeout_s: float):
-    """A group beside those of torch.distributed. It connects with its first collective, for which rank 0 writes NCCL's unique
-    id into the store, under "0"."""
+    """A group beside those of torch.distributed. It connects with its first collective, for which
+    rank 0 writes NCCL's unique id into the store, under "0"."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
     return dist.ProcessGroupNCCL(store, rank, ranks, options)

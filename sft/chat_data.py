@@ -1,7 +1,9 @@
-"""Conversations as training data: packed into sequences, with a loss only on the assistant's tokens.
+"""Conversations as training data: packed into sequences, with a loss only on the assistant's
+tokens.
 
 Long conversations are cut, then first-fit; each conversation is a document.
 """
+
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +15,8 @@ from data import TokenData
 from sft.chat import add_marks
 from support.config import own_rank
 
-OPEN_SEQUENCES = 1024  # number of sequences in the search for room; with more, a long file would take minutes
+# number of sequences in the search for room; with more, a long file would take minutes
+OPEN_SEQUENCES = 1024
 
 
 class Packing(NamedTuple):
@@ -32,8 +35,8 @@ class Packing(NamedTuple):
 def pack(folder: Path, entries: list, seq_len: int, together: bool) -> Packing:
     """The conversations of a split in sequences. together: several in each, else one.
 
-    A sequence is seq_len + 1 tokens, the last only as a label. The rest of a longer conversation is cut off, and a conversation
-    without an answer in the beginning is left out."""
+    A sequence is seq_len + 1 tokens, the last only as a label. The rest of a longer conversation is
+    cut off, and a conversation without an answer in the beginning is left out."""
     documents, n_cut, n_left_out = [np.empty((0, 3), np.int64)], 0, 0
     for shard, entry in enumerate(entries):
         mask = open_array(folder, *mask_array_of(entry))
@@ -41,7 +44,8 @@ def pack(folder: Path, entries: list, seq_len: int, together: bool) -> Packing:
         lengths = np.diff(np.append(starts, len(mask)))
         tokens = np.minimum(lengths, seq_len + 1)
         losses_before = np.concatenate([[0], np.cumsum(mask & LOSS, dtype=np.int64)])
-        teaches = losses_before[starts + tokens] > losses_before[starts + 1]  # the first token of a conversation is no label
+        # the first token of a conversation is no label
+        teaches = losses_before[starts + tokens] > losses_before[starts + 1]
         n_cut += int((teaches & (tokens < lengths)).sum())
         n_left_out += int((~teaches).sum())
         documents.append(np.stack([np.full(len(starts), shard), starts, tokens], axis=1)[teaches])
@@ -56,7 +60,12 @@ def pack(folder: Path, entries: list, seq_len: int, together: bool) -> Packing:
 
 def first_fit(lengths: np.ndarray, room: int) -> np.ndarray:
     """The number of the sequence for each length: the first open sequence with enough room."""
-    left, number, out, n = np.zeros(OPEN_SEQUENCES, np.int64), np.zeros(OPEN_SEQUENCES, np.int64), [], 0
+    left, number, out, n = (
+        np.zeros(OPEN_SEQUENCES, np.int64),
+        np.zeros(OPEN_SEQUENCES, np.int64),
+        [],
+        0,
+    )
     for length in lengths:
         slot = int((left >= length).argmax())
         if left[slot] < length:  # open a new sequence; with all slots in use, close the fullest
@@ -68,21 +77,42 @@ def first_fit(lengths: np.ndarray, room: int) -> np.ndarray:
 
 
 class ChatData(TokenData):
-    """Sequences of conversations, with a loss only on the assistant's tokens: several conversations in each with doc_mask, else
-    one. Sequences take the place of TokenData's windows: order, shares and cursor work in the same way."""
+    """Sequences of conversations, with a loss only on the assistant's tokens: several conversations
+    in each with doc_mask, else one. Sequences take the place of TokenData's windows: order, shares
+    and cursor work in the same way."""
 
-    def __init__(self, folder: Path, seq_len: int, data_seed: int = 0, doc_mask: bool = False, name="", all_val=False):
+    def __init__(
+        self,
+        folder: Path,
+        seq_len: int,
+        data_seed: int = 0,
+        doc_mask: bool = False,
+        name="",
+        all_val=False,
+    ):
         super().__init__(folder, seq_len, data_seed, doc_mask, name, all_val)
         self.mask = lambda split, i: opened_array(folder, *mask_array_of(self.entries[split][i]))
-        self.packing = {split: pack(folder, self.entries[split], seq_len, doc_mask) for split in ("train", "val")}
-        self.n_samples, self.n_val_samples = (len(self.packing[split]) for split in ("train", "val"))
+        self.packing = {
+            split: pack(folder, self.entries[split], seq_len, doc_mask)
+            for split in ("train", "val")
+        }
+        self.n_samples, self.n_val_samples = (
+            len(self.packing[split]) for split in ("train", "val")
+        )
 
     def windows(self, split: str, numbers) -> np.ndarray:
-        """(len(numbers), seq_len + 1) int64: tokens, the bits of their masks above 2**32, -1 for padding."""
-        out, (documents, bounds) = np.full((len(numbers), self.seq_len + 1), -1, np.int64), self.packing[split][:2]
+        """(len(numbers), seq_len + 1) int64: tokens, the bits of their masks above 2**32, -1 for
+        padding."""
+        out, (documents, bounds) = (
+            np.full((len(numbers), self.seq_len + 1), -1, np.int64),
+            self.packing[split][:2],
+        )
         for row, number in zip(out, numbers):
-            for shard, start, n in documents[bounds[number]:bounds[number + 1]]:
-                ids, mask = (array(split, shard)[start:start + n].astype(np.int64) for array in (self.shard, self.mask))
+            for shard, start, n in documents[bounds[number] : bounds[number + 1]]:
+                ids, mask = (
+                    array(split, shard)[start : start + n].astype(np.int64)
+                    for array in (self.shard, self.mask)
+                )
                 self.check_ids(ids)
                 row[:n], row = ids | mask << 32, row[n:]
         return out
@@ -90,28 +120,46 @@ class ChatData(TokenData):
     def arrays(self, windows: np.ndarray):
         """Like TokenData.arrays. The padding of a sequence is one more document, without labels."""
         is_text = windows >= 0
-        ids, bits = np.where(is_text, windows & 0xFFFFFFFF, self.eot), np.where(is_text, windows >> 32, 0)
-        begins = (bits & FIRST > 0) | ~is_text & np.pad(is_text[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-        labels = np.where((bits & LOSS > 0) & ~begins, ids, -100)[:, 1:]  # a document's first token has no context
+        ids, bits = (
+            np.where(is_text, windows & 0xFFFFFFFF, self.eot),
+            np.where(is_text, windows >> 32, 0),
+        )
+        begins = (bits & FIRST > 0) | ~is_text & np.pad(
+            is_text[:, :-1], ((0, 0), (1, 0)), constant_values=True
+        )
+        # a document's first token has no context
+        labels = np.where((bits & LOSS > 0) & ~begins, ids, -100)[:, 1:]
         return ids[:, :-1], labels, *self.positions_and_ids(begins[:, :-1])
 
     def first_words(self) -> str:
         """The first words of the longest line before the first answer."""
         split = "val" if self.n_val_samples else "train"
         (window,) = self.windows(split, [0])
-        asked = window[:int((window >> 32 & LOSS > 0).argmax())] & 0xFFFFFFFF
+        asked = window[: int((window >> 32 & LOSS > 0).argmax())] & 0xFFFFFFFF
         asked = load_tokenizer(Path(self.tokenizer_file)).decode(asked.tolist())
         return " ".join(max(asked.splitlines() or [""], key=len).split()[:4])[:60].rstrip("\ufffd")
 
     def check(self, what: str, path: str, split: str):
         packing, n_sequences = self.packing[split], len(self.packing[split])
         if not n_sequences:
-            raise ValueError(f"{what}: in no conversation the assistant says anything within --seq_len {self.seq_len}")
+            raise ValueError(
+                f"{what}: in no conversation the assistant says anything within --seq_len "
+                f"{self.seq_len}"
+            )
         if own_rank() == 0:
             _, name = add_marks(read_chat_template(str(Path(self.tokenizer_file).parent)) or "")
-            text = f"{path}: the chat template is that of {name}, with marks of ours around the answers\n" * (name != "")
+            text = (
+                f"{path}: the chat template is that of {name}, with marks of ours around the "
+                "answers\n" * (name != "")
+            )
             text += f"{path}: {len(packing.documents):,} conversations in {n_sequences:,} sequences of {self.seq_len} tokens, "
-            text += f"{packing.padding:.1%} of them padding" + "; --doc_mask packs several into one" * (not self.doc_mask)
+            text += (
+                f"{packing.padding:.1%} of them padding"
+                + "; --doc_mask packs several into one" * (not self.doc_mask)
+            )
             text += f"; {packing.n_cut:,} were too long and are cut" * (packing.n_cut > 0)
-            text += f"; {packing.n_left_out:,} are left out, for no answer is in their beginning" * (packing.n_left_out > 0)
+            text += (
+                f"; {packing.n_left_out:,} are left out, for no answer is in their beginning"
+                * (packing.n_left_out > 0)
+            )
             print(text, flush=True)

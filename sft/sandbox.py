@@ -1,10 +1,13 @@
-"""Runs a chat template, a program by a stranger: Python's objects are out of its reach, and it is stopped if it does not end.
+"""Runs a chat template, a program by a stranger: Python's objects are out of its reach, and it is
+stopped if it does not end.
 
-jinja2's sandbox limits neither time nor memory. Python can raise an error in another thread, between two of its instructions
-(PyThreadState_SetAsyncExc): a thread looks every 50 ms at the templates that run, and ends those beyond a limit. An instruction
-that takes long cannot be ended, so sums, products and powers are checked before. Not caught: a huge width given to a filter or
-a format, and the text or comparison of lists that hold each other many times.
+jinja2's sandbox limits neither time nor memory. Python can raise an error in another thread,
+between two of its instructions (PyThreadState_SetAsyncExc): a thread looks every 50 ms at the
+templates that run, and ends those beyond a limit. An instruction that takes long cannot be ended,
+so sums, products and powers are checked before. Not caught: a huge width given to a filter or a
+format, and the text or comparison of lists that hold each other many times.
 """
+
 import ctypes
 import json
 import resource
@@ -17,8 +20,10 @@ from datetime import datetime
 import jinja2.ext
 import jinja2.sandbox
 
-BEGIN, END = "\ufdd0", "\ufdd1"  # around the assistant's text; Unicode reserves both for programs, so no text has them
-LONGEST_S, MOST_GIB, LARGEST = 10, 1, 1 << 28  # of one rendering: time, memory; and the most that a number or a length may be
+# around the assistant's text; Unicode reserves both for programs, so no text has them
+BEGIN, END = "\ufdd0", "\ufdd1"
+# of one rendering: time, memory; and the most that a number or a length may be
+LONGEST_S, MOST_GIB, LARGEST = 10, 1, 1 << 28
 PER_GIB = 1 << (30 if sys.platform == "darwin" else 20)  # the unit of ru_maxrss is a byte or a KiB
 RESULTS = {"+": float.__add__, "*": float.__mul__, "**": float.__pow__}
 
@@ -31,7 +36,9 @@ class Generation(jinja2.ext.Extension):
     def parse(self, parser):
         next(parser.stream)
         inside = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        begin, end = (jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)]) for mark in (BEGIN, END))
+        begin, end = (
+            jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)]) for mark in (BEGIN, END)
+        )
         return [begin, jinja2.nodes.Scope(inside), end]
 
 
@@ -41,22 +48,37 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(RESULTS)
 
     def __init__(self):
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation])
-        self.filters["tojson"] = lambda value, **options: json.dumps(value, **({"ensure_ascii": False} | options))
-        self.globals |= dict(raise_exception=fail, strftime_now=lambda text: datetime.now().strftime(text))
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
+        )
+        self.filters["tojson"] = lambda value, **options: json.dumps(
+            value, **({"ensure_ascii": False} | options)
+        )
+        self.globals |= dict(
+            raise_exception=fail, strftime_now=lambda text: datetime.now().strftime(text)
+        )
 
     def call_binop(self, context, operator, left, right):
-        if type(left) is str and type(right) is str and len(left) + len(right) < LARGEST:  # nearly always, so quickly
+        # nearly always, so quickly
+        if type(left) is str and type(right) is str and len(left) + len(right) < LARGEST:
             return self.binop_table[operator](left, right)
         sizes = [len(x) if hasattr(x, "__len__") else x for x in (left, right)]
-        most = LARGEST if sizes != [left, right] else 1 << 63  # two numbers: of 64 bits, like a time in nanoseconds
-        if all(isinstance(size, int) for size in sizes) and RESULTS[operator](*map(float, sizes)) > most:
+        # two numbers: of 64 bits, like a time in nanoseconds
+        most = LARGEST if sizes != [left, right] else 1 << 63
+        if (
+            all(isinstance(size, int) for size in sizes)
+            and RESULTS[operator](*map(float, sizes)) > most
+        ):
             fail(f"{operator} makes more than {most:,}")
         return self.binop_table[operator](left, right)
 
     def concat(self, parts):
         text = "".join(parts)
-        return text if len(text) <= LARGEST else fail(f"its text is longer than {LARGEST:,} characters")
+        return (
+            text
+            if len(text) <= LARGEST
+            else fail(f"its text is longer than {LARGEST:,} characters")
+        )
 
 
 def fail(message):
@@ -68,19 +90,23 @@ class Endless(BaseException):  # jinja2 swallows any Exception where it looks up
         return f"it takes longer than {LONGEST_S} s, or the process has grown by {MOST_GIB} GiB meanwhile"
 
 
-running, lock = {}, threading.Lock()  # {thread: [when its template began, peak memory of the process soon after]}
+# {thread: [when its template began, peak memory of the process soon after]}
+running, lock = {}, threading.Lock()
 
 
 @contextmanager
 def limits():
     """Raises Endless inside of the context if it takes too long, or too much memory."""
-    if all(thread.name != "watch" for thread in threading.enumerate()):  # the first time, and after a fork
+    # the first time, and after a fork
+    if all(thread.name != "watch" for thread in threading.enumerate()):
         threading.Thread(target=watch, name="watch", daemon=True).start()
     running[threading.get_ident()] = [time.monotonic(), None]
     try:
         yield
     finally:
-        with lock:  # watch() holds the lock while it ends a template, so its error comes inside of this context or never
+        # watch() holds the lock while it ends a template, so its error comes inside of this context
+        # or never
+        with lock:
             running.pop(threading.get_ident(), None)
 
 
@@ -95,4 +121,6 @@ def watch():
                 entry[1] = entry[1] or memory
                 if time.monotonic() - entry[0] > LONGEST_S or memory - entry[1] > MOST_GIB:
                     del running[thread]
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Endless))
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                        ctypes.c_ulong(thread), ctypes.py_object(Endless)
+                    )

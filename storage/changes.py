@@ -1,23 +1,36 @@
 """Compares a checkpoint with the run about to start from it: model, data, flags, learning rate."""
+
 import copy
 import math
 from dataclasses import asdict
 
 from support.files import json_bytes, read_json
 
-# Model fields that may change with --init_from: another class, as in a fork, other positions, for longer texts, and fields
-# that only add or remove tensors. With excluded parameters the sizes of the excluded may change, too.
+# Model fields that may change with --init_from: another class, as in a fork, other positions, for
+# longer texts, and fields that only add or remove tensors. With excluded parameters the sizes of
+# the excluded may change, too.
 FREE_FIELDS = {"module", "class", "max_seq_len", "rope_theta", "rope_scaling", "mtp_depth"}
 EXCLUDED_FIELDS = {"vocab_size", "n_layers", "tie_embeddings"}
 # Flags of the learning rate's schedule. If one changes, --no-init_model_only begins a new phase.
-SCHEDULE_FLAGS = ("steps", "schedule_steps", "lr", "min_lr_ratio", "warmup_steps", "decay_ratio", "decay_type")
-# Flags without effect on the trained numbers: where to run, what to write and show. Data and tokenizer are compared by content.
-UNTOLD_FLAGS = set("""
+SCHEDULE_FLAGS = (
+    "steps",
+    "schedule_steps",
+    "lr",
+    "min_lr_ratio",
+    "warmup_steps",
+    "decay_ratio",
+    "decay_type",
+)
+# Flags without effect on the trained numbers: where to run, what to write and show. Data and
+# tokenizer are compared by content.
+UNTOLD_FLAGS = set(
+    """
     out device log_every checkpoint_every init_from init_model_only load_step exclude_from_loading checkpoint_async
     keep_latest_k checkpoint_first_step load_only last_save_model_only after_save export_hf export_dtype data
     tokenizer cache_dir tensorboard wandb profile memory_snapshot gc_every
     init_timeout_s train_timeout_s
-""".split())
+""".split()
+)
 
 
 def changes(old, new, name=""):
@@ -27,7 +40,13 @@ def changes(old, new, name=""):
             inner = key if name in ("", "model") else f"{name}.{key}"  # n_layers, but data.seq_len
             yield from changes(old.get(key, "not set"), new.get(key, "not set"), inner)
     elif json_bytes(old) != json_bytes(new):  # as JSON: a saved tuple comes back as a list
-        yield name, *(f"{value}" if len(f"{value}") <= 40 else f"{value}"[:16] + "..." for value in (old, new))
+        yield (
+            name,
+            *(
+                f"{value}" if len(f"{value}") <= 40 else f"{value}"[:16] + "..."
+                for value in (old, new)
+            ),
+        )
 
 
 def describe_changes(differ: list[tuple]) -> str:
@@ -37,45 +56,85 @@ def describe_changes(differ: list[tuple]) -> str:
 def compare_start(path: str, source, own: bool, identity: dict, cfg) -> list[tuple]:
     """[(name, saved value, present value)] for all that differs between a step folder and a start from it with --init_from.
 
-    A start with the whole state continues at the saved step if the list is empty. Else a new phase begins: weights and moments
-    are kept; step, data and schedule begin at 0. own: the step folder is the run's own, and nothing may differ. source: result
-    of resume_source. Raises ValueError for changes that are not allowed.
+    A start with the whole state continues at the saved step if the list is empty. Else a new phase
+    begins: weights and moments are kept; step, data and schedule begin at 0. own: the step folder
+    is the run's own, and nothing may differ. source: result of resume_source. Raises ValueError for
+    changes that are not allowed.
     """
     saved, flags = read_json(path, "state.json"), read_json(path, "config.json")
-    if not (there := saved.get("identity", {})).get("model"):  # a stranger may have written anything
-        raise ValueError(f"{path}/state.json names no model for its weights; give a checkpoint as a recipe saves it")
+    # a stranger may have written anything
+    if not (there := saved.get("identity", {})).get("model"):
+        raise ValueError(
+            f"{path}/state.json names no model for its weights; give a checkpoint as a recipe "
+            "saves it"
+        )
     fields, free = there["model"].keys() | identity["model"].keys(), FREE_FIELDS | {"data"}
     if set(cfg.exclude_from_loading) - {"optimizer"}:
         free |= EXCLUDED_FIELDS
     differ = [(name.split(".")[0], name, old, new) for name, old, new in changes(there, identity)]
-    # a checkpoint of before a model had a field knows nothing of it: False or None is what the model did then
-    differ = [change for change in differ if change[2:] not in (("not set", "False"), ("not set", "None"))]
+    # a checkpoint of before a model had a field knows nothing of it: False or None is what the
+    # model did then
+    differ = [
+        change for change in differ if change[2:] not in (("not set", "False"), ("not set", "None"))
+    ]
     differ = [change for change in differ if source.everything or change[0] in fields]
-    free |= {change[0] for change in differ if "not set" in change} & fields  # of a fork's new field
+    # of a fork's new field
+    free |= {change[0] for change in differ if "not set" in change} & fields
     wrong = [change[1:] for change in differ if own or change[0] not in free]
     if wrong:
         advice = "use --out NEW to train another model, or give the old values to continue"
         if not own:
-            advice = "give the old values" + ", or leave out --no-init_model_only to take only the weights" * source.everything
-        text = "; ".join(f"{name} is {new} but {source.folder} was trained with {old}" for name, old, new in wrong)
+            advice = (
+                "give the old values"
+                + ", or leave out --no-init_model_only to take only the weights" * source.everything
+            )
+        text = "; ".join(
+            f"{name} is {new} but {source.folder} was trained with {old}"
+            for name, old, new in wrong
+        )
         raise ValueError(f"{text}; {advice}")
     if source.everything and saved["model_only"]:
-        raise ValueError(f"{path} holds only the weights; start a new run from them with --init_from {path} --out NEW")
-    known = [name for name in SCHEDULE_FLAGS if name in flags and hasattr(cfg, name) and source.everything and not own]
-    return [change[1:] for change in differ] + [c for name in known for c in changes(flags[name], getattr(cfg, name), name)]
+        raise ValueError(
+            f"{path} holds only the weights; start a new run from them with --init_from {path} "
+            "--out NEW"
+        )
+    known = [
+        name
+        for name in SCHEDULE_FLAGS
+        if name in flags and hasattr(cfg, name) and source.everything and not own
+    ]
+    return [change[1:] for change in differ] + [
+        c for name in known for c in changes(flags[name], getattr(cfg, name), name)
+    ]
 
 
 def describe_start(path: str, differ: list[tuple], cfg, lr_at=None) -> str:
-    """One line with all flags of `cfg` that differ from a step folder's, and with the resulting learning rate. Empty when
-    nothing differs or no step is left to train. differ: result of compare_start()."""
-    step, old, new = read_json(path, "manifest.json")["step"], read_json(path, "config.json"), asdict(cfg)
+    """One line with all flags of `cfg` that differ from a step folder's, and with the resulting
+    learning rate. Empty when nothing differs or no step is left to train. differ: result of
+    compare_start()."""
+    step, old, new = (
+        read_json(path, "manifest.json")["step"],
+        read_json(path, "config.json"),
+        asdict(cfg),
+    )
     told = [name for name in new if name in old and name not in UNTOLD_FLAGS]
     flags = [change for name in told for change in changes(old[name], new[name], name)]
     if differ:
-        same = "" if any(name.startswith("data.") for name, _, _ in differ) else "; the same data come in the same order again"
-        told = [(name.removeprefix("data."), *values) for name, *values in [*differ, *flags] if name != "model_args"]
-        return (f"a new phase: weights and optimizer state of {path}, while step, data and schedule begin at 0; what differs: "
-                f"{describe_changes(told)}{same}")
+        same = (
+            ""
+            if any(name.startswith("data.") for name, _, _ in differ)
+            else "; the same data come in the same order again"
+        )
+        told = [
+            (name.removeprefix("data."), *values)
+            for name, *values in [*differ, *flags]
+            if name != "model_args"
+        ]
+        return (
+            f"a new phase: weights and optimizer state of {path}, while step, data and schedule "
+            "begin at 0; what differs: "
+            f"{describe_changes(told)}{same}"
+        )
     if not flags or step >= new.get("steps", math.inf):
         return ""
     text = f"flags that differ from those of step {step}: {describe_changes(flags)}"
@@ -85,6 +144,9 @@ def describe_start(path: str, differ: list[tuple], cfg, lr_at=None) -> str:
         usual, now = (flags.lr * lr_at(step + 1, flags) for flags in (other, cfg))
         if not math.isclose(usual, now, rel_tol=1e-6):
             text += f"; the learning rate of step {step + 1} is {now:.2e}, not {usual:.2e}"
-            if old["steps"] != cfg.steps and old.get("schedule_steps") == new.get("schedule_steps") == -1:
+            if (
+                old["steps"] != cfg.steps
+                and old.get("schedule_steps") == new.get("schedule_steps") == -1
+            ):
                 text += f"; --schedule_steps {old['steps']} keeps the length of the schedule"
     return text

@@ -1,12 +1,16 @@
-"""Writes and reads tensors with torch's distributed checkpoint (DCP): every rank writes its shards, any layout reads them.
+"""Writes and reads tensors with torch's distributed checkpoint (DCP): every rank writes its shards,
+any layout reads them.
 
-Nothing is unpickled: a pickle can run any code. DCP would pickle its table of tensors into .metadata; we write tensors.json:
+Nothing is unpickled: a pickle can run any code. DCP would pickle its table of tensors into
+.metadata; we write tensors.json:
     {"files": ["__0_0.distcp", ...], "tensors": {"model.norm.weight": {"dtype": "float32", "shape": [64], "n": 4,
                                                                        "shards": [...]}}}
-"shards" has seven columns for a matrix, with a number for each of its n shards: index of the file, first byte, bytes, two
-columns of offsets in the tensor, two of shapes. A column of a regular grid is a rule of four numbers (pack_column), because a
-model of 70 billion parameters on 1,024 ranks has two million shards. In format 2, "shards" has a row for each shard.
+"shards" has seven columns for a matrix, with a number for each of its n shards: index of the file,
+first byte, bytes, two columns of offsets in the tensor, two of shapes. A column of a regular grid
+is a rule of four numbers (pack_column), because a model of 70 billion parameters on 1,024 ranks has
+two million shards. In format 2, "shards" has a row for each shard.
 """
+
 import json
 import math
 import os
@@ -23,7 +27,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distributed.agree import attempt, fail_together, holds_on_any_rank, on_rank_0, rank_in, reason, scatter
+from distributed.agree import (
+    attempt,
+    fail_together,
+    holds_on_any_rank,
+    on_rank_0,
+    rank_in,
+    reason,
+    scatter,
+)
 from distributed.layout import local_slice
 from storage.manifest import TABLE
 from support.files import read_json, write_file
@@ -32,31 +44,41 @@ MOST_SHARDS = 1 << 20  # of a tensor; more in a file of a stranger would take al
 
 
 def import_dcp():
-    import torch.distributed.checkpoint as dcp  # imported late: takes long, and only saving and loading need DCP
+    # imported late: takes long, and only saving and loading need DCP
+    import torch.distributed.checkpoint as dcp
 
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process without a launcher is fine
+    # one process without a launcher is fine
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     return dcp
 
 
 class SavePlan:
-    """The shards that this rank writes at each save of a run, planned once, because the layout does not change.
+    """The shards that this rank writes at each save of a run, planned once, because the layout does
+    not change.
 
-    items: DCP's items of this rank, before the ranks share out the replicated shards; final: DCP's plan afterwards; written:
+    items: DCP's items of this rank, before the ranks share out the replicated shards; final: DCP's
+    plan afterwards; written:
     DCP's results of the last save; table: the content of tensors.json, on rank 0."""
 
     items = final = written = table = None
 
 
-def write_tensors(tensors: dict[str, Tensor], folder: str, group, plan: SavePlan, staged=False, process=None) -> list[str]:
-    """Writes this rank's shards; every rank of `group` calls. A shard held by several ranks is written once. Returns the names
-    of this rank's files. Raises Failed, the same on all ranks.
+def write_tensors(
+    tensors: dict[str, Tensor], folder: str, group, plan: SavePlan, staged=False, process=None
+) -> list[str]:
+    """Writes this rank's shards; every rank of `group` calls. A shard held by several ranks is
+    written once. Returns the names of this rank's files. Raises Failed, the same on all ranks.
 
-    plan: of the last save; ranks that save the same tensors again need not talk about shards. staged: all tensors are in CPU
+    plan: of the last save; ranks that save the same tensors again need not talk about shards.
+    staged: all tensors are in CPU
     memory already. process: this rank's writer process, for the writing.
     """
     dcp, is_first, plans = import_dcp(), rank_in(group) == 0, []
-    # With copy_ahead DCP asks for a CUDA stream; in a background thread every rank would get a stream of GPU 0.
-    writer = dcp.FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0 if staged else 10_000_000)
+    # With copy_ahead DCP asks for a CUDA stream; in a background thread every rank would get a
+    # stream of GPU 0.
+    writer = dcp.FileSystemWriter(
+        folder, sync_files=False, per_thread_copy_ahead=0 if staged else 10_000_000
+    )
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
 
     def plan_alone():
@@ -69,11 +91,14 @@ def write_tensors(tensors: dict[str, Tensor], folder: str, group, plan: SavePlan
 
     def write():
         if not (final := planner.finish_plan(plan.final)).items:
-            return []  # a rank without tensors: DCP would leave an empty file, which no manifest lists
+            # a rank without tensors: DCP would leave an empty file, which no manifest lists
+            return []
         if process is None:
             return writer.write_data(final, planner).value()
         try:
-            return process.submit(write_apart, folder, final, {x.index: planner.resolve_data(x) for x in final.items}).result()
+            return process.submit(
+                write_apart, folder, final, {x.index: planner.resolve_data(x) for x in final.items}
+            ).result()
         except BrokenProcessPool:
             raise ChildProcessError("the writer process has died") from None
 
@@ -86,15 +111,18 @@ def write_tensors(tensors: dict[str, Tensor], folder: str, group, plan: SavePlan
         if not is_new:  # the same tensors, in other bytes than at the last save
             plan.items = None
             return write_tensors(tensors, folder, group, plan, staged, process)
-        plan.written, plan.table = written, on_rank_0(lambda results: table_bytes(planner.metadata, results), group, written)
+        plan.written, plan.table = (
+            written,
+            on_rank_0(lambda results: table_bytes(planner.metadata, results), group, written),
+        )
     if is_first:
         write_file(Path(folder, TABLE), plan.table)
     return sorted({result.storage_data.relative_path for result in written})
 
 
 def writer_process() -> ProcessPoolExecutor:
-    """A process for write_apart(), so that serialising does not take Python's lock from the training loop. The process has no
-    process group. Tensors arrive through shared memory."""
+    """A process for write_apart(), so that serialising does not take Python's lock from the
+    training loop. The process has no process group. Tensors arrive through shared memory."""
     # spawn, because a fork would copy CUDA and locks held by other threads
     pool = ProcessPoolExecutor(1, torch.multiprocessing.get_context("spawn"), begin_writing)
     pool.submit(int)  # starts the process now
@@ -102,7 +130,8 @@ def writer_process() -> ProcessPoolExecutor:
 
 
 def begin_writing():
-    """The start of the writer process: it completes a save when launchers signal all processes, and ends with its parent."""
+    """The start of the writer process: it completes a save when launchers signal all processes, and
+    ends with its parent."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=end_with_parent, daemon=True).start()
@@ -117,11 +146,14 @@ def end_with_parent():
 def write_apart(folder: str, plan, tensors: dict) -> list:
     """In the writer process: writes this plan of DCP's. Returns DCP's results."""
     writer = import_dcp().FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0)
-    return writer.write_data(plan, SimpleNamespace(resolve_data=lambda item: tensors[item.index])).value()
+    return writer.write_data(
+        plan, SimpleNamespace(resolve_data=lambda item: tensors[item.index])
+    ).value()
 
 
 def read_tensors(tensors: dict[str, Tensor], folder: str, table: dict):
-    """Overwrites `tensors` (plain or DTensor, any layout) with the folder's tensors of the same keys, each rank by itself.
+    """Overwrites `tensors` (plain or DTensor, any layout) with the folder's tensors of the same
+    keys, each rank by itself.
     table: from read_table(). Raises ValueError."""
     dcp, found = import_dcp(), find_shards(tensors, table, folder)
 
@@ -130,22 +162,33 @@ def read_tensors(tensors: dict[str, Tensor], folder: str, table: dict):
             return found
 
     try:
-        dcp.load(tensors, storage_reader=Reader(folder), planner=dcp.DefaultLoadPlanner(flatten_state_dict=False), no_dist=True)
-    except dcp.api.CheckpointException as error:  # a BaseException: no `except Exception` stops the error
+        dcp.load(
+            tensors,
+            storage_reader=Reader(folder),
+            planner=dcp.DefaultLoadPlanner(flatten_state_dict=False),
+            no_dist=True,
+        )
+    except dcp.api.CheckpointException as error:
+        # a BaseException: no `except Exception` stops the error
         raise ValueError(f"{folder}: {reason(error)}") from None
 
 
 # --- tensors.json ---
 def pack_column(column: np.ndarray) -> int | dict | list:
-    """A column as 7 for 7, 7, 7; as {"rule": [first, step, repeat, count]}, such as [0, 64, 2, 3] for 0, 0, 64, 64, 128, 128,
-    0, 0 ..., or as a list."""
+    """A column as 7 for 7, 7, 7; as {"rule": [first, step, repeat, count]}, such as [0, 64, 2, 3]
+    for 0, 0, 64, 64, 128, 128, 0, 0 ..., or as a list."""
     if not len(changes := np.flatnonzero(np.diff(column))):
         return int(column[0])
     repeat = int(changes[0]) + 1
-    again = np.flatnonzero(column[repeat:] == column[0])  # after `count` values the first comes again
+    # after `count` values the first comes again
+    again = np.flatnonzero(column[repeat:] == column[0])
     count = int(again[0]) // repeat + 1 if len(again) else len(column)
     packed = {"rule": [int(column[0]), int(column[repeat] - column[0]), repeat, count]}
-    return packed if np.array_equal(unpack_column(packed, np.arange(len(column))), column) else column.tolist()
+    return (
+        packed
+        if np.array_equal(unpack_column(packed, np.arange(len(column))), column)
+        else column.tolist()
+    )
 
 
 def unpack_column(packed: int | dict | list, at: np.ndarray) -> np.ndarray:
@@ -157,22 +200,41 @@ def unpack_column(packed: int | dict | list, at: np.ndarray) -> np.ndarray:
 
 
 def table_bytes(metadata, results) -> bytes:
-    """The content of tensors.json, from DCP's metadata on rank 0 and the write results of all ranks."""
-    where = {(written.index.fqn, written.index.offset): written.storage_data for part in results for written in part}
-    files = {name: i for i, name in enumerate(dict.fromkeys(info.relative_path for info in where.values()))}
+    """The content of tensors.json, from DCP's metadata on rank 0 and the write results of all
+    ranks."""
+    where = {
+        (written.index.fqn, written.index.offset): written.storage_data
+        for part in results
+        for written in part
+    }
+    files = {
+        name: i
+        for i, name in enumerate(dict.fromkeys(info.relative_path for info in where.values()))
+    }
 
     def columns(key, chunks):
         at = [where[key, chunk.offsets] for chunk in chunks]
-        rows = [[files[i.relative_path], i.offset, i.length, *chunk.offsets, *chunk.sizes] for i, chunk in zip(at, chunks)]
+        rows = [
+            [files[i.relative_path], i.offset, i.length, *chunk.offsets, *chunk.sizes]
+            for i, chunk in zip(at, chunks)
+        ]
         return [pack_column(column) for column in np.array(rows).T]
 
-    tensors = {key: dict(dtype=str(t.properties.dtype)[6:], shape=t.size, n=len(t.chunks), shards=columns(key, t.chunks))
-               for key, t in metadata.state_dict_metadata.items()}
+    tensors = {
+        key: dict(
+            dtype=str(t.properties.dtype)[6:],
+            shape=t.size,
+            n=len(t.chunks),
+            shards=columns(key, t.chunks),
+        )
+        for key, t in metadata.state_dict_metadata.items()
+    }
     return json.dumps(dict(files=[*files], tensors=tensors), separators=(",", ":")).encode()
 
 
 class SavedTensor(NamedTuple):
-    """An entry of tensors.json. shards: packed columns for n shards; files: all names and sizes, the same for all entries."""
+    """An entry of tensors.json. shards: packed columns for n shards; files: all names and sizes,
+    the same for all entries."""
 
     size: torch.Size
     dtype: torch.dtype
@@ -181,19 +243,28 @@ class SavedTensor(NamedTuple):
     shards: list
 
     def read_shards(self, first, shape) -> tuple:
-        """(index of the file, first byte, bytes, offsets (n, dims), sizes (n, dims)) of the shards that overlap with this part
-        of the tensor. Raises ValueError when one lies outside of its file or of the tensor, or when some are missing: DCP would
-        leave the rest as it was."""
+        """(index of the file, first byte, bytes, offsets (n, dims), sizes (n, dims)) of the shards
+        that overlap with this part of the tensor. Raises ValueError when one lies outside of its
+        file or of the tensor, or when some are missing: DCP would leave the rest as it was."""
         at, dims, ends = np.arange(self.n), len(self.size), self.files[1]
-        for d in range(dims):  # axis by axis, each leaves fewer: of millions only some are looked at in all columns
-            begin, size = (unpack_column(column, at) for column in (self.shards[3 + d], self.shards[3 + dims + d]))
+        # axis by axis, each leaves fewer: of millions only some are looked at in all columns
+        for d in range(dims):
+            begin, size = (
+                unpack_column(column, at)
+                for column in (self.shards[3 + d], self.shards[3 + dims + d])
+            )
             at = at[(begin < first[d] + shape[d]) & (begin + size > first[d])]
         file, start, length, *place = (unpack_column(column, at) for column in self.shards)
         offsets, sizes = np.array(place, np.int64).reshape(2, dims, len(at)).transpose(0, 2, 1)
         common = np.minimum(offsets + sizes, np.add(first, shape)) - np.maximum(offsets, first)
-        if common.prod(1).sum() != math.prod(shape) or (np.minimum(offsets, self.size - offsets - sizes) < 0).any():
+        if (
+            common.prod(1).sum() != math.prod(shape)
+            or (np.minimum(offsets, self.size - offsets - sizes) < 0).any()
+        ):
             raise ValueError(f"its shards do not add up to {tuple(self.size)}")
-        if (np.array([file, len(ends) - 1 - file, start, length]) < 0).any() or (length > ends[file] - start).any():
+        if (np.array([file, len(ends) - 1 - file, start, length]) < 0).any() or (
+            length > ends[file] - start
+        ).any():
             raise ValueError("its shards are no part of this checkpoint")
         return file, start, length, offsets, sizes
 
@@ -206,26 +277,33 @@ def read_tensor(key: str, folder: str, table: dict) -> Tensor:
 
 
 def read_table(folder: str, files: dict[str, list]) -> dict[str, SavedTensor]:
-    """{key: entry} of tensors.json. files: the manifest's. Raises ValueError for shards that cannot be: a stranger's checkpoint
-    can have right checksums, too."""
+    """{key: entry} of tensors.json. files: the manifest's. Raises ValueError for shards that cannot
+    be: a stranger's checkpoint can have right checksums, too."""
     table, key = {}, ""
     try:
         saved = read_json(folder, TABLE)
         files = saved["files"], np.array([files[name][0] for name in saved["files"]])
         for key, entry in saved["tensors"].items():
-            size, dtype, shards = torch.Size(entry["shape"]), getattr(torch, entry["dtype"]), entry["shards"]
+            size, dtype, shards = (
+                torch.Size(entry["shape"]),
+                getattr(torch, entry["dtype"]),
+                entry["shards"],
+            )
             if not isinstance(dtype, torch.dtype):
                 raise ValueError(f"{entry['dtype']} is no dtype")
             if not 0 < (n := entry.get("n", len(shards))) <= MOST_SHARDS:
                 raise ValueError(f"it is said to have {n} shards")
-            table[key] = SavedTensor(size, dtype, files, n, shards if "n" in entry else [*np.array(shards).T])
+            table[key] = SavedTensor(
+                size, dtype, files, n, shards if "n" in entry else [*np.array(shards).T]
+            )
     except Exception as error:
         raise ValueError(f"{folder}/{TABLE} is refused: {key}: {reason(error)}") from None
     return table
 
 
 def find_shards(tensors: dict[str, Tensor], table: dict[str, SavedTensor], folder: str):
-    """DCP's Metadata with the saved shards that overlap with this rank's part of `tensors`: of millions only a few."""
+    """DCP's Metadata with the saved shards that overlap with this rank's part of `tensors`: of
+    millions only a few."""
     from torch.distributed.checkpoint import filesystem, metadata
 
     found = metadata.Metadata(state_dict_metadata={}, storage_data={})
@@ -239,5 +317,7 @@ def find_shards(tensors: dict[str, Tensor], table: dict[str, SavedTensor], folde
             info = filesystem._StorageInfo(saved.files[0][file], start, length)
             found.storage_data[metadata.MetadataIndex(key, torch.Size(offset))] = info
         properties = metadata.TensorProperties(saved.dtype)
-        found.state_dict_metadata[key] = metadata.TensorStorageMetadata(properties, saved.size, chunks)
+        found.state_dict_metadata[key] = metadata.TensorStorageMetadata(
+            properties, saved.size, chunks
+        )
     return found

@@ -1,7 +1,9 @@
 """Checks a step folder: manifest.json lists the size and crc32 of every file in a step folder.
 
-If a disk flips a bit in a tensor, the crc32 shows it; torch's distributed checkpoint loads the tensor without an error.
+If a disk flips a bit in a tensor, the crc32 shows it; torch's distributed checkpoint loads the
+tensor without an error.
 """
+
 import hashlib
 import json
 import os
@@ -14,7 +16,8 @@ from support.files import STEP_FOLDER, fsync, json_bytes, write_file
 
 FORMAT_VERSION = 3  # 2 had a longer tensors.json
 TABLE = "tensors.json"  # names, dtypes and shapes of all tensors, and the places of all shards
-READ = (".json", ".jinja", ".py", ".distcp", ".safetensors", ".bin", ".model")  # an unlisted file of these kinds is refused
+# an unlisted file of these kinds is refused
+READ = (".json", ".jinja", ".py", ".distcp", ".safetensors", ".bin", ".model")
 
 
 class Damaged(ValueError):
@@ -22,7 +25,9 @@ class Damaged(ValueError):
 
 
 def own_hash(manifest: dict) -> str:
-    return hashlib.sha256(json_bytes({k: v for k, v in manifest.items() if k != "sha256"})).hexdigest()
+    return hashlib.sha256(
+        json_bytes({k: v for k, v in manifest.items() if k != "sha256"})
+    ).hexdigest()
 
 
 def write_manifest(folder: str, files: dict[str, list], **about):
@@ -32,25 +37,39 @@ def write_manifest(folder: str, files: dict[str, list], **about):
 
 
 def read_manifest(folder: str, is_wanted=None) -> dict:
-    """The manifest of a step folder. Raises Damaged if a file is missing, unlisted or of another size; reads no content.
+    """The manifest of a step folder. Raises Damaged if a file is missing, unlisted or of another
+    size; reads no content.
 
-    is_wanted: name -> whether to look for this file, and for no other: with a file per rank, looking takes long."""
+    is_wanted: name -> whether to look for this file, and for no other: with a file per rank,
+    looking takes long."""
     try:
         raw = Path(folder, "manifest.json").read_bytes()
         manifest = json.loads(raw)
-        # Compare bytes, not only values: some flipped bits change the text of a JSON file but no value.
+        # Compare bytes, not only values: some flipped bits change the text of a JSON file but no
+        # value.
         if raw != json_bytes(manifest) or manifest["sha256"] != own_hash(manifest):
             raise Damaged("manifest.json is not as it was written")
         if manifest["format_version"] not in (2, FORMAT_VERSION):
-            raise Damaged(f"it is of format {manifest['format_version']} and this code reads 2 and {FORMAT_VERSION}; with the "
-                          "code that wrote it, python checkpoint.py to_hf exports its weights")
+            raise Damaged(
+                f"it is of format {manifest['format_version']} and this code reads 2 and "
+                f"{FORMAT_VERSION}; with the "
+                "code that wrote it, python checkpoint.py to_hf exports its weights"
+            )
         named = STEP_FOLDER.fullmatch(os.path.basename(os.path.abspath(folder)))
         if named and int(named[1]) != manifest["step"]:
             raise Damaged(f"its manifest.json is that of step {manifest['step']}")
-        files = {name: entry for name, entry in manifest["files"].items() if is_wanted is None or is_wanted(name)}
-        for name in sorted(set(os.listdir(folder)) ^ {*files, "manifest.json"}) if is_wanted is None else ():
+        files = {
+            name: entry
+            for name, entry in manifest["files"].items()
+            if is_wanted is None or is_wanted(name)
+        }
+        for name in (
+            sorted(set(os.listdir(folder)) ^ {*files, "manifest.json"}) if is_wanted is None else ()
+        ):
             if name in files or name.endswith(READ):
-                raise Damaged(f"{name} is missing" if name in files else f"{name} is not in manifest.json")
+                raise Damaged(
+                    f"{name} is missing" if name in files else f"{name} is not in manifest.json"
+                )
         for name, (size, _) in files.items():
             path = os.path.join(folder, name)
             if os.path.islink(path) or not os.path.isfile(path) or os.path.getsize(path) != size:
@@ -65,20 +84,32 @@ def read_manifest(folder: str, is_wanted=None) -> dict:
 
 
 class Progress:
-    """Prints every few seconds how much of a long work is done. Call with the size of each finished part. unit: of `total`, as
-    text, and how many make one; say: prints, on one rank."""
+    """Prints every few seconds how much of a long work is done. Call with the size of each finished
+    part. unit: of `total`, as text, and how many make one; say: prints, on one rank."""
 
     def __init__(self, text: str, total: int, say, unit=("GB per rank", 1e9)):
-        self.text, self.total, self.say, self.unit, self.done, self.said = text, total, say, unit, 0, time.perf_counter()
+        self.text, self.total, self.say, self.unit, self.done, self.said = (
+            text,
+            total,
+            say,
+            unit,
+            0,
+            time.perf_counter(),
+        )
 
     def __call__(self, size: int):
         self.done += size
         if time.perf_counter() - self.said > 5:
             self.said, (name, scale) = time.perf_counter(), self.unit
-            self.say(f"{self.text}: {min(self.done / self.total, 1):.0%} of {self.total / scale:,.4g} {name}")
+            self.say(
+                f"{self.text}: {min(self.done / self.total, 1):.0%} of {self.total / scale:,.4g} "
+                f"{name}"
+            )
 
 
-def checksums(folder: str, names: list[str], progress=lambda n_bytes: None, sync=False) -> dict[str, list]:
+def checksums(
+    folder: str, names: list[str], progress=lambda n_bytes: None, sync=False
+) -> dict[str, list]:
     """{name: [bytes, crc32 in hex]}, four files at a time: zlib works without Python's lock.
 
     sync: also make the contents durable; the disk and the processor work side by side.

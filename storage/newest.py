@@ -1,4 +1,6 @@
-"""Finds the checkpoint to start from: the newest undamaged step folder of a run, in --out or of --init_from."""
+"""Finds the checkpoint to start from: the newest undamaged step folder of a run, in --out or of
+--init_from."""
+
 import json
 import os
 from typing import NamedTuple
@@ -12,23 +14,36 @@ ABOUT = ("state.json", "config.json")  # files of a step folder read at a start,
 
 
 def is_hf_folder(folder: str) -> bool:
-    """Whether the folder holds weights in Hugging Face's format, or a PEFT adapter beside such weights. Pickled weights (.bin)
-    count, too: a later reader refuses them with the reason."""
-    weights = [f"{stem}{end}" for stem in ("model.safetensors", "pytorch_model.bin") for end in ("", ".index.json")]
-    ours, *theirs = (os.path.lexists(os.path.join(folder, name)) for name in ("manifest.json", ADAPTER, *weights))
+    """Whether the folder holds weights in Hugging Face's format, or a PEFT adapter beside such
+    weights. Pickled weights (.bin) count, too: a later reader refuses them with the reason."""
+    weights = [
+        f"{stem}{end}"
+        for stem in ("model.safetensors", "pytorch_model.bin")
+        for end in ("", ".index.json")
+    ]
+    ours, *theirs = (
+        os.path.lexists(os.path.join(folder, name)) for name in ("manifest.json", ADAPTER, *weights)
+    )
     return folder != "" and any(theirs) and not ours
 
 
 def candidates(folder: str, step: int = -1) -> list[str]:
-    """The step folders to try, newest first: all of a run folder, or only `step`; or `folder` itself, if a step folder."""
+    """The step folders to try, newest first: all of a run folder, or only `step`; or `folder`
+    itself, if a step folder."""
     if os.path.isfile(os.path.join(folder, "manifest.json")):
         return [folder]
     found = dict(step_folders(folder))
     if step >= 0 and step not in found:
-        raise ValueError(f"{folder} has no checkpoint of step {step}; it has the steps {', '.join(map(str, found)) or 'none'}")
+        raise ValueError(
+            f"{folder} has no checkpoint of step {step}; it has the steps "
+            f"{', '.join(map(str, found)) or 'none'}"
+        )
     if not found:
         what = "holds no checkpoint" if os.path.isdir(folder) else "is no folder"
-        raise ValueError(f"{folder} {what}; give a run folder, or one of its folders checkpoints/step-N{hub_hint(folder)}")
+        raise ValueError(
+            f"{folder} {what}; give a run folder, or one of its folders "
+            f"checkpoints/step-N{hub_hint(folder)}"
+        )
     return [found[step]] if step >= 0 else list(found.values())
 
 
@@ -41,9 +56,13 @@ class Source(NamedTuple):
 
 
 def resume_source(out: str, cfg) -> Source | None:
-    """The run folder `out`, if checkpoints exist there; else --init_from. None: no checkpoint of ours."""
-    counts = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
-    step = -1 if any(count != "0" for count in counts) else cfg.load_step  # after a restart: the newest, not the flag's
+    """The run folder `out`, if checkpoints exist there; else --init_from. None: no checkpoint of
+    ours."""
+    counts = (
+        os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    )
+    # after a restart: the newest, not the flag's
+    step = -1 if any(count != "0" for count in counts) else cfg.load_step
     if step >= 0 or step_folders(out):
         return Source(out, step, True)
     if cfg.init_from and not is_hf_folder(cfg.init_from):
@@ -52,9 +71,11 @@ def resume_source(out: str, cfg) -> Source | None:
 
 
 def newest_good(folder: str, paths: list[str], check, say) -> tuple[str, dict]:
-    """(path, manifest) of the first undamaged step folder in `paths`. check(path) returns the manifest or raises Damaged.
+    """(path, manifest) of the first undamaged step folder in `paths`. check(path) returns the
+    manifest or raises Damaged.
 
-    Raises ValueError if all are damaged: a run that began again at step 0 would overwrite files that can still be rescued.
+    Raises ValueError if all are damaged: a run that began again at step 0 would overwrite files
+    that can still be rescued.
     """
     damaged = {}
     for path in paths:
@@ -63,16 +84,23 @@ def newest_good(folder: str, paths: list[str], check, say) -> tuple[str, dict]:
         except (Damaged, Failed) as error:
             say(f"{path} is DAMAGED: {error}")
             damaged[os.path.basename(path)] = error
-    names, (newest, why) = ", ".join([*damaged][:3]) + ", ..." * (len(damaged) > 3), next(iter(damaged.items()))
-    raise ValueError(f"{folder} has no undamaged checkpoint among {names} ({newest}: {why}); nothing begins again at step 0 "
-                     "over them: use --out NEW or another --load_step, or move them away")
+    names, (newest, why) = (
+        ", ".join([*damaged][:3]) + ", ..." * (len(damaged) > 3),
+        next(iter(damaged.items())),
+    )
+    raise ValueError(
+        f"{folder} has no undamaged checkpoint among {names} ({newest}: {why}); nothing begins "
+        "again at step 0 "
+        "over them: use --out NEW or another --load_step, or move them away"
+    )
 
 
 def newest_readable(folder: str, step: int = -1, names=()) -> str:
-    """The newest checkpoint with undamaged small files (`names`, or all but the tensors). Raises ValueError.
+    """The newest checkpoint with undamaged small files (`names`, or all but the tensors). Raises
+    ValueError.
 
-    At a start every rank calls this several times, so no other file is looked at: a tokenizer has megabytes, and a large run a
-    file of tensors for each rank.
+    At a start every rank calls this several times, so no other file is looked at: a tokenizer has
+    megabytes, and a large run a file of tensors for each rank.
     """
 
     def is_wanted(name):
@@ -87,9 +115,14 @@ def newest_readable(folder: str, step: int = -1, names=()) -> str:
 
 
 def saved_state(path: str) -> dict:
-    """The `state` given to save(). Raises ValueError unless step, samples and tokens are numbers of a real run."""
+    """The `state` given to save(). Raises ValueError unless step, samples and tokens are numbers of
+    a real run."""
     state = read_json(path, "state.json")["state"]
-    numbers = [state.get(name, 0) for name in ("step", "samples", "tokens")] if isinstance(state, dict) else [-1]
+    numbers = (
+        [state.get(name, 0) for name in ("step", "samples", "tokens")]
+        if isinstance(state, dict)
+        else [-1]
+    )
     if not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
         raise ValueError(f"{path}/state.json: {json.dumps(state)[:100]} is no place in a run")
     return state

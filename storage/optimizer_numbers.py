@@ -1,8 +1,11 @@
-"""Saves an optimizer's changing numbers outside of the parameters' state: values in param_groups, and attributes.
+"""Saves an optimizer's changing numbers outside of the parameters' state: values in param_groups,
+and attributes.
 
-torch's optimizers have none. Others do (a step count per group in apex, timm and Prodigy; k, weight_sum and lr_max in
-schedule-free optimizers), and a continued run needs these numbers as much as the moments.
+torch's optimizers have none. Others do (a step count per group in apex, timm and Prodigy; k,
+weight_sum and lr_max in schedule-free optimizers), and a continued run needs these numbers as much
+as the moments.
 """
+
 import inspect
 import json
 
@@ -22,18 +25,27 @@ def collect_values(optimizer) -> list[dict]:
     """[attributes, first group, second group, ...], as copies by freeze(), without values that need no checkpoint. A learning
     rate not set by set_lr belongs to the optimizer and stays in."""
     parts = [{name: x for name, x in vars(optimizer).items() if name not in TORCHS}]
-    around = inspect.getclosurevars(inspect.unwrap(type(optimizer).step))  # what step() keeps in variables of its module
+    # what step() keeps in variables of its module
+    around = inspect.getclosurevars(inspect.unwrap(type(optimizer).step))
     for name, x in {**around.globals, **around.nonlocals}.items():
         if isinstance(x, dict | list | Tensor | int | float):
-            parts[0][name] = {"outside": x, 0: OTHER}  # no number: there is no place to restore a number to
+            # no number: there is no place to restore a number to
+            parts[0][name] = {"outside": x, 0: OTHER}
     for group in optimizer.param_groups:
-        parts.append({name: x for name, x in group.items() if name not in SET_ANEW or name == "lr" and "lr_share" not in group})
+        parts.append(
+            {
+                name: x
+                for name, x in group.items()
+                if name not in SET_ANEW or name == "lr" and "lr_share" not in group
+            }
+        )
     return [{name: freeze(x, (optimizer,)) for name, x in part.items()} for part in parts]
 
 
 def freeze(x, around: tuple):
-    """A copy that can be compared and restored: numbers and texts, in lists and dicts. For all else a text that begins with
-    OTHER, equal as long as x is unchanged. around: the optimizer, and the objects around x, not searched again."""
+    """A copy that can be compared and restored: numbers and texts, in lists and dicts. For all else
+    a text that begins with OTHER, equal as long as x is unchanged. around: the optimizer, and the
+    objects around x, not searched again."""
     if isinstance(x, str | int | float | None):
         return x
     if isinstance(x, Tensor):  # with many numbers: torch counts the changes
@@ -46,11 +58,14 @@ def freeze(x, around: tuple):
         inside = [*x.items()]
     elif isinstance(x, torch.Generator):
         inside = x.get_state().tolist()
-    elif isinstance(x, torch.optim.Optimizer):  # an inner optimizer: saved if it shares the state of the outer
+    elif isinstance(x, torch.optim.Optimizer):
+        # an inner optimizer: saved if it shares the state of the outer
         inside = [*collect_values(x), {} if x.state is around[0].state else dict(x.state)]
     else:
         inside = vars(x) if hasattr(x, "__dict__") and not isinstance(x, type) else repr(x)
-    return OTHER + ("" if any(x is other for other in around) else repr(freeze(inside, (*around, x))))
+    return OTHER + (
+        "" if any(x is other for other in around) else repr(freeze(inside, (*around, x)))
+    )
 
 
 def is_json(frozen) -> bool:
@@ -58,51 +73,80 @@ def is_json(frozen) -> bool:
 
 
 class OptimizerNumbers:
-    """names: {id(parameter): fqn}. Build before the first step: values unchanged since then come from flags; none is saved."""
+    """names: {id(parameter): fqn}. Build before the first step: values unchanged since then come
+    from flags; none is saved."""
 
     def __init__(self, optimizers, names: dict[int, str]):
         self.optimizers, self.names = optimizers, names
         self.first = [collect_values(optimizer) for optimizer in optimizers]
 
     def changed(self) -> dict[str, list[dict]]:
-        """{fqn: [changed attributes of the optimizer, changed values of the group]}. By fqn, because a pipeline stage may lack
-        a group or an optimizer. Raises ValueError for values that no checkpoint can keep."""
+        """{fqn: [changed attributes of the optimizer, changed values of the group]}. By fqn,
+        because a pipeline stage may lack a group or an optimizer. Raises ValueError for values that
+        no checkpoint can keep."""
         found = {}
         for optimizer, first in zip(self.optimizers, self.first, strict=True):
             kind = type(optimizer).__name__
             if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-                raise ValueError(f"no checkpoint holds the scheduler of torch that counts the steps of {kind}: use lr_at(step)")
-            parts = [{name: x for name, x in part.items() if x != before.get(name)}
-                     for part, before in zip(collect_values(optimizer), first, strict=True)]
-            state = {repr(key): OTHER for key in optimizer.state if not isinstance(key, Tensor)}  # not of a parameter
+                raise ValueError(
+                    f"no checkpoint holds the scheduler of torch that counts the steps of {kind}: "
+                    "use lr_at(step)"
+                )
+            parts = [
+                {name: x for name, x in part.items() if x != before.get(name)}
+                for part, before in zip(collect_values(optimizer), first, strict=True)
+            ]
+            # not of a parameter
+            state = {repr(key): OTHER for key in optimizer.state if not isinstance(key, Tensor)}
             for name, x in [item for part in (state, *parts) for item in part.items()]:
                 if not is_json(x):
-                    raise ValueError(f"{kind} keeps {name} outside of self.state[p], lost to a checkpoint: keep tensors there, "
-                                     "shaped like p or of one number; an inner optimizer shares the state")
+                    raise ValueError(
+                        f"{kind} keeps {name} outside of self.state[p], lost to a checkpoint: "
+                        "keep tensors there, "
+                        "shaped like p or of one number; an inner optimizer shares the state"
+                    )
             for group, part in zip(optimizer.param_groups, parts[1:], strict=True):
                 if parts[0] or part:
                     found |= {self.names[id(p)]: [parts[0], part] for p in group["params"]}
         return found
 
     def restore(self, saved: dict[str, list[dict]]) -> None:
-        """Restores changed()'s result on this rank's groups, and first values elsewhere: creating the state took a step."""
+        """Restores changed()'s result on this rank's groups, and first values elsewhere: creating
+        the state took a step."""
         for optimizer, first in zip(self.optimizers, self.first, strict=True):
-            groups = [next((saved[n] for p in g["params"] if (n := self.names[id(p)]) in saved), [{}, {}])
-                      for g in optimizer.param_groups]
-            parts = [next((found[0] for found in groups if found[0]), {}), *(found[1] for found in groups)]
-            for target, values, new in zip([vars(optimizer), *optimizer.param_groups], first, parts, strict=True):
+            groups = [
+                next((saved[n] for p in g["params"] if (n := self.names[id(p)]) in saved), [{}, {}])
+                for g in optimizer.param_groups
+            ]
+            parts = [
+                next((found[0] for found in groups if found[0]), {}),
+                *(found[1] for found in groups),
+            ]
+            for target, values, new in zip(
+                [vars(optimizer), *optimizer.param_groups], first, parts, strict=True
+            ):
                 for name, value in (values | new).items():
                     if isinstance(target.get(name), Tensor) and is_json(value):
                         target[name].fill_(value)
-                    elif is_json(value) and freeze(target.get(name), (optimizer,)) != value:  # a tuple stays a tuple
+                    elif is_json(value) and freeze(target.get(name), (optimizer,)) != value:
+                        # a tuple stays a tuple
                         target[name] = json.loads(json.dumps(value))  # a copy
 
 
 def find_copies(tensors: dict[str, Tensor], gather) -> dict[str, Tensor]:
-    """Tensors held by several ranks, which must stay equal: parameters of several pipeline stages, and all buffers."""
-    mine = sorted(fqn for fqn, t in tensors.items() if isinstance(t, nn.Parameter) and not fqn.startswith("blocks."))
+    """Tensors held by several ranks, which must stay equal: parameters of several pipeline stages,
+    and all buffers."""
+    mine = sorted(
+        fqn
+        for fqn, t in tensors.items()
+        if isinstance(t, nn.Parameter) and not fqn.startswith("blocks.")
+    )
     others = [names for names in gather(mine) if names != mine]
-    return {fqn: t for fqn, t in tensors.items() if not isinstance(t, nn.Parameter) or any(fqn in names for names in others)}
+    return {
+        fqn: t
+        for fqn, t in tensors.items()
+        if not isinstance(t, nn.Parameter) or any(fqn in names for names in others)
+    }
 
 
 def sum_copies(copies: dict[str, Tensor]) -> dict[tuple, int]:
@@ -110,13 +154,17 @@ def sum_copies(copies: dict[str, Tensor]) -> dict[tuple, int]:
 
 
 def merge_numbers(ranks: list[tuple[dict, dict]]) -> dict:
-    """The entry for state.json of changed() on all ranks. Raises ValueError when the copies of a tensor differ between ranks:
-    DCP would save any of them."""
+    """The entry for state.json of changed() on all ranks. Raises ValueError when the copies of a
+    tensor differ between ranks: DCP would save any of them."""
     known, numbers = {}, {}
     for changed, sums in ranks:
         numbers |= changed
         for key, value in sums.items():
             if known.setdefault(key, value) != value:
-                raise ValueError(f"{key[0]} is not equal on all ranks that hold it, and a checkpoint holds one copy: add up "
-                                 "each rank's part, or keep a parameter on one pipeline stage (pp_stage in docs/fork_me.md)")
+                raise ValueError(
+                    f"{key[0]} is not equal on all ranks that hold it, and a checkpoint holds one "
+                    "copy: add up "
+                    "each rank's part, or keep a parameter on one pipeline stage (pp_stage in "
+                    "docs/fork_me.md)"
+                )
     return {"optimizer": numbers} if numbers else {}

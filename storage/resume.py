@@ -1,7 +1,9 @@
-"""Checks --out and --init_from at a start, before anything is built: may this run continue, and which flags have changed?
+"""Checks --out and --init_from at a start, before anything is built: may this run continue, and
+which flags have changed?
 
 Only small files are read, before the processes connect, so that an error appears within a second.
 """
+
 import fcntl
 import os
 import socket
@@ -18,36 +20,52 @@ from support.files import check_local, matches, read_json, step_folders
 
 
 def claim_run(cfg, Model, model_config, data, lr_at=None, lora: dict | None = None) -> dict:
-    """Checks --out, --init_from, --export_hf and the data before anything is built, and locks --out. Raises ValueError.
-    Returns the run's identity: model, data and optimizer, which a continued run must not change.
+    """Checks --out, --init_from, --export_hf and the data before anything is built, and locks
+    --out. Raises ValueError. Returns the run's identity: model, data and optimizer, which a
+    continued run must not change.
 
-    cfg: a recipe's Config. data: result of open_data. lr_at: the recipe's, to show how changed flags move the learning rate.
+    cfg: a recipe's Config. data: result of open_data. lr_at: the recipe's, to show how changed
+    flags move the learning rate.
     lora: identity of a LoRA run's adapters.
     """
     if (ids := data.vocab_size) > model_config.vocab_size:
-        raise ValueError(f"the tokenizer has {ids} ids, the model {model_config.vocab_size}; use --model_args vocab_size={ids}")
+        raise ValueError(
+            f"the tokenizer has {ids} ids, the model {model_config.vocab_size}; use --model_args "
+            f"vocab_size={ids}"
+        )
     if cfg.val_every and not data.n_val_samples:
         raise ValueError(f"--data {cfg.data} has no validation text; use --val_every 0")
     # without _sr, because both kinds of AdamW load each other's moments
-    identity = identify_run(cfg, Model, model_config, data.fingerprint, cfg.optimizer.removesuffix("_sr"), lr_at, lora)
+    identity = identify_run(
+        cfg, Model, model_config, data.fingerprint, cfg.optimizer.removesuffix("_sr"), lr_at, lora
+    )
     if is_hf_folder(cfg.init_from):
         if not cfg.init_model_only:
-            raise ValueError(f"--no-init_model_only: {cfg.init_from} holds weights and no more; leave it out")
+            raise ValueError(
+                f"--no-init_model_only: {cfg.init_from} holds weights and no more; leave it out"
+            )
         from storage.hf import check_hf_config
 
         check_hf_config(model_config, cfg.init_from)
     seen = step_folders(cfg.out)
     lock_run(cfg.out)
     if step_folders(cfg.out) != seen:  # another start made the folder after keep_batch had looked
-        raise ValueError(f"{cfg.out} got a checkpoint from another process while this start waited for it; start again")
+        raise ValueError(
+            f"{cfg.out} got a checkpoint from another process while this start waited for it; "
+            "start again"
+        )
     return identity
 
 
-def identify_run(cfg, Model, model_config, data: dict, optimizer: str, lr_at, lora: dict | None) -> dict:
-    """The identity of a run, equal in every continued run. Raises ValueError if --out cannot be continued with it, or if
-    --export_hf cannot be written."""
+def identify_run(
+    cfg, Model, model_config, data: dict, optimizer: str, lr_at, lora: dict | None
+) -> dict:
+    """The identity of a run, equal in every continued run. Raises ValueError if --out cannot be
+    continued with it, or if --export_hf cannot be written."""
     model = {"module": Model.__module__, "class": Model.__name__, **asdict(model_config)}
-    identity = {"model": model, "data": data, "optimizer": {"name": optimizer}} | ({"lora": lora} if lora else {})
+    identity = {"model": model, "data": data, "optimizer": {"name": optimizer}} | (
+        {"lora": lora} if lora else {}
+    )
     check_run(cfg.out, identity, cfg, lr_at)
     if cfg.export_hf and all(step < cfg.steps for step, _ in step_folders(cfg.out)):
         from storage.hf import check_export, check_same_model
@@ -60,12 +78,19 @@ def identify_run(cfg, Model, model_config, data: dict, optimizer: str, lr_at, lo
 def check_run(out: str, identity: dict, cfg, lr_at=None):
     """Raises ValueError when this run may not continue the run in `out`, or start from --init_from.
 
-    Otherwise rank 0 prints the changed flags. lr_at: the recipe's, to show how changed flags move the learning rate.
+    Otherwise rank 0 prints the changed flags. lr_at: the recipe's, to show how changed flags move
+    the learning rate.
     """
     if cfg.after_save and "{}" not in cfg.after_save:
-        raise ValueError(f"--after_save {cfg.after_save!r} must have {{}} where the checkpoint's folder goes: 'cp -r {{}} /x'")
+        raise ValueError(
+            f"--after_save {cfg.after_save!r} must have {{}} where the checkpoint's folder goes: "
+            f"'cp -r {{}} /x'"
+        )
     if stateless := {"lr_scheduler", "dataloader", "train_state"} & set(cfg.exclude_from_loading):
-        raise ValueError(f"--exclude_from_loading {min(stateless)}: there is no such state, all follows from the step")
+        raise ValueError(
+            f"--exclude_from_loading {min(stateless)}: there is no such state, all follows from "
+            "the step"
+        )
     if cfg.init_from and not has_new_ids(cfg):
         from corpus.cache import check_tokenizer
 
@@ -75,8 +100,11 @@ def check_run(out: str, identity: dict, cfg, lr_at=None):
 
         path = newest_readable(source.folder, source.step, ABOUT)
         if source.folder != out and "lora" in read_json(path, "state.json").get("identity", {}):
-            raise ValueError(f"--init_from {source.folder} holds adapters only; merge them, python checkpoint.py to_hf "
-                             f"{source.folder} OUT, and start from OUT")
+            raise ValueError(
+                f"--init_from {source.folder} holds adapters only; merge them, python "
+                "checkpoint.py to_hf "
+                f"{source.folder} OUT, and start from OUT"
+            )
         differ = compare_start(path, source, source.folder == out, identity, cfg)
         text = describe_start(path, differ, cfg, lr_at) if source.everything else ""
         if text and own_rank() == 0:
@@ -89,15 +117,16 @@ JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLU
 
 
 def wait_for_run(out: str):
-    """Waits on every rank until no other process writes to `out`: the newest checkpoint may change until then. Without
-    <out>/.lock nobody has written yet; the folder is made only after all flags are checked. Raises ValueError for an address
-    of a store."""
+    """Waits on every rank until no other process writes to `out`: the newest checkpoint may change
+    until then. Without <out>/.lock nobody has written yet; the folder is made only after all flags
+    are checked. Raises ValueError for an address of a store."""
     check_local(out, "--out")
     lock, rank, job = os.path.join(out, ".lock"), own_rank(), job_name()
     if rank == 0 and os.path.exists(lock):
         lock_run(out)
     deadline = time.monotonic() + 35
-    while rank > 0 and os.path.exists(lock) and time.monotonic() < deadline:  # after a timeout rank 0 reports the error
+    # after a timeout rank 0 reports the error
+    while rank > 0 and os.path.exists(lock) and time.monotonic() < deadline:
         with suppress(OSError), open(lock, errors="replace") as file:
             if file.read().endswith(job):
                 return
@@ -109,15 +138,18 @@ def job_name() -> str:
 
 
 def lock_run(out: str):
-    """Rank 0 holds <out>/.lock until the process ends, even by a kill: two jobs never write into one run folder.
+    """Rank 0 holds <out>/.lock until the process ends, even by a kill: two jobs never write into
+    one run folder.
 
-    Waits up to 30 s, because workers of a killed launcher take some seconds to notice; then ValueError names the pid.
+    Waits up to 30 s, because workers of a killed launcher take some seconds to notice; then
+    ValueError names the pid.
     """
     if own_rank() != 0 or out in HELD:
         return
     try:
         os.makedirs(out, exist_ok=True)
-        descriptor = os.open(os.path.join(out, ".lock"), os.O_RDWR | os.O_CREAT, 0o644)  # left open: closing it would unlock
+        # left open: closing it would unlock
+        descriptor = os.open(os.path.join(out, ".lock"), os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise ValueError(f"--out {out!r} is no folder to write to: {error.strerror}") from None
     for tries_left in range(300, -1, -1):
@@ -127,12 +159,20 @@ def lock_run(out: str):
         except BlockingIOError:
             holder = os.pread(descriptor, 999, 0).decode(errors="replace").partition(", job")[0]
             if not tries_left:
-                raise ValueError(f"{out} is in use by process {holder}: stop that first, or use --out NEW") from None
+                raise ValueError(
+                    f"{out} is in use by process {holder}: stop that first, or use --out NEW"
+                ) from None
             if tries_left == 300:
-                print(f"checkpoint: {out} is in use by process {holder}; waiting up to 30 s", flush=True)
+                print(
+                    f"checkpoint: {out} is in use by process {holder}; waiting up to 30 s",
+                    flush=True,
+                )
             time.sleep(0.1)
         except OSError as error:  # a file system without locks, or without room for the pid
-            print(f"checkpoint: {out}/.lock: {error.strerror}; see that no second job writes there", flush=True)
+            print(
+                f"checkpoint: {out}/.lock: {error.strerror}; see that no second job writes there",
+                flush=True,
+            )
             with suppress(OSError):
                 sign_lock(descriptor, out)  # the other ranks wait for the signature
             return
@@ -145,36 +185,60 @@ def sign_lock(descriptor: int, out: str):
 
 
 def list_finished(cfg, done: int) -> list[str]:
-    """Lines to print at the start of a run with all steps done, none of another run. done: steps so far."""
-    lines = [f"{cfg.out} is finished: {done} of {cfg.steps} steps are done; use a larger --steps, or --out NEW"]
+    """Lines to print at the start of a run with all steps done, none of another run. done: steps so
+    far."""
+    lines = [
+        f"{cfg.out} is finished: {done} of {cfg.steps} steps are done; use a larger --steps, or "
+        "--out NEW"
+    ]
     if cfg.export_hf and os.path.exists(cfg.export_hf):
-        lines.append(f"--export_hf {cfg.export_hf} is there already: nothing is exported; give a new folder, or remove it")
+        lines.append(
+            f"--export_hf {cfg.export_hf} is there already: nothing is exported; give a new "
+            "folder, or remove it"
+        )
     return lines if done >= cfg.steps else []
 
 
 def list_warnings(cfg, done: int) -> str:
-    """Warnings to print at the start, one per line (run finished, folder exists, warmup too long). done: steps so far."""
-    total, lines = cfg.steps if cfg.schedule_steps == -1 else cfg.schedule_steps, ["", *list_finished(cfg, done)]
+    """Warnings to print at the start, one per line (run finished, folder exists, warmup too long).
+    done: steps so far."""
+    total, lines = (
+        cfg.steps if cfg.schedule_steps == -1 else cfg.schedule_steps,
+        ["", *list_finished(cfg, done)],
+    )
     if cfg.warmup_steps > total:
-        lines.append(f"--warmup_steps {cfg.warmup_steps} is longer than the schedule; it is clamped to {total}")
+        lines.append(
+            f"--warmup_steps {cfg.warmup_steps} is longer than the schedule; it is clamped to "
+            f"{total}"
+        )
     return "\n".join(lines)
 
 
 # --- The batch of a continued run ---
 def continued_folder(cfg) -> str | None:
-    """The step folder that these flags continue, with weights and optimizer state; None for a new or a finished run."""
+    """The step folder that these flags continue, with weights and optimizer state; None for a new
+    or a finished run."""
     source = resume_source(cfg.out, cfg)
-    path = newest_readable(source.folder, source.step, ABOUT) if source and source.everything else None
-    return path if path and (source.folder != cfg.out or read_json(path, "manifest.json")["step"] < cfg.steps) else None
+    path = (
+        newest_readable(source.folder, source.step, ABOUT) if source and source.everything else None
+    )
+    return (
+        path
+        if path
+        and (source.folder != cfg.out or read_json(path, "manifest.json")["step"] < cfg.steps)
+        else None
+    )
 
 
 def keep_batch(cfg):
-    """Returns cfg with a number in place of --global_batch_size -1: the continued run's, or in a new run local_batch_size x
-    data ranks.
+    """Returns cfg with a number in place of --global_batch_size -1: the continued run's, or in a
+    new run local_batch_size x data ranks.
 
-    A global batch from a checkpoint or a config.json is kept on any number of processes. If local_batch_size does not divide
-    the batch, the largest smaller divisor replaces local_batch_size, and rank 0 prints a line: the result of training is the
-    same. Raises ValueError if no local_batch_size divides the batch. Waits until no other process writes to --out.
+    A global batch from a checkpoint or a config.json is kept on any number of processes. If
+    local_batch_size does not divide the batch, the largest smaller divisor replaces
+    local_batch_size, and rank 0 prints a line: the result of training is the same. Raises
+    ValueError if no local_batch_size divides the batch. Waits until no other process writes to
+    --out.
     """
     wait_for_run(cfg.out)
     processes, others = int(os.environ.get("WORLD_SIZE", 1)), cfg.pp * cfg.cp * cfg.tp
@@ -184,34 +248,51 @@ def keep_batch(cfg):
     if cfg.global_batch_size == -1:
         path = continued_folder(cfg)
         kept = read_json(path, "config.json").get("global_batch_size") if path else None
-        source, cfg = path if kept else "", replace(cfg, global_batch_size=kept or cfg.local_batch_size * data_ranks)
+        source, cfg = (
+            path if kept else "",
+            replace(cfg, global_batch_size=kept or cfg.local_batch_size * data_ranks),
+        )
     share, size = cfg.global_batch_size // data_ranks, cfg.pp_microbatch_size if cfg.pp > 1 else 1
     if not source or size < 1 or cfg.global_batch_size % (cfg.local_batch_size * data_ranks) == 0:
         return cfg
-    fits = [n for n in range(1, min(cfg.local_batch_size, share) + 1) if share % n == 0 and n % size == 0]
+    fits = [
+        n
+        for n in range(1, min(cfg.local_batch_size, share) + 1)
+        if share % n == 0 and n % size == 0
+    ]
     if cfg.global_batch_size % data_ranks or not fits:
         near = -(-cfg.global_batch_size // (data_ranks * size)) * data_ranks * size
-        raise ValueError(f"the global batch of {source} is {cfg.global_batch_size}, which {data_ranks} data ranks cannot share "
-                         f"in micro-batches of {size}; use --global_batch_size {near}, other processes, or --out NEW")
+        raise ValueError(
+            f"the global batch of {source} is {cfg.global_batch_size}, which {data_ranks} data "
+            "ranks cannot share "
+            f"in micro-batches of {size}; use --global_batch_size {near}, other processes, or "
+            "--out NEW"
+        )
     if own_rank() == 0:
-        print(f"the global batch stays {cfg.global_batch_size} sequences, as in {source}: --local_batch_size "
-              f"{cfg.local_batch_size} becomes {fits[-1]} on {data_ranks} data ranks", flush=True)
+        print(
+            f"the global batch stays {cfg.global_batch_size} sequences, as in {source}: "
+            "--local_batch_size "
+            f"{cfg.local_batch_size} becomes {fits[-1]} on {data_ranks} data ranks",
+            flush=True,
+        )
     return replace(cfg, local_batch_size=fits[-1])
 
 
 # --- The tokenizer of --init_from ---
 def source_tokenizer(cfg) -> str:
-    """The folder with the tokenizer.json of --init_from, the default for text. "" if the flags name a tokenizer, or if no
-    text is tokenized.
+    """The folder with the tokenizer.json of --init_from, the default for text. "" if the flags name
+    a tokenizer, or if no text is tokenized.
 
-    A run with checkpoints takes the tokenizer from the newest checkpoint: the --init_from folder may be gone by now. Raises
-    ValueError.
+    A run with checkpoints takes the tokenizer from the newest checkpoint: the --init_from folder
+    may be gone by now. Raises ValueError.
     """
     is_text = not all(is_shards(part.path) for part in parse_mixture(cfg.data))
     if not cfg.init_from or cfg.tokenizer or not is_text or has_new_ids(cfg):
         return ""
     source, names = resume_source(cfg.out, cfg), (*ABOUT, "tokenizer.json", *BESIDE)
-    folder = newest_readable(source.folder, source.step, names) if source else text_folder(cfg.init_from)
+    folder = (
+        newest_readable(source.folder, source.step, names) if source else text_folder(cfg.init_from)
+    )
     file = os.path.join(folder, "tokenizer.json")
     if not os.path.lexists(file):
         raise ValueError(f"{file} is missing: give the tokenizer of these weights with --tokenizer")
@@ -219,5 +300,9 @@ def source_tokenizer(cfg) -> str:
 
 
 def has_new_ids(cfg) -> bool:
-    """Whether the embedding starts at random: then no id has a meaning yet, and any tokenizer will do."""
-    return matches([name.removeprefix("model.") for name in cfg.exclude_from_loading], "model.tok_embeddings.weight")
+    """Whether the embedding starts at random: then no id has a meaning yet, and any tokenizer will
+    do."""
+    return matches(
+        [name.removeprefix("model.") for name in cfg.exclude_from_loading],
+        "model.tok_embeddings.weight",
+    )

@@ -1,4 +1,5 @@
 """Writing files that survive a power cut, and reading files that anyone may have written."""
+
 import hashlib
 import json
 import math
@@ -8,7 +9,8 @@ import socket
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-STEP_FOLDER = re.compile(r"step-(0|[1-9]\d*)")  # with fullmatch: a folder renamed to old-step-5 is not ours
+# with fullmatch: a folder renamed to old-step-5 is not ours
+STEP_FOLDER = re.compile(r"step-(0|[1-9]\d*)")
 
 
 def json_bytes(value) -> bytes:
@@ -20,13 +22,16 @@ def read_json(*path: str):
 
 
 def printable(text: str) -> str:
-    """A stranger's text for a terminal: control characters, which could hide or change what is there, are written out."""
-    unseen = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]"  # also what turns the direction of writing
+    """A stranger's text for a terminal: control characters, which could hide or change what is
+    there, are written out."""
+    # also what turns the direction of writing
+    unseen = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]"
     return re.sub(unseen, lambda found: ascii(found[0])[1:-1], text)
 
 
 def fsync(path: str):
-    """Make a file's content durable, or a folder's names: a rename is on the disk only after fsync of the folder."""
+    """Make a file's content durable, or a folder's names: a rename is on the disk only after fsync
+    of the folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -35,8 +40,10 @@ def fsync(path: str):
 
 
 def write_file(path: str | Path, content):
-    """Write the whole file or nothing: under another name, then fsync, then rename. content: bytes, or an iterator of bytes."""
-    temporary = Path(f"{path}.tmp-{socket.gethostname()}-{os.getpid()}")  # containers of two machines may have equal pids
+    """Write the whole file or nothing: under another name, then fsync, then rename. content: bytes,
+    or an iterator of bytes."""
+    # containers of two machines may have equal pids
+    temporary = Path(f"{path}.tmp-{socket.gethostname()}-{os.getpid()}")
     try:
         with open(temporary, "wb") as file:
             file.writelines([content] if isinstance(content, bytes | memoryview) else content)
@@ -48,7 +55,8 @@ def write_file(path: str | Path, content):
 
 
 def publish(temporary: str, folder: str):
-    """Rename a finished folder of synced files: after a power cut the folder exists as a whole, or not at all."""
+    """Rename a finished folder of synced files: after a power cut the folder exists as a whole, or
+    not at all."""
     fsync(temporary)
     os.rename(temporary, folder)
     fsync(os.path.dirname(os.path.abspath(folder)))
@@ -60,15 +68,20 @@ def sha256_file(path: Path) -> str:
 
 
 # Most bytes that we read of a stranger's file. The largest published files have 9, 33 and 4 MB.
-HF_LIMITS = {"model.safetensors.index.json": 1 << 26, "tokenizer.json": 1 << 26, "tokenizer_config.json": 1 << 24}
+HF_LIMITS = {
+    "model.safetensors.index.json": 1 << 26,
+    "tokenizer.json": 1 << 26,
+    "tokenizer_config.json": 1 << 24,
+}
 HF_LIMIT = 1 << 20
 
 
 def hf_file(folder: str, name: str, limit: float = math.inf) -> str:
-    """The real path of a file of the folder. Raises ValueError for a name or a link that leads out of the folder, or for a file
-    above the limit.
+    """The real path of a file of the folder. Raises ValueError for a name or a link that leads out
+    of the folder, or for a file above the limit.
 
-    A link may lead to another file of the folder; in a Hugging Face cache, <repo>/snapshots/<revision>/, to <repo>/blobs.
+    A link may lead to another file of the folder; in a Hugging Face cache,
+    <repo>/snapshots/<revision>/, to <repo>/blobs.
     """
     if not re.fullmatch(r"\w[\w .+=-]*", name):
         raise ValueError(f"{folder}: {name!r} is not the name of a file in this folder")
@@ -78,21 +91,31 @@ def hf_file(folder: str, name: str, limit: float = math.inf) -> str:
         homes.append(os.path.join(repo, "blobs"))
     real = os.path.realpath(path)
     if os.path.dirname(real) not in homes:
-        raise ValueError(f"{path} is a link that leads out of the folder, to {real}; put the file itself there")
+        raise ValueError(
+            f"{path} is a link that leads out of the folder, to {real}; put the file itself there"
+        )
     if not os.path.isdir(folder):
         raise ValueError(f"{folder} is no folder{hub_hint(folder)}")
     if not os.path.isfile(real):
-        raise ValueError(f"{path} is no plain file" if os.path.lexists(real) else f"{path} is missing")
+        raise ValueError(
+            f"{path} is no plain file" if os.path.lexists(real) else f"{path} is missing"
+        )
     if os.path.getsize(real) > limit:
-        raise ValueError(f"{path} has {os.path.getsize(real):,} bytes, which is absurd: {limit:,} are the most")
+        raise ValueError(
+            f"{path} has {os.path.getsize(real):,} bytes, which is absurd: {limit:,} are the most"
+        )
     return real
 
 
 def hub_hint(path: str, kind="model") -> str:
-    """The download command for a missing path that looks like a name on the Hugging Face Hub; else ''. kind: "model" or
-    "dataset"."""
+    """The download command for a missing path that looks like a name on the Hugging Face Hub; else
+    ''. kind: "model" or "dataset"."""
     owner, _, name = path.rpartition("/")
-    looks = re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", path) and not path.endswith((".json", ".txt")) and owner != "runs"
+    looks = (
+        re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", path)
+        and not path.endswith((".json", ".txt"))
+        and owner != "runs"
+    )
     if not looks or os.path.lexists(path) or owner and os.path.isdir(owner):
         return ""
     of = " --repo-type dataset" * (kind == "dataset")
@@ -100,20 +123,31 @@ def hub_hint(path: str, kind="model") -> str:
 
 
 def check_local(path: str, flag: str) -> None:
-    """Raise ValueError for the address of a store: only folders are written, and a folder named s3: would appear here."""
+    """Raise ValueError for the address of a store: only folders are written, and a folder named s3:
+    would appear here."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):
-        raise ValueError(f"{flag} {path}: only folders are written; give a folder of this machine, and copy from there, such "
-                         "as each checkpoint with --after_save 'COMMAND {}': docs/cluster.md")
+        raise ValueError(
+            f"{flag} {path}: only folders are written; give a folder of this machine, and copy "
+            "from there, such "
+            "as each checkpoint with --after_save 'COMMAND {}': docs/cluster.md"
+        )
 
 
 def step_folders(run: str) -> list[tuple[int, str]]:
     """(step, path) of the checkpoints of a run folder, newest first."""
     root = os.path.join(run, "checkpoints")
-    found = [STEP_FOLDER.fullmatch(name) for name in (os.listdir(root) if os.path.isdir(root) else [])]
+    found = [
+        STEP_FOLDER.fullmatch(name) for name in (os.listdir(root) if os.path.isdir(root) else [])
+    ]
     return sorted([(int(m[1]), os.path.join(root, m[0])) for m in found if m], reverse=True)
 
 
 def matches(patterns: list[str], key: str) -> bool:
-    """Whether a pattern names the tensor of key "model.<fqn>" or "optimizer.<fqn>.<name>", or a module around the tensor."""
-    fqn = key.removeprefix("model.") if key.startswith("model.") else key.removeprefix("optimizer.").rpartition(".")[0]
+    """Whether a pattern names the tensor of key "model.<fqn>" or "optimizer.<fqn>.<name>", or a
+    module around the tensor."""
+    fqn = (
+        key.removeprefix("model.")
+        if key.startswith("model.")
+        else key.removeprefix("optimizer.").rpartition(".")[0]
+    )
     return any(fnmatchcase(fqn, end) for pattern in patterns for end in (pattern, f"{pattern}.*"))

@@ -1,12 +1,16 @@
-"""Muon for sharded matrices: torch.optim.Muon with the work shared between the ranks, and for stacks of experts.
+"""Muon for sharded matrices: torch.optim.Muon with the work shared between the ranks, and for
+stacks of experts.
 
-Muon (Keller Jordan, 2024) makes the singular values of each matrix's momentum equal with five Newton-Schulz steps, 15 matrix
-products. Given FSDP's DTensors, torch's own communicates in every product. Here each matrix is gathered once, one rank does the
-15 products, and the results are exchanged: as many bytes as one FSDP forward, and 1/ranks of the arithmetic.
+Muon (Keller Jordan, 2024) makes the singular values of each matrix's momentum equal with five
+Newton-Schulz steps, 15 matrix products. Given FSDP's DTensors, torch's own communicates in every
+product. Here each matrix is gathered once, one rank does the 15 products, and the results are
+exchanged: as many bytes as one FSDP forward, and 1/ranks of the arithmetic.
 
-Stacks of experts (E, out, in): ep and FSDP split a stack between two matrices, so a rank holds whole matrices and nothing
-travels. With more FSDP ranks than experts some ranks have no matrix, and wait. --etp cuts every matrix, and is refused.
+Stacks of experts (E, out, in): ep and FSDP split a stack between two matrices, so a rank holds
+whole matrices and nothing travels. With more FSDP ranks than experts some ranks have no matrix, and
+wait. --etp cuts every matrix, and is refused.
 """
+
 from itertools import groupby
 
 import torch
@@ -17,12 +21,14 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from distributed.layout import local_slice, local_tensor, whole_tensor
 
-AT_ONCE = 1 << 25  # numbers per call of Newton-Schulz: about 0.5 GB of temporary memory, and enough to keep a GPU busy
+# numbers per call of Newton-Schulz: about 0.5 GB of temporary memory, and enough to keep a GPU busy
+AT_ONCE = 1 << 25
 
 
 class Muon(torch.optim.Muon):
-    """torch.optim.Muon for 2-D parameters, plain or sharded in any way; on one process the results are equal. A 3-D parameter
-    is a stack of matrices (E, out, in); each matrix is treated like a parameter of its own.
+    """torch.optim.Muon for 2-D parameters, plain or sharded in any way; on one process the results
+    are equal. A 3-D parameter is a stack of matrices (E, out, in); each matrix is treated like a
+    parameter of its own.
 
     found_inf: 0-d tensor, 1.0 to let the next step change nothing; as in torch's fused optimizers.
     """
@@ -30,7 +36,8 @@ class Muon(torch.optim.Muon):
     found_inf, _step_supports_amp_scaling = None, True  # see optim.py
 
     def __init__(self, params, *args, **options):
-        defaults = torch.optim.Muon([torch.zeros(1, 1)], *args, **options).defaults  # checks the options on a 2-D parameter
+        # checks the options on a 2-D parameter
+        defaults = torch.optim.Muon([torch.zeros(1, 1)], *args, **options).defaults
         torch.optim.Optimizer.__init__(self, params, defaults)
 
     @torch.no_grad()
@@ -41,19 +48,23 @@ class Muon(torch.optim.Muon):
                 if p not in self.state or not self.state[p]:
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
                 buffer, grad = local_tensor(self.state[p]["momentum_buffer"]), local_tensor(p.grad)
-                if self.found_inf is not None:  # gradient := momentum, so that the next line changes nothing
+                # gradient := momentum, so that the next line changes nothing
+                if self.found_inf is not None:
                     torch.where(self.found_inf.bool(), buffer, grad, out=grad)
                 buffer.lerp_(grad, 1 - group["momentum"])
             for stack in [p for p in params if p.dim() == 3]:
                 self.step_stack(stack, group)
-            # the same order on all ranks, equal shapes together: one exchange serves one matrix per rank
+            # the same order on all ranks, equal shapes together: one exchange serves one matrix per
+            # rank
             matrices = sorted([p for p in params if p.dim() == 2], key=lambda p: tuple(p.shape))
             for _, same_shape in groupby(matrices, key=lambda p: p.shape):
                 self.step_same_shape(list(same_shape), group)
 
     def step_stack(self, p, group):
         """Each rank treats the experts that it holds; nothing travels."""
-        weights, grads, buffers = (local_tensor(t) for t in (p, p.grad, self.state[p]["momentum_buffer"]))
+        weights, grads, buffers = (
+            local_tensor(t) for t in (p, p.grad, self.state[p]["momentum_buffer"])
+        )
         assert weights.shape[1:] == p.shape[1:], (weights.shape, p.shape)
         at_once = max(1, AT_ONCE // p.shape[1:].numel())
         for first in range(0, len(weights), at_once):
@@ -73,41 +84,52 @@ class Muon(torch.optim.Muon):
             for i, p in enumerate(chunk):
                 buffer, momentum = self.state[p]["momentum_buffer"], group["momentum"]
                 update = p.grad.lerp(buffer, momentum) if group["nesterov"] else buffer.clone()
-                update = whole_tensor(update.bfloat16())  # the dtype of Newton-Schulz, and half the bytes
+                # the dtype of Newton-Schulz, and half the bytes
+                update = whole_tensor(update.bfloat16())
                 if i == rank:
                     mine = self.orthogonalize(update, group)
             results = [mine]
             if process_group is not None:
-                results = [torch.empty_like(mine, memory_format=torch.contiguous_format) for _ in range(ranks)]
+                results = [
+                    torch.empty_like(mine, memory_format=torch.contiguous_format)
+                    for _ in range(ranks)
+                ]
                 dist.all_gather(results, mine.contiguous(), group=process_group)
             for p, result in zip(chunk, results, strict=False):
                 shape, offset = local_slice(p)
-                part = self.rescale(p, result)[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
+                part = self.rescale(p, result)[
+                    tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+                ]
                 self.move(local_tensor(p), part, p.shape, group)
 
     def move(self, local, part, shape, group):
-        """Update this rank's part of a parameter. shape: of the whole matrix, which sets the step size."""
+        """Update this rank's part of a parameter. shape: of the whole matrix, which sets the step
+        size."""
         moves = 1.0 if self.found_inf is None else 1.0 - self.found_inf
         local.mul_(1 - group["lr"] * group["weight_decay"] * moves)
         local.add_(part * moves, alpha=-_adjust_lr(group["lr"], group["adjust_lr_fn"], shape))
 
-    # ------------------------------------------------ what a variant of Muon replaces: forks/normuon.py, forks/polar_express.py
+    # -------------------- what a variant of Muon replaces: forks/normuon.py, forks/polar_express.py
     def orthogonalize(self, update: Tensor, group) -> Tensor:
-        """(out, in), or a stack (E, out, in) whose matrices are treated each alone -> the same shape in bf16, all singular
-        values near 1: torch.optim.Muon's Newton-Schulz."""
+        """(out, in), or a stack (E, out, in) whose matrices are treated each alone -> the same
+        shape in bf16, all singular values near 1: torch.optim.Muon's Newton-Schulz."""
         if update.dim() == 2:
-            return _zeropower_via_newtonschulz(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+            return _zeropower_via_newtonschulz(
+                update, group["ns_coefficients"], group["ns_steps"], group["eps"]
+            )
         a, b, c = group["ns_coefficients"]
         x = update.bfloat16()
         if x.shape[1] > x.shape[2]:
             x = x.mT  # the products below are then of the shorter side
-        x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=group["eps"])  # no singular value above 1
+        # no singular value above 1
+        x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=group["eps"])
         for _ in range(group["ns_steps"]):
             gram = torch.bmm(x, x.mT)
             x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
         return x.mT if update.shape[1] > update.shape[2] else x
 
     def rescale(self, p, result: Tensor, first: int = 0) -> Tensor:
-        """The direction in which p moves. result, of orthogonalize: the whole matrix p, on every rank, or whole matrices of the
-        stack p, from number `first` of those that this rank holds."""
+        """The direction in which p moves. result, of orthogonalize: the whole matrix p, on every
+        rank, or whole matrices of the stack p, from number `first` of those that this rank holds.
+        """
         return result

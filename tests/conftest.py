@@ -1,5 +1,6 @@
-"""For every test file: shared fixtures; what an older torch cannot run is skipped; and no test remembers the command line or
-the process group of the one before."""
+"""For every test file: shared fixtures; what an older torch cannot run is skipped; and no test
+remembers the command line or the process group of the one before."""
+
 import gc
 import re
 import signal
@@ -13,7 +14,8 @@ from torch.distributed.run import get_args_parser
 from data import DataConfig, open_data
 from support.config import FROM_FILE
 
-# A shell starts its background jobs, as .ci/run does, with Ctrl-C ignored, which all processes that they start inherit.
+# A shell starts its background jobs, as .ci/run does, with Ctrl-C ignored, which all processes that
+# they start inherit.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -21,16 +23,24 @@ pytest_plugins = ["clock"]  # what each test and each file cost
 OLDER = []  # (what a test's name contains, why it is skipped)
 if torch.__version__ < "2.13":
     schedules = "ZBV|ZeroBubble|Dua|zero_bubble|zero bubble|down and back|schedule_from_csv"
-    OLDER.append((schedules, "this --pp_schedule is refused before torch 2.13: distributed/refusals.py"))
+    OLDER.append(
+        (schedules, "this --pp_schedule is refused before torch 2.13: distributed/refusals.py")
+    )
 if find_spec("torchao") is None:
     OLDER.append(("float8|adamw_sr", "needs torchao"))
 if "--shutdown-timeout" not in get_args_parser().format_help():
-    OLDER.append(("a_rank_that_hangs|shutdown_timeout|slurm_script", "this torchrun has no --shutdown-timeout"))
+    OLDER.append(
+        (
+            "a_rank_that_hangs|shutdown_timeout|slurm_script",
+            "this torchrun has no --shutdown-timeout",
+        )
+    )
 
 
 @pytest.fixture(autouse=True)
 def no_command_line_before_this_one():
-    """A program reads one command line; a test that read one with --config must not be remembered by the next test."""
+    """A program reads one command line; a test that read one with --config must not be remembered
+    by the next test."""
     yield
     FROM_FILE.clear()
 
@@ -47,16 +57,32 @@ def no_process_group_before_this_file():
 def book(tmp_path):
     """flags of a text, and two tokenizers that do not agree"""
     for name in ("book", "first", "second"):
-        (tmp_path / f"{name}.txt").write_text("".join(f"{name} line {i} of {i * i}\n" for i in range(300)))
-    flags = dict(cache_dir=str(tmp_path / "cache"), out=str(tmp_path / "new"), data=str(tmp_path / "book.txt"))
-    made = [open_data(DataConfig(data=str(tmp_path / f"{name}.txt"), cache_dir=flags["cache_dir"]), 16).folder
-            for name in ("first", "second")]
+        (tmp_path / f"{name}.txt").write_text(
+            "".join(f"{name} line {i} of {i * i}\n" for i in range(300))
+        )
+    flags = dict(
+        cache_dir=str(tmp_path / "cache"),
+        out=str(tmp_path / "new"),
+        data=str(tmp_path / "book.txt"),
+    )
+    made = [
+        open_data(
+            DataConfig(data=str(tmp_path / f"{name}.txt"), cache_dir=flags["cache_dir"]), 16
+        ).folder
+        for name in ("first", "second")
+    ]
     return flags, *map(str, made)
 
 
-# Files of layouts: one of pytest's workers runs them all, so that each process of its pools warms up once.
-POOLED = [f"test_{name}" for name in (
-    "parallel mutants lora optim cast communication experts float8 pipeline where packing evaluate hf architectures").split()]
+# Files of layouts: one of pytest's workers runs them all, so that each process of its pools warms
+# up once.
+POOLED = [
+    f"test_{name}"
+    for name in (
+        "parallel mutants lora optim cast communication experts float8 pipeline where packing "
+        "evaluate hf architectures"
+    ).split()
+]
 
 
 def pytest_collection_finish():

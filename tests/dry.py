@@ -1,4 +1,6 @@
-"""Shared by tests of the dry run and the pictures: small configurations of a recipe, and their reports."""
+"""Shared by tests of the dry run and the pictures: small configurations of a recipe, and their
+reports."""
+
 import importlib
 import subprocess
 import sys
@@ -13,7 +15,14 @@ MOE = SMALL + ",n_experts=8,top_k=2,moe_ffn_dim=64"
 
 
 def config(recipe: str, flags: dict):
-    small = dict(model_args=SMALL, seq_len=64, local_batch_size=4, compute_dtype="float32", device="cpu", steps=2)
+    small = dict(
+        model_args=SMALL,
+        seq_len=64,
+        local_batch_size=4,
+        compute_dtype="float32",
+        device="cpu",
+        steps=2,
+    )
     return importlib.import_module(recipe).Config(**small | flags)
 
 
@@ -21,7 +30,9 @@ def recipe_of(flags: dict, model: dict) -> tuple[str, dict]:
     """(recipe, flags) of a small model of this kind, see layouts.txt."""
     if "n_experts" in model:
         return "train_qwen3", flags | dict(model_args=MOE, moe_force_balance=True)
-    return "train_llama3", flags | dict(model_args=SMALL + ",tie_embeddings=true" * ("tie_embeddings" in model))
+    return "train_llama3", flags | dict(
+        model_args=SMALL + ",tie_embeddings=true" * ("tie_embeddings" in model)
+    )
 
 
 def run(recipe: str, *argv) -> subprocess.CompletedProcess:

@@ -1,5 +1,7 @@
-"""A server for grpo.py --engine with the protocol of vLLM or SGLang, made of the standard library and our own decoder. Noise
-comes from the seed of a request, so the samples equal those of grpo.py in place."""
+"""A server for grpo.py --engine with the protocol of vLLM or SGLang, made of the standard library
+and our own decoder. Noise comes from the seed of a request, so the samples equal those of grpo.py
+in place."""
+
 import json
 import random
 import threading
@@ -17,29 +19,55 @@ from rl.decoding import rollout
 from storage.hf import load_hf_model
 
 ONE_AT_A_TIME = threading.Lock()
-OVER_NCCL = ("/init_weight_transfer_engine", "/shutdown_weight_transfer_engine", "/start_weight_update", "/update_weights",
-             "/finish_weight_update")
+OVER_NCCL = (
+    "/init_weight_transfer_engine",
+    "/shutdown_weight_transfer_engine",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+)
 
 
 class Engine:
-    """State and answers of the server. fault(path, answer) -> answer may spoil any answer, or raise to break the connection."""
+    """State and answers of the server. fault(path, answer) -> answer may spoil any answer, or raise
+    to break the connection."""
 
     def __init__(self, kind: str, fault=None, tells=True, from_hf=None):
-        """from_hf: the folder of the first weights, in which those that come over "NCCL" are written."""
-        self.from_hf, self.kind, self.fault, self.tells = from_hf, kind, fault or (lambda path, answer: answer), tells
+        """from_hf: the folder of the first weights, in which those that come over "NCCL" are
+        written."""
+        self.from_hf, self.kind, self.fault, self.tells = (
+            from_hf,
+            kind,
+            fault or (lambda path, answer: answer),
+            tells,
+        )
         self.model, self.version, self.folders, self.name = None, "default", [], "policy"
 
     def read(self, folder: str):
-        self.model, self.folders = load_hf_model(folder, dtype=torch.float32)[0], [*self.folders, folder]
+        self.model, self.folders = (
+            load_hf_model(folder, dtype=torch.float32)[0],
+            [*self.folders, folder],
+        )
         self.file = Path(folder, "tokenizer.json")
 
     def draw(self, prompt, n, room, temperature, ends, seed, bias, stop) -> list[dict]:
-        noise = torch.rand((n, room), generator=torch.Generator().manual_seed(random.randrange(99) if seed is None else seed))
+        noise = torch.rand(
+            (n, room),
+            generator=torch.Generator().manual_seed(random.randrange(99) if seed is None else seed),
+        )
         tokenizer = load_tokenizer(self.file) if stop else None
         stops = lambda s: None if stop and stop[0] in tokenizer.decode(s["ids"]) else []  # noqa: E731
         with ONE_AT_A_TIME:
             self.model.unknown_ids = torch.tensor([int(i) for i in bias]) if bias else None
-            return rollout(self.model, [prompt], noise[None], temperature, ends, max_len=len(prompt) + room, reply=stops)
+            return rollout(
+                self.model,
+                [prompt],
+                noise[None],
+                temperature,
+                ends,
+                max_len=len(prompt) + room,
+                reply=stops,
+            )
 
     def answer(self, path: str, body: dict | None):
         """(status, content of the answer)"""
@@ -47,26 +75,70 @@ class Engine:
         if self.from_hf and path == "/get_world_size":
             return 200, {"world_size": 1}
         if body is None and path in (
-                ["/update_weights_from_disk"] if sglang else ["/collective_rpc", "/v1/load_lora_adapter", *OVER_NCCL]):
+            ["/update_weights_from_disk"]
+            if sglang
+            else ["/collective_rpc", "/v1/load_lora_adapter", *OVER_NCCL]
+        ):
             return 405, {"detail": "Method Not Allowed"}
         if path == "/v1/models":
             return 200, {"data": [{"id": "policy", "owned_by": self.kind, "max_model_len": 64}]}
         if path == "/generate" and sglang:
-            first, seeds = body["sampling_params"][0], [p["sampling_seed"] for p in body["sampling_params"]]
+            first, seeds = (
+                body["sampling_params"][0],
+                [p["sampling_seed"] for p in body["sampling_params"]],
+            )
             assert seeds == [*range(seeds[0], seeds[0] + len(seeds))] and body["return_logprob"]
-            samples = self.draw(body["input_ids"][0], len(seeds), first["max_new_tokens"], first["temperature"],
-                                first["stop_token_ids"], seeds[0], first.get("logit_bias"), first.get("stop"))
-            return 200, [{"text": "", "meta_info": {
-                "finish_reason": {"type": "length" if s["truncated"] else "stop"},
-                "output_token_logprobs": [[x, i, None] for x, i in zip(s["logprobs"], s["ids"])],
-                **({"weight_version": self.version} if self.tells else {})}} for s in samples]
+            samples = self.draw(
+                body["input_ids"][0],
+                len(seeds),
+                first["max_new_tokens"],
+                first["temperature"],
+                first["stop_token_ids"],
+                seeds[0],
+                first.get("logit_bias"),
+                first.get("stop"),
+            )
+            return 200, [
+                {
+                    "text": "",
+                    "meta_info": {
+                        "finish_reason": {"type": "length" if s["truncated"] else "stop"},
+                        "output_token_logprobs": [
+                            [x, i, None] for x, i in zip(s["logprobs"], s["ids"])
+                        ],
+                        **({"weight_version": self.version} if self.tells else {}),
+                    },
+                }
+                for s in samples
+            ]
         if path == "/v1/completions" and not sglang:
-            assert body["return_token_ids"] and body["model"] == self.name and (body["top_p"], body["top_k"]) == (1.0, -1)
-            samples = self.draw(body["prompt"], body["n"], body["max_tokens"], body["temperature"], body["stop_token_ids"],
-                                body.get("seed"), body.get("logit_bias"), body.get("stop"))
-            return 200, {"choices": [
-                {"index": i, "text": "", "finish_reason": "length" if s["truncated"] else "stop", "token_ids": s["ids"],
-                 "logprobs": {"token_logprobs": s["logprobs"]}} for i, s in enumerate(samples)][::-1]}
+            assert (
+                body["return_token_ids"]
+                and body["model"] == self.name
+                and (body["top_p"], body["top_k"]) == (1.0, -1)
+            )
+            samples = self.draw(
+                body["prompt"],
+                body["n"],
+                body["max_tokens"],
+                body["temperature"],
+                body["stop_token_ids"],
+                body.get("seed"),
+                body.get("logit_bias"),
+                body.get("stop"),
+            )
+            return 200, {
+                "choices": [
+                    {
+                        "index": i,
+                        "text": "",
+                        "finish_reason": "length" if s["truncated"] else "stop",
+                        "token_ids": s["ids"],
+                        "logprobs": {"token_logprobs": s["logprobs"]},
+                    }
+                    for i, s in enumerate(samples)
+                ][::-1]
+            }
         if path == "/update_weights_from_disk" and sglang:
             self.read(body["model_path"])
             self.version = body["weight_version"]
@@ -86,12 +158,16 @@ class Engine:
         if path == "/init_weight_transfer_engine" and not body["init_info"]:
             return 500, "Invalid init_info for NCCLWeightTransferEngine"
         if path == "/init_weight_transfer_engine" and self.from_hf:
-            name, rank, ranks = map(body["init_info"].get, ("nccl_unique_id_b64", "rank_offset", "world_size"))
+            name, rank, ranks = map(
+                body["init_info"].get, ("nccl_unique_id_b64", "rank_offset", "world_size")
+            )
             self.group = gloo_nccl.group(b64decode(name), rank, ranks)
             self.group.allreduce(torch.zeros(1)).wait()
         if path == "/update_weights" and self.from_hf:
             about, found = body["update_info"], {}
-            for name, dtype, shape in zip(about["names"], about["dtype_names"], about["shapes"], strict=True):
+            for name, dtype, shape in zip(
+                about["names"], about["dtype_names"], about["shapes"], strict=True
+            ):
                 found[name] = torch.empty(shape, dtype=getattr(torch, dtype))
                 self.group.broadcast(found[name], 0).wait()
             save_file(found, self.from_hf / "model.safetensors")
@@ -117,7 +193,13 @@ def serving(engine: Engine, port=0):
                 answer = engine.fault(self.path, answer)
             except ConnectionAbortedError:
                 return self.connection.close()
-            content = answer if isinstance(answer, bytes) else b"" if answer is None else json.dumps(answer).encode()
+            content = (
+                answer
+                if isinstance(answer, bytes)
+                else b""
+                if answer is None
+                else json.dumps(answer).encode()
+            )
             self.send_response(status)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()

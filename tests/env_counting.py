@@ -1,4 +1,6 @@
-"""A task for tests/test_grpo.py (--env tests/env_counting.py) whose rewards a model at random earns now and then."""
+"""A task for tests/test_grpo.py (--env tests/env_counting.py) whose rewards a model at random earns
+now and then."""
+
 ALPHABET = "0123456789>"
 
 

@@ -1,4 +1,6 @@
-"""What the parallel tests share: a tiny problem, the plain one-process answer, and the same steps on a layout."""
+"""What the parallel tests share: a tiny problem, the plain one-process answer, and the same steps
+on a layout."""
+
 import functools
 import re
 from ast import literal_eval
@@ -38,45 +40,88 @@ from sft.lora import LoraConfig, is_adapter, lora_linears
 from storage.hf import load_hf, save_hf
 
 LR, STEPS, T = 1e-3, 2, 16
-SMALL = dict(dim=32, n_layers=4, n_heads=8, n_kv_heads=4, head_dim=8, ffn_dim=64, vocab_size=101, max_seq_len=64)
+SMALL = dict(
+    dim=32,
+    n_layers=4,
+    n_heads=8,
+    n_kv_heads=4,
+    head_dim=8,
+    ffn_dim=64,
+    vocab_size=101,
+    max_seq_len=64,
+)
 
 
 @dataclass(kw_only=True)
 class Flags(ParallelConfig, ExpertConfig, LaunchConfig, PipelineConfig, Float8Config, LoraConfig):
     """The option groups that train_*.py inherit, but for those of data, checkpoints and metrics."""
 
-    reduce_grads: Literal["auto", "last", "always"] = "auto"  # when gradients are reduced, in place of what the memory decides
+    # when gradients are reduced, in place of what the memory decides
+    reduce_grads: Literal["auto", "last", "always"] = "auto"
 
 
 MOE = dict(n_experts=8, top_k=2, moe_ffn_dim=32)
 SPARSE = {k: v for k, v in SMALL.items() if k != "ffn_dim"} | MOE
 AUX_COEF, BIAS_RATE = 0.02, 1e-3
-# routers that are sure of what they choose: with the usual 0.02 hundreds of choices would hang on the fourth digit
+# routers that are sure of what they choose: with the usual 0.02 hundreds of choices would hang on
+# the fourth digit
 for Model in (Qwen3, DeepSeek, GptOss, Llama4, Qwen3Next):
-    Model.init_std = lambda self, fqn, usual=Model.init_std: 0.5 if "router" in fqn else usual(self, fqn)
-MODELS = {Llama3Config: Llama3, Qwen3Config: Qwen3, DeepSeekConfig: DeepSeek, GptOssConfig: GptOss,
-          Llama4Config: Llama4, Olmo3Config: Olmo3, Qwen3NextConfig: Qwen3Next}
+    Model.init_std = lambda self, fqn, usual=Model.init_std: (
+        0.5 if "router" in fqn else usual(self, fqn)
+    )
+MODELS = {
+    Llama3Config: Llama3,
+    Qwen3Config: Qwen3,
+    DeepSeekConfig: DeepSeek,
+    GptOssConfig: GptOss,
+    Llama4Config: Llama4,
+    Olmo3Config: Olmo3,
+    Qwen3NextConfig: Qwen3Next,
+}
 KINDS = {  # a word of layouts.txt -> fields of the model's config
-    "llama3": {}, "qwen3": dict(model="qwen3"), "qwen3_moe": dict(model="qwen3", **MOE), "deepseek": dict(model="deepseek"),
+    "llama3": {},
+    "qwen3": dict(model="qwen3"),
+    "qwen3_moe": dict(model="qwen3", **MOE),
+    "deepseek": dict(model="deepseek"),
     "mtp": dict(model="deepseek", mtp_depth=1),
-    "v2": dict(model="deepseek", score_func="softmax", norm_topk_prob=False, route_scale=2.0, q_lora_rank=0)}
-MLA = dict(q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, moe_ffn_dim=32)
+    "v2": dict(
+        model="deepseek", score_func="softmax", norm_topk_prob=False, route_scale=2.0, q_lora_rank=0
+    ),
+}
+MLA = dict(
+    q_lora_rank=24,
+    kv_lora_rank=16,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=8,
+    moe_ffn_dim=32,
+)
 
 
 def fields_of(text: str, **words: dict) -> dict:
-    """{name: value} of a text like "tp=2 ac=op mtp"; a word without = stands for the fields that `words` or KINDS give it."""
+    """{name: value} of a text like "tp=2 ac=op mtp"; a word without = stands for the fields that
+    `words` or KINDS give it."""
     found = {}
     for name, given, value in (word.partition("=") for word in text.split()):
         of_python = re.fullmatch(r"[-\d.e]+|True|False|None|[\[(].*[\])]", value)
-        found |= {name: literal_eval(value) if of_python else value} if given else (KINDS | words)[name]
+        found |= (
+            {name: literal_eval(value) if of_python else value} if given else (KINDS | words)[name]
+        )
     return found
 
 
 def layouts_of(section: str, **words: dict) -> list[tuple[int, dict, dict]]:
     """[(processes, flags, batch and model)] of a section of layouts.txt."""
-    (text,) = re.findall(rf"^\[{section}\]\n((?:[^\[].*\n)+)", Path(__file__).with_name("layouts.txt").read_text(), re.M)
+    (text,) = re.findall(
+        rf"^\[{section}\]\n((?:[^\[].*\n)+)",
+        Path(__file__).with_name("layouts.txt").read_text(),
+        re.M,
+    )
     rows = [line.split("|") for line in text.splitlines() if not line.startswith("#")]
-    return [(int(processes), *(fields_of(fields, **words) for fields in rest)) for processes, *rest in rows]
+    return [
+        (int(processes), *(fields_of(fields, **words) for fields in rest))
+        for processes, *rest in rows
+    ]
 
 
 def config(model="llama3", **changes):
@@ -86,9 +131,19 @@ def config(model="llama3", **changes):
     if model == "gpt_oss":
         return GptOssConfig(**SPARSE | {"sliding_window": 5} | changes)
     if model == "llama4":
-        return Llama4Config(**SMALL | MOE | {"top_k": 1, "moe_every": 2, "chunk_size": 5, "floor_scale": 3} | changes)
+        return Llama4Config(
+            **SMALL
+            | MOE
+            | {"top_k": 1, "moe_every": 2, "chunk_size": 5, "floor_scale": 3}
+            | changes
+        )
     if model == "qwen3_next":  # an attention behind three delta rules
-        return Qwen3NextConfig(**SPARSE | dict(linear_k_dim=8, linear_v_dim=8, shared_ffn_dim=32) | changes | {"n_layers": 4})
+        return Qwen3NextConfig(
+            **SPARSE
+            | dict(linear_k_dim=8, linear_v_dim=8, shared_ffn_dim=32)
+            | changes
+            | {"n_layers": 4}
+        )
     if model == "olmo3":  # a layer that sees all tokens behind three with a window
         return Olmo3Config(**SMALL | {"sliding_window": 5} | changes | {"n_layers": 4})
     return {"llama3": Llama3Config, "qwen3": Qwen3Config}[model](**{**SMALL, **changes})
@@ -106,16 +161,23 @@ def random_tokens(*shape, vocab=101, seed=0):
 
 def balances(stages) -> dict:
     """Layer number -> the Balance of its experts."""
-    return {i: block.moe.balance for s in stages for i, block in all_blocks(s).items() if hasattr(block, "moe")}
+    return {
+        i: block.moe.balance
+        for s in stages
+        for i, block in all_blocks(s).items()
+        if hasattr(block, "moe")
+    }
 
 
 def n_steps(model_config) -> int:
-    """STEPS; with experts one: after it a rounding may send a token to another expert, and nothing would be proven."""
+    """STEPS; with experts one: after it a rounding may send a token to another expert, and nothing
+    would be proven."""
     return 1 if getattr(model_config, "n_experts", 0) else STEPS
 
 
 def global_batch(step: int, n: int, doc_mask: bool) -> Batch:
-    """(n, T) sequences with ragged masks: no two sequences have equally many valid tokens, one has none."""
+    """(n, T) sequences with ragged masks: no two sequences have equally many valid tokens, one has
+    none."""
     g = torch.Generator().manual_seed(100 + step)
     tokens = torch.randint(0, 101, (n, T), generator=g)
     labels = torch.randint(0, 101, (n, T), generator=g)
@@ -150,9 +212,15 @@ def drawn_adapters():
 
 
 def reference(model_config, n: int, doc_mask=False, lora=None) -> list[dict]:
-    """The steps of AdamW on one process in plain torch: no parallel.py, no FSDP, no chunked loss, torch's own clipping.
-    Computed once for all layouts of a model."""
-    return reference_of(tuple(asdict(model_config).items()), type(model_config), n, doc_mask, tuple((lora or {}).items()))
+    """The steps of AdamW on one process in plain torch: no parallel.py, no FSDP, no chunked loss,
+    torch's own clipping. Computed once for all layouts of a model."""
+    return reference_of(
+        tuple(asdict(model_config).items()),
+        type(model_config),
+        n,
+        doc_mask,
+        tuple((lora or {}).items()),
+    )
 
 
 @functools.cache
@@ -169,8 +237,11 @@ def reference_of(fields: tuple, kind, n: int, doc_mask: bool, lora: tuple) -> li
     for step in range(n_steps(model_config)):
         b = global_batch(step, n, doc_mask)
         logits = model(b.tokens, positions=b.positions, doc_ids=b.doc_ids).float()
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), b.labels.flatten(), ignore_index=IGNORE)
-        if getattr(model, "mtp", None) is not None:  # a term of the gradient only; test_deepseek.py checks it by itself
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), b.labels.flatten(), ignore_index=IGNORE
+        )
+        # a term of the gradient only; test_deepseek.py checks it by itself
+        if getattr(model, "mtp", None) is not None:
             for balance in balances([model]).values():
                 balance.load = None
             model(b.tokens, b.labels, b.positions, b.doc_ids, (b.labels != IGNORE).sum()).backward()
@@ -191,8 +262,12 @@ def reference_of(fields: tuple, kind, n: int, doc_mask: bool, lora: tuple) -> li
     b = global_batch(99, n, doc_mask)
     with torch.no_grad():
         logits = model(b.tokens, positions=b.positions, doc_ids=b.doc_ids).float()
-        val = torch.nn.functional.cross_entropy(logits.flatten(0, 1), b.labels.flatten(), ignore_index=IGNORE).item()
-    out.append({"val": val, "weights": {n: p.detach().clone() for n, p in model.named_parameters()}})
+        val = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), b.labels.flatten(), ignore_index=IGNORE
+        ).item()
+    out.append(
+        {"val": val, "weights": {n: p.detach().clone() for n, p in model.named_parameters()}}
+    )
     return out
 
 
@@ -202,31 +277,46 @@ def clear_seed_of(fields: tuple, kind, n: int, doc_mask: bool, lora: tuple) -> i
     for seed in range(3, 1000):
         model = initialised(kind(**dict(fields)), Flags(**dict(lora)), seed)
         margins = watch_margins(model)
-        model(b.tokens, b.labels, b.positions, b.doc_ids)  # with gradients: MTP is for training only
+        # with gradients: MTP is for training only
+        model(b.tokens, b.labels, b.positions, b.doc_ids)
         if min(margins, default=1) > 1.2e-4:
             return seed
 
 
 def clear_seed(model_config, n: int, doc_mask: bool, lora=None) -> int:
-    """A seed whose first step routes clearly: routing is discrete, and a close call may go the other way in another layout."""
-    return clear_seed_of(tuple(asdict(model_config).items()), type(model_config), n, doc_mask, tuple((lora or {}).items()))
+    """A seed whose first step routes clearly: routing is discrete, and a close call may go the
+    other way in another layout."""
+    return clear_seed_of(
+        tuple(asdict(model_config).items()),
+        type(model_config),
+        n,
+        doc_mask,
+        tuple((lora or {}).items()),
+    )
 
 
 def watch_margins(model) -> list[float]:
-    """Fills up with the distance between the last chosen and the first not chosen expert's score, of each call."""
+    """Fills up with the distance between the last chosen and the first not chosen expert's score,
+    of each call."""
     margins, c = [], model.config
     for balance in balances([model]).values():
 
         def choose(scores, k, limit=lambda scores: scores, usual=balance.choose, bias=balance.bias):
             scores = scores.detach() + bias
             top = limit(scores).topk(k + 1, dim=-1).values
-            margins.append((top[:, k - 1] - top[:, k]).min().item())  # infinite where a token's groups hold no more than k
-            if c.__class__ is DeepSeekConfig and c.score_func == "sigmoid":  # the auxiliary loss counts the best scores as well
+            # infinite where a token's groups hold no more than k
+            margins.append((top[:, k - 1] - top[:, k]).min().item())
+            # the auxiliary loss counts the best scores as well
+            if c.__class__ is DeepSeekConfig and c.score_func == "sigmoid":
                 top = (scores - bias).topk(k + 1, dim=-1).values
                 margins.append((top[:, k - 1] - top[:, k]).min().item())
             if c.__class__ is DeepSeekConfig and c.top_k_groups < c.n_groups:
                 grouped = scores.unflatten(-1, (c.n_groups, -1))
-                best = grouped.topk(2).values.sum(-1) if c.score_func == "sigmoid" else grouped.amax(-1)
+                best = (
+                    grouped.topk(2).values.sum(-1)
+                    if c.score_func == "sigmoid"
+                    else grouped.amax(-1)
+                )
                 best = best.topk(c.top_k_groups + 1).values
                 margins.append((best[:, -2] - best[:, -1]).min().item())
             return usual(scores - bias, k, limit)
@@ -242,7 +332,14 @@ def full(t):
 def build(model_config, flags: dict, n: int, local_batch_size: int, seed=3):
     """(stages, layout) as a recipe builds them, in fp32 unless the flags say otherwise."""
     cfg = Flags(**{"compute_dtype": "float32", **flags})
-    layout = check_layout(cfg, model_config, seq_len=T, local_batch_size=local_batch_size, global_batch_size=n, device="cpu")
+    layout = check_layout(
+        cfg,
+        model_config,
+        seq_len=T,
+        local_batch_size=local_batch_size,
+        global_batch_size=n,
+        device="cpu",
+    )
     if cfg.compute_dtype == "bfloat16":
         layout = replace(layout, compute_dtype=torch.bfloat16)
     layout = parallel.make_mesh(layout)
@@ -274,13 +371,28 @@ def build(model_config, flags: dict, n: int, local_batch_size: int, seed=3):
 def local_batch(b: Batch, layout) -> Batch:
     """This data rank's slice, (accumulation, local batch, T)."""
     size = layout.global_batch_size // layout.data_ranks
-    pick = lambda x: None if x is None else x[layout.data_rank * size :][:size].unflatten(0, (layout.accumulation, -1))  # noqa: E731
-    return replace(b, tokens=pick(b.tokens), labels=pick(b.labels), positions=pick(b.positions), doc_ids=pick(b.doc_ids))
+
+    def pick(x):
+        return (
+            None
+            if x is None
+            else x[layout.data_rank * size :][:size].unflatten(0, (layout.accumulation, -1))
+        )  # noqa: E731
+
+    return replace(
+        b,
+        tokens=pick(b.tokens),
+        labels=pick(b.labels),
+        positions=pick(b.positions),
+        doc_ids=pick(b.doc_ids),
+    )
 
 
-def train(model_config, flags: dict, n: int, local_batch_size: int, doc_mask=False, mutate=None, seed=None) -> list[dict]:
-    """The same steps through parallel.py on this rank's part of the layout. `mutate`: a context with a mistake in it; seed: of
-    clear_seed, if it was asked already."""
+def train(
+    model_config, flags: dict, n: int, local_batch_size: int, doc_mask=False, mutate=None, seed=None
+) -> list[dict]:
+    """The same steps through parallel.py on this rank's part of the layout. `mutate`: a context
+    with a mistake in it; seed: of clear_seed, if it was asked already."""
     with mutate() if mutate else nullcontext():
         return run_steps(model_config, flags, n, local_batch_size, doc_mask, seed)
 
@@ -291,13 +403,16 @@ def run_steps(model_config, flags, n, local_batch_size, doc_mask, seed=None) -> 
         stages, layout = build(model_config, flags, n, local_batch_size, seed)
     params = [(fqn, p) for s in stages for fqn, p in s.named_parameters()]
     trained = [(fqn, p) for fqn, p in params if p.requires_grad]
-    # AdamW works number by number, so a rank may update its part alone. For whole DTensors torch plans the placements of each
-    # operator anew on every mesh, six times as long as all other work of a layout; test_optim.py and the recipes' tests do it.
+    # AdamW works number by number, so a rank may update its part alone. For whole DTensors torch
+    # plans the placements of each operator anew on every mesh, six times as long as all other work
+    # of a layout; test_optim.py and the recipes' tests do it.
     parts = [local_tensor(p.detach()) for _, p in trained]
     optimizer = torch.optim.AdamW(parts or [torch.zeros(1)], lr=LR)
     out = []
     for step in range(n_steps(model_config)):
-        loss = parallel.forward_backward(stages, local_batch(global_batch(step, n, doc_mask), layout), layout)
+        loss = parallel.forward_backward(
+            stages, local_batch(global_batch(step, n, doc_mask), layout), layout
+        )
         loss, _ = parallel.reduce_loss(loss, layout)
         grads = {fqn: full(torch.zeros_like(p) if p.grad is None else p.grad) for fqn, p in trained}
         assert all(p.grad is None for _, p in params if not p.requires_grad)
@@ -309,14 +424,17 @@ def run_steps(model_config, flags, n, local_batch_size, doc_mask, seed=None) -> 
             balance_experts(stages, layout, "none" if flags.get("lora_rank") else "bias", BIAS_RATE)
         biases = {fqn: balance.bias.clone() for fqn, balance in balances(stages).items()}
         out.append({"loss": loss.item(), "norm": norm.item(), "grads": grads, "biases": biases})
-    val, *_ = parallel.evaluate(stages, [local_batch(global_batch(99, n, doc_mask), layout)], layout)
+    val, *_ = parallel.evaluate(
+        stages, [local_batch(global_batch(99, n, doc_mask), layout)], layout
+    )
     out.append({"val": val, "weights": {fqn: full(p) for fqn, p in params}})
     dist.barrier()
     return out
 
 
 def first_difference(got: list[dict], want: list[dict]) -> str:
-    """'' when a rank's steps equal the reference's within the tolerances of DESIGN, else what differs first, by fqn."""
+    """'' when a rank's steps equal the reference's within the tolerances of DESIGN, else what
+    differs first, by fqn."""
     for step, (g, w) in enumerate(zip(got[:-1], want[:-1], strict=True)):
         found = []
         if abs(g["loss"] - w["loss"]) > 1e-5:
@@ -324,22 +442,37 @@ def first_difference(got: list[dict], want: list[dict]) -> str:
         off = {fqn: relative(grad, w["grads"][fqn]) for fqn, grad in g["grads"].items()}
         # later steps start from weights in which AdamW has amplified the rounding of the first
         if bad := [fqn for fqn in off if off[fqn] > (1e-4 if step == 0 else 5e-4)]:
-            found.append(f"gradient of {bad[0]} off by {off[bad[0]]:.1e} ({len(bad)} of {len(off)} are)")
+            found.append(
+                f"gradient of {bad[0]} off by {off[bad[0]]:.1e} ({len(bad)} of {len(off)} are)"
+            )
         if abs(g["norm"] - w["norm"]) > 2e-5 * w["norm"]:
-            extra = g["norm"] ** 2 - w["norm"] ** 2  # a gradient counted twice, or not at all, leaves its own square here
-            guilty = min(w["grads"], key=lambda fqn: abs(abs(extra) - w["grads"][fqn].norm().item() ** 2))
+            # a gradient counted twice, or not at all, leaves its own square here
+            extra = g["norm"] ** 2 - w["norm"] ** 2
+            guilty = min(
+                w["grads"], key=lambda fqn: abs(abs(extra) - w["grads"][fqn].norm().item() ** 2)
+            )
             square = w["grads"][guilty].norm().item() ** 2
-            fits = not bad and abs(abs(extra) - square) < 0.01 * square  # else no single parameter is to blame
-            found.append(f"grad norm {g['norm']} instead of {w['norm']}" + f", as if {guilty} were miscounted" * fits)
-        found += [f"bias of blocks.{fqn}" for fqn, b in g["biases"].items() if not torch.equal(b, w["biases"][fqn])][:1]
+            # else no single parameter is to blame
+            fits = not bad and abs(abs(extra) - square) < 0.01 * square
+            found.append(
+                f"grad norm {g['norm']} instead of {w['norm']}"
+                + f", as if {guilty} were miscounted" * fits
+            )
+        found += [
+            f"bias of blocks.{fqn}"
+            for fqn, b in g["biases"].items()
+            if not torch.equal(b, w["biases"][fqn])
+        ][:1]
         if found:
             return f"step {step}: " + "; ".join(found)
-        if w["biases"]:  # in other batches a rounding may send a token to another expert: the step is the proof
+        # in other batches a rounding may send a token to another expert: the step is the proof
+        if w["biases"]:
             return ""
     if abs(got[-1]["val"] - want[-1]["val"]) > 2e-5:
         return f"validation loss {got[-1]['val']} instead of {want[-1]['val']}"
     for fqn, weight in got[-1]["weights"].items():
-        # AdamW turns a near-zero gradient's rounding into a step of either sign: a few weights may be off by that much
+        # AdamW turns a near-zero gradient's rounding into a step of either sign: a few weights may
+        # be off by that much
         error = (weight - want[-1]["weights"][fqn]).abs()
         if error.max() > 2 * LR * STEPS or error.mean() > 1e-6:
             return f"weight {fqn} off by up to {error.max():.1e}, {error.mean():.1e} on average"
@@ -356,11 +489,13 @@ def row_name(row) -> str:
 
 
 def compare(processes: int, flags: dict, problem: dict, mutate=None) -> str:
-    """'' or the first difference of any rank to the one-process reference. What is compiled runs without inductor."""
+    """'' or the first difference of any rank to the one-process reference. What is compiled runs
+    without inductor."""
     problem = dict(problem)
     mutate = mutate or (without_inductor if "compile" in flags else None)
     n, b, doc = problem.pop("n"), problem.pop("b"), problem.pop("doc", False)
-    if "pp" not in flags:  # stages need blocks to share; elsewhere a block of each kind and its neighbour show as much
+    # stages need blocks to share; elsewhere a block of each kind and its neighbour show as much
+    if "pp" not in flags:
         problem = {"n_layers": 3 if problem.get("model") == "deepseek" else 2} | problem
     model_config = config(**problem)
     want = reference(model_config, n, doc, lora_flags(flags))
@@ -373,14 +508,18 @@ def compare(processes: int, flags: dict, problem: dict, mutate=None) -> str:
 
 @contextmanager
 def without_inductor():
-    """Dynamo's and AOTAutograd's graphs, run op by op: what can break under FSDP and TP, without minutes of g++."""
-    torch._dynamo.reset()  # a worker of the pool has the graphs of the tests before, and only so many of one function are kept
+    """Dynamo's and AOTAutograd's graphs, run op by op: what can break under FSDP and TP, without
+    minutes of g++."""
+    # a worker of the pool has the graphs of the tests before, and only so many of one function are
+    # kept
+    torch._dynamo.reset()
     with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
         yield
 
 
 def equals_transformers(ours, model, folder):
-    """Our model, read from their files, has their logits and gradients; returns their model again, read from our files."""
+    """Our model, read from their files, has their logits and gradients; returns their model again,
+    read from our files."""
     model.save_pretrained(folder / "theirs")
     load_hf(ours, folder / "theirs")
     tokens, labels = torch.randint(101, (2, 2, 40), generator=torch.Generator().manual_seed(1))
@@ -393,7 +532,9 @@ def equals_transformers(ours, model, folder):
     off = {fqn: relative(p.grad, stacked(grads, names[fqn])) for fqn, p in ours.named_parameters()}
     assert max(off.values()) < 1e-4 and all(p.grad.any() for p in ours.parameters()), off
     save_hf(ours, folder / "ours", dtype=torch.float32)
-    again = type(model).from_pretrained(folder / "ours", attn_implementation="eager", dtype=torch.float32)
+    again = type(model).from_pretrained(
+        folder / "ours", attn_implementation="eager", dtype=torch.float32
+    )
     torch.testing.assert_close(again(tokens).logits, want)
     return again
 
@@ -406,7 +547,8 @@ def drawn(model):
 
 
 def assert_samples_are_the_best_tokens(model):
-    """Greedy samples with a cache are what whole forwards find best, beyond a window or chunk, from prompts of two lengths."""
+    """Greedy samples with a cache are what whole forwards find best, beyond a window or chunk, from
+    prompts of two lengths."""
     prompts = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [11, 12]]
     samples = rollout(model, prompts, torch.zeros(2, 1, 20), 0.0, [], max_len=40)
     for prompt, sample in zip(prompts, samples, strict=True):
@@ -414,11 +556,14 @@ def assert_samples_are_the_best_tokens(model):
             logprobs = model(torch.tensor([prompt + sample["ids"]]))[0].log_softmax(-1)
         best = logprobs[len(prompt) - 1 : -1].max(-1)
         assert best.indices.tolist() == sample["ids"] and len(sample["ids"]) == 20
-        torch.testing.assert_close(best.values, torch.tensor(sample["logprobs"]), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            best.values, torch.tensor(sample["logprobs"]), rtol=1e-4, atol=1e-4
+        )
 
 
 def stacked(theirs: dict, names) -> torch.Tensor:
-    """Our tensor from transformers' state dict, whether it keeps experts one by one or (5.x, in memory) stacked and fused."""
+    """Our tensor from transformers' state dict, whether it keeps experts one by one or (5.x, in
+    memory) stacked and fused."""
     if isinstance(names, str):
         return theirs[names]
     if names[0] in theirs:

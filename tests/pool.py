@@ -1,10 +1,12 @@
-"""A pool of gloo workers, kept for the whole test session: starting processes costs seconds, a layout costs tenths.
+"""A pool of gloo workers, kept for the whole test session: starting processes costs seconds, a
+layout costs tenths.
 
     results = pool(4).run(function, arg, ...)     # one result per rank; the function runs on every rank
 
-The function must be importable (top level of a test module). A failure on any rank kills the pool, because gloo cannot be
-used after a mismatch; the next call starts a new one.
+The function must be importable (top level of a test module). A failure on any rank kills the pool,
+because gloo cannot be used after a mismatch; the next call starts a new one.
 """
+
 import atexit
 import functools
 import os
@@ -20,19 +22,24 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
-# A server that has imported torch forks the workers, and the processes that tests kill: each starts seconds earlier. (This
-# process cannot be forked, because its autograd threads would be missing in the copy.)
+# A server that has imported torch forks the workers, and the processes that tests kill: each starts
+# seconds earlier. (This process cannot be forked, because its autograd threads would be missing in
+# the copy.)
 forkserver = mp.get_context("forkserver")
 forkserver.set_forkserver_preload(
-    [f"torch.distributed.{name}" for name in ("checkpoint", "fsdp", "tensor.parallel", "pipelining")]
-    + ["pytest", "layouts", "grpo", "transformers.models.llama.modeling_llama"])
+    [
+        f"torch.distributed.{name}"
+        for name in ("checkpoint", "fsdp", "tensor.parallel", "pipelining")
+    ]
+    + ["pytest", "layouts", "grpo", "transformers.models.llama.modeling_llama"]
+)
 
 TIMEOUT_S = 600  # a deadlock ends; a machine that is busy with other things does not fail a test
 
 
 class SharedLoop(ProcessGroupGloo):
-    """Gloo groups that share one device. Each device has a thread that wakes every 10 ms; a pool that kept those of all the
-    layouts it ran had hundreds, and they took the CPU."""
+    """Gloo groups that share one device. Each device has a thread that wakes every 10 ms; a pool
+    that kept those of all the layouts it ran had hundreds, and they took the CPU."""
 
     device = None
 
@@ -44,12 +51,20 @@ class SharedLoop(ProcessGroupGloo):
 
 
 def worker(rank, world_size, store_file, tasks, results):
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size))
-    os.environ.pop("TORCH_GLOO_LAZY_INIT", None)  # of a test that called connect(); groups on a shared device would hang
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(world_size),
+    )
+    # of a test that called connect(); groups on a shared device would hang
+    os.environ.pop("TORCH_GLOO_LAZY_INIT", None)
     torch.set_num_threads(1)
     dist.distributed_c10d.ProcessGroupGloo = SharedLoop
     store = dist.FileStore(store_file, world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=300))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=300)
+    )
     while (task := tasks.get()) is not None:
         function, args = task
         try:
@@ -64,7 +79,9 @@ class Pool:
         self.tasks = [forkserver.Queue() for _ in range(world_size)]
         store = tempfile.mktemp()
         self.workers = [
-            forkserver.Process(target=worker, args=(rank, world_size, store, tasks, self.results), daemon=True)
+            forkserver.Process(
+                target=worker, args=(rank, world_size, store, tasks, self.results), daemon=True
+            )
             for rank, tasks in enumerate(self.tasks)
         ]
         for w in self.workers:
@@ -81,15 +98,23 @@ class Pool:
             except queue.Empty:
                 if time.monotonic() > deadline:
                     error = f"no answer within {TIMEOUT_S} s"
-            # after an error a little patience: a rank hears of a peer's end before the system has told us
+            # after an error a little patience: a rank hears of a peer's end before the system has
+            # told us
             wait([w.sentinel for w in self.workers], timeout=0.5 if error else 0)
             died = [w.exitcode for w in self.workers if not w.is_alive()]
             if error or died:
                 self.close()
-                if died and tries > 1:  # a thread of gloo's crashes once in thousands of runs, in the middle of anything
-                    print(f"pool: workers ended with {died}; running {function.__name__} again", flush=True)
+                # a thread of gloo's crashes once in thousands of runs, in the middle of anything
+                if died and tries > 1:
+                    print(
+                        f"pool: workers ended with {died}; running {function.__name__} again",
+                        flush=True,
+                    )
                     return pool(self.world_size).run(function, *args, tries=tries - 1)
-                raise RuntimeError(f"{function.__name__}{args} failed on rank {rank} of {self.world_size}:\n{error or died}")
+                raise RuntimeError(
+                    f"{function.__name__}{args} failed on rank {rank} of "
+                    f"{self.world_size}:\n{error or died}"
+                )
         return [out[rank] for rank in range(self.world_size)]
 
     def close(self):

@@ -1,12 +1,15 @@
-"""Programs for the tests, run as a user's command line would run them, but without importing torch each time.
+"""Programs for the tests, run as a user's command line would run them, but without importing torch
+each time.
 
     done = run_program([sys.executable, "train_llama3.py", "--steps", "2"], cwd=folder)          # as subprocess.run
     done = run_program(runs.launch(2, "train_llama3.py", "--tp", "2"), cwd=folder)               # two ranks, as torchrun
 
-A server process imports torch once. Each program is a fork of the server, one process per rank, with the arguments, folder,
-environment and outputs that the command would have. start_program() runs torchrun itself in a fork, whose ranks are forks, too.
-A few tests start real commands instead: each that passes real=True.
+A server process imports torch once. Each program is a fork of the server, one process per rank,
+with the arguments, folder, environment and outputs that the command would have. start_program()
+runs torchrun itself in a fork, whose ranks are forks, too. A few tests start real commands instead:
+each that passes real=True.
 """
+
 import atexit
 import contextlib
 import functools
@@ -28,13 +31,18 @@ from pathlib import Path
 
 REPO = Path(__file__).parent.parent
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
-LIBRARIES = [path for path in sys.path if path and ("site-packages" in path or path.startswith(sys.base_prefix))]
+LIBRARIES = [
+    path
+    for path in sys.path
+    if path and ("site-packages" in path or path.startswith(sys.base_prefix))
+]
 SOCKET = "TESTS_PROGRAMS"  # variable: where the server listens that a program was forked from
 start, register = subprocess.run, atexit.register
 
 
 class Server:
-    """A process that has imported what its programs need, and forks a process for each request, which forks the ranks."""
+    """A process that has imported what its programs need, and forks a process for each request,
+    which forks the ranks."""
 
     def __init__(self, *command):
         self.folder = tempfile.mkdtemp()
@@ -71,8 +79,8 @@ def next_answer(connection: socket.socket) -> dict:
 
 
 def serve(path: str, answers) -> None:
-    """Listens at this socket. A request is a line of JSON; each of answers(**request), dicts, is a line, too. Ends with its
-    parent."""
+    """Listens at this socket. A request is a line of JSON; each of answers(**request), dicts, is a
+    line, too. Ends with its parent."""
     parent = os.getppid()
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path + ".new")
@@ -100,18 +108,31 @@ def server() -> Server:
     return Server(__file__)
 
 
-def run_program(command, cwd=REPO, env=None, timeout=600, real=False, check=False) -> subprocess.CompletedProcess:
-    """What subprocess.run(command, capture_output=True, text=True) returns, for a command that starts a Python program.
+def run_program(
+    command, cwd=REPO, env=None, timeout=600, real=False, check=False
+) -> subprocess.CompletedProcess:
+    """What subprocess.run(command, capture_output=True, text=True) returns, for a command that
+    starts a Python program.
     real: start it as it stands."""
     words, env = list(map(str, command)), dict(os.environ if env is None else env)
     assert words[0] == sys.executable, words
     nproc, argv = (int(words[5]), words[6:]) if words[1:5] == TORCHRUN else (1, words[1:])
     if real or not (argv[0].endswith(".py") or argv[0] == "-c"):
-        return start(words, cwd=cwd, env=env, timeout=timeout, capture_output=True, text=True, check=check)
-    answer = ask(os.environ.get(SOCKET) or server().path, argv=argv, nproc=nproc, cwd=str(cwd), env=env, timeout=timeout)
+        return start(
+            words, cwd=cwd, env=env, timeout=timeout, capture_output=True, text=True, check=check
+        )
+    answer = ask(
+        os.environ.get(SOCKET) or server().path,
+        argv=argv,
+        nproc=nproc,
+        cwd=str(cwd),
+        env=env,
+        timeout=timeout,
+    )
     if answer["late"]:
         raise subprocess.TimeoutExpired(words, timeout, answer["stdout"], answer["stderr"])
-    status = answer["statuses"][0] if nproc == 1 else int(any(answer["statuses"]))  # torchrun ends with 0 or 1
+    # torchrun ends with 0 or 1
+    status = answer["statuses"][0] if nproc == 1 else int(any(answer["statuses"]))
     done = subprocess.CompletedProcess(words, status, answer["stdout"], answer["stderr"])
     if check:
         done.check_returncode()
@@ -119,7 +140,8 @@ def run_program(command, cwd=REPO, env=None, timeout=600, real=False, check=Fals
 
 
 class Program:
-    """What subprocess.Popen returns, as far as a Job needs it, for a program that runs in a fork of the server."""
+    """What subprocess.Popen returns, as far as a Job needs it, for a program that runs in a fork of
+    the server."""
 
     def __init__(self, argv: list[str], log: str, cwd: str, env: dict[str, str]):
         self.connection = request_of(server().path, dict(argv=argv, log=log, cwd=cwd, env=env))
@@ -138,8 +160,11 @@ class Program:
         self.send_signal(signal.SIGKILL)
 
 
-def start_program(command: list[str], log: str, cwd: str, env: dict[str, str], real=False) -> Program | subprocess.Popen:
-    """Starts a command, python or torchrun, that writes stdout and stderr to the file `log`. real: start it as it stands."""
+def start_program(
+    command: list[str], log: str, cwd: str, env: dict[str, str], real=False
+) -> Program | subprocess.Popen:
+    """Starts a command, python or torchrun, that writes stdout and stderr to the file `log`. real:
+    start it as it stands."""
     with open(log, "w") as file:
         if command[0] == sys.executable and not real:
             return Program(command[1:], log, cwd, env)
@@ -150,7 +175,8 @@ class Rank(subprocess.Popen):
     """A rank that torchrun starts as a fork of itself."""
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *options):
-        (self.pid,), self._child_created = fork_ranks(1, lambda *_: self.run(args[2:], env)), True  # without "python -u"
+        # without "python -u"
+        (self.pid,), self._child_created = fork_ranks(1, lambda *_: self.run(args[2:], env)), True
 
     def run(self, argv, env) -> int:
         os.setsid()
@@ -160,7 +186,8 @@ class Rank(subprocess.Popen):
 
 
 def run_torchrun() -> None:
-    """torchrun in this process, as sys.argv says. Its ranks are forks: they must not inherit its name and what it does at its
+    """torchrun in this process, as sys.argv says. Its ranks are forks: they must not inherit its
+    name and what it does at its
     end."""
     import torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler as handler
     import torch.distributed.run
@@ -172,15 +199,28 @@ def run_torchrun() -> None:
 
 def run_nested(command, capture_output=False, text=False, **options):
     """subprocess.run as a program in a fork sees it: a Python that it starts is a fork, too."""
-    if command[0] == sys.executable and capture_output and text and options.keys() <= {"cwd", "env", "timeout", "check"}:
+    if (
+        command[0] == sys.executable
+        and capture_output
+        and text
+        and options.keys() <= {"cwd", "env", "timeout", "check"}
+    ):
         return run_program(command, **{"cwd": os.getcwd()} | options)
     return start(command, capture_output=capture_output, text=text, **options)
 
 
 def rank_variables(rank: int, nproc: int, port: int) -> dict[str, str]:
-    """The environment that a launcher gives to a rank; without TORCHELASTIC_USE_AGENT_STORE rank 0 keeps the store."""
-    return dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(nproc), LOCAL_WORLD_SIZE=str(nproc), GROUP_RANK="0",
-                MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    """The environment that a launcher gives to a rank; without TORCHELASTIC_USE_AGENT_STORE rank 0
+    keeps the store."""
+    return dict(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(nproc),
+        LOCAL_WORLD_SIZE=str(nproc),
+        GROUP_RANK="0",
+        MASTER_ADDR="localhost",
+        MASTER_PORT=str(port),
+    )
 
 
 def free_port() -> int:
@@ -190,7 +230,8 @@ def free_port() -> int:
 
 
 def fork_ranks(nproc: int, body) -> list[int]:
-    """Forks one process per rank, which calls body(rank, variables for its environment). Returns their process ids."""
+    """Forks one process per rank, which calls body(rank, variables for its environment). Returns
+    their process ids."""
     pids, port = [], free_port()
     for rank in range(nproc):
         if pid := os.fork():
@@ -206,7 +247,8 @@ def fork_ranks(nproc: int, body) -> list[int]:
 
 
 def wait_for(pids: list[int], timeout: float, patience: float = 5) -> list[int]:
-    """Exit statuses; patience: seconds that the other ranks get when one has failed; then they are killed (status -9)."""
+    """Exit statuses; patience: seconds that the other ranks get when one has failed; then they are
+    killed (status -9)."""
     statuses, deadline = {}, time.monotonic() + timeout
     while len(statuses) < len(pids):
         for pid in pids:
@@ -225,27 +267,34 @@ def wait_for(pids: list[int], timeout: float, patience: float = 5) -> list[int]:
 
 def run_ranks(argv, nproc, cwd, env, timeout):
     """Answer of the server: runs one program."""
-    began, folder = time.monotonic(), tempfile.mkdtemp()  # a TemporaryDirectory would be removed at the end of each fork
+    # a TemporaryDirectory would be removed at the end of each fork
+    began, folder = time.monotonic(), tempfile.mkdtemp()
     files = {"stdout": Path(folder, "stdout"), "stderr": Path(folder, "stderr")}
     pids = fork_ranks(nproc, lambda rank, variables: run_rank(argv, cwd, env | variables, files))
     statuses = wait_for(pids, timeout, patience=0.5)  # torchrun kills the other ranks at once
-    texts = {name: path.read_text(errors="replace") if path.exists() else "" for name, path in files.items()}
+    texts = {
+        name: path.read_text(errors="replace") if path.exists() else ""
+        for name, path in files.items()
+    }
     shutil.rmtree(folder)
     yield dict(statuses=statuses, late=time.monotonic() - began > timeout, **texts)
 
 
 def run_job(argv, log, cwd, env):
-    """Answers of the server: starts one program and says its process id, and when it has ended, its status."""
+    """Answers of the server: starts one program and says its process id, and when it has ended, its
+    status."""
     (pid,) = fork_ranks(1, lambda *_: run_rank(argv, cwd, env, {"stdout": log, "stderr": log}))
     yield dict(pid=pid)
     yield dict(status=os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
 def run_rank(argv: list[str], cwd: str, env: dict[str, str], files: dict[str, Path]) -> int:
-    """Makes this process what `python argv[0] argv[1:]` would be, runs the program, and returns its exit status."""
+    """Makes this process what `python argv[0] argv[1:]` would be, runs the program, and returns its
+    exit status."""
     if job := env.get("JOB_OF_THE_TEST"):  # a fork's environment is not in /proc, its name is
         Path("/proc/self/comm").write_text(f"{job}.{env.get('RANK', '')}")
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):  # torchrun's handlers, if this is its fork
+    # torchrun's handlers, if this is its fork
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(cwd)
@@ -258,7 +307,8 @@ def run_rank(argv: list[str], cwd: str, env: dict[str, str], files: dict[str, Pa
     if threads := env.get("OMP_NUM_THREADS", "1" if "RANK" in env else ""):
         import torch
 
-        torch.set_num_threads(int(threads))  # the variable is read when torch is imported, which was before
+        # the variable is read when torch is imported, which was before
+        torch.set_num_threads(int(threads))
         os.environ["OMP_NUM_THREADS"] = threads
     more = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
     subprocess.run = run_nested
@@ -269,10 +319,18 @@ def run_rank(argv: list[str], cwd: str, env: dict[str, str], files: dict[str, Pa
             sys.argv[:], source, name = argv[1:], "run_torchrun()", "<string>"
             main.run_torchrun = run_torchrun
         elif argv[0] == "-c":
-            sys.path[:], sys.argv[:], source, name = ["", *more, *LIBRARIES], ["-c", *argv[2:]], argv[1], "<string>"
+            sys.path[:], sys.argv[:], source, name = (
+                ["", *more, *LIBRARIES],
+                ["-c", *argv[2:]],
+                argv[1],
+                "<string>",
+            )
         else:
             name = main.__file__ = os.path.abspath(argv[0])
-            sys.path[:], sys.argv[:] = [os.path.dirname(os.path.realpath(name)), *more, *LIBRARIES], argv
+            sys.path[:], sys.argv[:] = (
+                [os.path.dirname(os.path.realpath(name)), *more, *LIBRARIES],
+                argv,
+            )
             source = Path(name).read_text()
         exec(compile(source, name, "exec"), main.__dict__)
         status = 0
@@ -291,7 +349,8 @@ def run_rank(argv: list[str], cwd: str, env: dict[str, str], files: dict[str, Pa
 
 
 def preload():
-    """Imports libraries that the programs need; none of the project's own files, because a test may run an edited copy."""
+    """Imports libraries that the programs need; none of the project's own files, because a test may
+    run an edited copy."""
     import safetensors.torch  # noqa: F401
     import tokenizers  # noqa: F401
     import torch._dynamo

@@ -1,4 +1,6 @@
-"""What starts programs for the tests, and reads what they leave: the command of a recipe, jobs that are watched and killed."""
+"""What starts programs for the tests, and reads what they leave: the command of a recipe, jobs that
+are watched and killed."""
+
 import contextlib
 import itertools
 import json
@@ -16,22 +18,35 @@ from programs import REPO, run_program, start_program
 from support.metrics import read_lines
 
 MODEL = "n_layers=2,dim=32,n_heads=4,n_kv_heads=2,head_dim=8,ffn_dim=64,vocab_size=4096"
-MLA = ("n_layers=4,dim=32,n_heads=4,ffn_dim=64,vocab_size=4096,q_lora_rank=16,kv_lora_rank=16,qk_nope_head_dim=8,"
-       "qk_rope_head_dim=4,v_head_dim=8,moe_ffn_dim=32")
+MLA = (
+    "n_layers=4,dim=32,n_heads=4,ffn_dim=64,vocab_size=4096,q_lora_rank=16,kv_lora_rank=16,qk_nope_head_dim=8,"
+    "qk_rope_head_dim=4,v_head_dim=8,moe_ffn_dim=32"
+)
 # threads that spin while they wait for each other take 50 times as long on a busy machine
-ENV = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | {"OMP_WAIT_POLICY": "passive"}
+ENV = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | {
+    "OMP_WAIT_POLICY": "passive"
+}
 
 
 def launch(processes: int, *argv) -> list[str]:
     """The command for a recipe: plain python for one process, as torchrun runs it for more."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)] if processes > 1 else []
+    torchrun = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+        if processes > 1
+        else []
+    )
     return [sys.executable, *torchrun, *map(str, argv)]
 
 
-def ended(command: list, cwd=REPO, timeout=600, real=False, status=0, env=ENV) -> subprocess.CompletedProcess:
-    """A command that has ended with this status, as it must. real: start it as it stands, not in a fork, see programs.py."""
+def ended(
+    command: list, cwd=REPO, timeout=600, real=False, status=0, env=ENV
+) -> subprocess.CompletedProcess:
+    """A command that has ended with this status, as it must. real: start it as it stands, not in a
+    fork, see programs.py."""
     done = run_program(command, cwd=cwd, env=env, timeout=timeout, real=real)
-    assert done.returncode == status, f"{shlex.join(map(str, command))}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    assert done.returncode == status, (
+        f"{shlex.join(map(str, command))}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    )
     return done
 
 
@@ -48,19 +63,27 @@ def train_lines(out) -> list[dict]:
     return [line for line in metrics(out) if "loss" in line]
 
 
-NOT_OURS = re.compile("RANK|WORLD_SIZE|LOCAL_|GROUP_|MASTER_|SLURM|TORCH")  # of a launcher that runs these tests
+# of a launcher that runs these tests
+NOT_OURS = re.compile("RANK|WORLD_SIZE|LOCAL_|GROUP_|MASTER_|SLURM|TORCH")
 numbers = itertools.count()
 
 
 class Job:
-    """A launcher and all that it starts, found by an environment variable that they inherit, or by the name of a fork.
+    """A launcher and all that it starts, found by an environment variable that they inherit, or by
+    the name of a fork.
     real: start the command as it stands, not in a fork, see programs.py."""
 
     def __init__(self, command, out, log, real=False, **env):
         self.out, self.log, self.mark = Path(out), Path(log), f"{os.getpid()}.{next(numbers)}"
-        env = {k: v for k, v in os.environ.items() if not NOT_OURS.match(k)} | {"OMP_NUM_THREADS": "1"} | env
+        env = (
+            {k: v for k, v in os.environ.items() if not NOT_OURS.match(k)}
+            | {"OMP_NUM_THREADS": "1"}
+            | env
+        )
         env |= {"PYTHONPATH": str(REPO), "JOB_OF_THE_TEST": self.mark}
-        self.launcher = start_program([str(word) for word in command], str(log), str(self.log.parent), env, real)
+        self.launcher = start_program(
+            [str(word) for word in command], str(log), str(self.log.parent), env, real
+        )
 
     def processes(self) -> dict[int, dict[str, str]]:
         """{pid: its environment} of those that are alive, the launcher too."""
@@ -77,7 +100,10 @@ class Job:
 
     def worker(self, rank) -> int | None:
         """The pid of a rank; its writer process, if it has one, is younger."""
-        return min((pid for pid, env in self.processes().items() if env.get("RANK") == str(rank)), default=None)
+        return min(
+            (pid for pid, env in self.processes().items() if env.get("RANK") == str(rank)),
+            default=None,
+        )
 
     def kill_everything(self):
         while pids := self.processes():
@@ -96,7 +122,9 @@ class Job:
         """Waits until condition() holds; a job that ends before fails the test."""
         deadline = time.monotonic() + timeout
         while not condition():
-            assert self.launcher.poll() is None, f"ended with {self.launcher.returncode} before that\n{self.text()[-3000:]}"
+            assert self.launcher.poll() is None, (
+                f"ended with {self.launcher.returncode} before that\n{self.text()[-3000:]}"
+            )
             assert time.monotonic() < deadline, f"not within {timeout} s\n{self.text()[-3000:]}"
             time.sleep(0.005)
 
@@ -107,6 +135,8 @@ class Job:
         """Waits until no process of the job is left; returns the launcher's status."""
         deadline = time.monotonic() + within
         while self.launcher.poll() is None or self.processes():
-            assert time.monotonic() < deadline, f"after {within} s: {list(self.processes())}\n{self.text()[-3000:]}"
+            assert time.monotonic() < deadline, (
+                f"after {within} s: {list(self.processes())}\n{self.text()[-3000:]}"
+            )
             time.sleep(0.01)
         return self.launcher.returncode

@@ -1,4 +1,5 @@
 """A small net with an optimizer and checkpoints, for the tests of checkpoint.py and storage/."""
+
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -23,7 +24,11 @@ class Net(nn.Module):
     def __init__(self, seed, width=24):
         super().__init__()
         torch.manual_seed(seed)
-        self.first, self.norm, self.last = nn.Linear(width, width), nn.LayerNorm(width), nn.Linear(width, 7)
+        self.first, self.norm, self.last = (
+            nn.Linear(width, width),
+            nn.LayerNorm(width),
+            nn.Linear(width, 7),
+        )
         self.register_buffer("counts", torch.zeros(5))
         self.register_buffer("scratch", torch.zeros(5), persistent=False)
 
@@ -37,7 +42,9 @@ def trained(seed=0, steps=2, optimizer="adamw", width=24):
     net = Net(seed, width)
     matrices = [net.first.weight, net.last.weight] if optimizer == "muon" else []
     rest = [p for p in net.parameters() if not any(p is m for m in matrices)]
-    optimizers = [torch.optim.AdamW(rest, lr=1e-2)] + ([torch.optim.Muon(matrices, lr=1e-2)] if matrices else [])
+    optimizers = [torch.optim.AdamW(rest, lr=1e-2)] + (
+        [torch.optim.Muon(matrices, lr=1e-2)] if matrices else []
+    )
     for _ in range(steps):
         net(torch.randn(4, width)).square().sum().backward()
         for o in optimizers:
@@ -46,17 +53,36 @@ def trained(seed=0, steps=2, optimizer="adamw", width=24):
     return net, optimizers
 
 
-def saver(model, optimizers, out, identity=IDENTITY, tokenizer_file=None, config=None, source="print(1)\n", **flags):
+def saver(
+    model,
+    optimizers,
+    out,
+    identity=IDENTITY,
+    tokenizer_file=None,
+    config=None,
+    source="print(1)\n",
+    **flags,
+):
     """The Checkpoints of a model, or of the list of a rank's stages."""
     modules, config = model if isinstance(model, list) else [model], config or {"tp": 2, "cp": 1}
-    return Checkpoints(CheckpointConfig(**flags), str(out), modules=modules, optimizer=optimizers, identity=identity,
-                       config=config, source=source, tokenizer_file=tokenizer_file)
+    return Checkpoints(
+        CheckpointConfig(**flags),
+        str(out),
+        modules=modules,
+        optimizer=optimizers,
+        identity=identity,
+        config=config,
+        source=source,
+        tokenizer_file=tokenizer_file,
+    )
 
 
 def save_run(out, *steps, **flags):
     """A run with checkpoints at these steps, with the weights of `trained(0, step)`."""
     for step in steps:
-        assert saver(*trained(0, step), out, **flags).save(step, {"step": step, "samples": 8 * step})
+        assert saver(*trained(0, step), out, **flags).save(
+            step, {"step": step, "samples": 8 * step}
+        )
     return out
 
 
@@ -90,7 +116,8 @@ def set_manifest(folder, **changed):
 
 
 def rewrite(folder, name, content):
-    """Replaces a file, or with None removes a file, and makes the checksums right, as an attacker can."""
+    """Replaces a file, or with None removes a file, and makes the checksums right, as an attacker
+    can."""
     Path(folder, name).unlink()
     if content is not None:
         Path(folder, name).write_bytes(content)
@@ -99,7 +126,8 @@ def rewrite(folder, name, content):
 
 
 def refuses(words, function, *args, **flags) -> str:
-    """Checks that function(*args, **flags) raises a ValueError of one line with these words, and returns the line."""
+    """Checks that function(*args, **flags) raises a ValueError of one line with these words, and
+    returns the line."""
     with pytest.raises(ValueError, match=words) as error:
         function(*args, **flags)
     assert "\n" not in str(error.value)
@@ -107,12 +135,15 @@ def refuses(words, function, *args, **flags) -> str:
 
 
 def stops(capsys, command, *args) -> str:
-    """Checks that command(*args) ends with status 2 and says nothing but one line on stderr, and returns the line."""
+    """Checks that command(*args) ends with status 2 and says nothing but one line on stderr, and
+    returns the line."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as status:
         command(*args)
     said, error = capsys.readouterr()
-    assert status.value.code == 2 and said == "" and error.find("\n") == len(error) - 1, said + error
+    assert status.value.code == 2 and said == "" and error.find("\n") == len(error) - 1, (
+        said + error
+    )
     return error
 
 
@@ -120,4 +151,3 @@ def flip(file, bit):
     content = bytearray(Path(file).read_bytes())
     content[bit // 8] ^= 1 << bit % 8
     Path(file).write_bytes(content)
-

@@ -1,4 +1,6 @@
-"""ablate.py: statistics on simulated studies, the report on written studies, and a few real studies."""
+"""ablate.py: statistics on simulated studies, the report on written studies, and a few real
+studies."""
+
 import argparse
 import itertools
 import json
@@ -23,18 +25,51 @@ BASE, OTHER = "base", "other"
 
 
 def study(seeds=3, until=None, max_seeds=12, names=(BASE, OTHER), steps=20, **settings):
-    one = {"recipe": "r.py", "file": "r.py", "files": {}, "flags": [], "steps": steps, "val_every": 10}
+    one = {
+        "recipe": "r.py",
+        "file": "r.py",
+        "files": {},
+        "flags": [],
+        "steps": steps,
+        "val_every": 10,
+    }
     one |= dict.fromkeys(("parameters", "all_parameters", "tokens", "flops"))
-    return DEFAULTS | dict(metric="val_loss", best="low", reach=None, seeds=seeds, until=until, max_seeds=max_seeds,
-                           nproc=1, baseline=names[0], variants={name: dict(one) for name in names}, command="") | settings
+    return (
+        DEFAULTS
+        | dict(
+            metric="val_loss",
+            best="low",
+            reach=None,
+            seeds=seeds,
+            until=until,
+            max_seeds=max_seeds,
+            nproc=1,
+            baseline=names[0],
+            variants={name: dict(one) for name in names},
+            command="",
+        )
+        | settings
+    )
 
 
 def lines(final: float, steps=20, speed=100.0, tokens_hash="a", tokens=1000, **extra):
     """The metrics.jsonl of a run whose loss falls from final + 1 to final."""
     found = []
     for step in range(1, steps + 1):
-        loss, cost = final + 1 - step / steps, {"tokens_per_second": speed, "step_time_s": 1000 / speed, "memory_gib": 0.5}
-        found.append({"step": step, "loss": loss, "tokens": tokens * step, "tokens_hash": tokens_hash, "mfu": None} | cost)
+        loss, cost = (
+            final + 1 - step / steps,
+            {"tokens_per_second": speed, "step_time_s": 1000 / speed, "memory_gib": 0.5},
+        )
+        found.append(
+            {
+                "step": step,
+                "loss": loss,
+                "tokens": tokens * step,
+                "tokens_hash": tokens_hash,
+                "mfu": None,
+            }
+            | cost
+        )
         if step % 10 == 0:
             found.append({"step": step, "val_loss": loss, "val_bits_per_byte": None} | extra)
     return found
@@ -46,13 +81,25 @@ def write(folder, settings, runs):
     (folder / "study.json").write_text(json.dumps(settings))
     for (name, seed), found in runs.items():
         (folder / name / f"seed-{seed}").mkdir(parents=True)
-        (folder / name / f"seed-{seed}" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in found))
+        (folder / name / f"seed-{seed}" / "metrics.jsonl").write_text(
+            "".join(json.dumps(line) + "\n" for line in found)
+        )
     return folder
 
 
 # ---------------------------------------------------------------- statistics
-@pytest.mark.parametrize("alpha, df, t", [(0.05, 1, 12.7062), (0.05, 2, 4.30265), (0.05, 3, 3.18245), (0.05, 10, 2.22814),
-                                          (0.01, 4, 4.60409), (0.001, 5, 6.86883), (0.05, 29, 2.04523)])
+@pytest.mark.parametrize(
+    "alpha, df, t",
+    [
+        (0.05, 1, 12.7062),
+        (0.05, 2, 4.30265),
+        (0.05, 3, 3.18245),
+        (0.05, 10, 2.22814),
+        (0.01, 4, 4.60409),
+        (0.001, 5, 6.86883),
+        (0.05, 29, 2.04523),
+    ],
+)
 def test_t_quantile_equals_the_printed_tables(alpha, df, t):
     assert t_quantile(alpha, df) == pytest.approx(t, rel=2e-6)
 
@@ -61,14 +108,24 @@ def test_one_interval_is_students():
     d = [0.10, 0.13, 0.11]
     low, high, level = interval(d, 0.05, add_looks([], 3, 3))
     half = 4.30265 * np.std(d, ddof=1) / 3**0.5
-    assert level == 0.95 and (low, high) == pytest.approx((np.mean(d) - half, np.mean(d) + half), rel=1e-5)
+    assert level == 0.95 and (low, high) == pytest.approx(
+        (np.mean(d) - half, np.mean(d) + half), rel=1e-5
+    )
 
 
 def test_looks_cost():
-    """Each of several looks needs a larger t than a single look after equally many pairs. Equal looks cost nothing."""
+    """Each of several looks needs a larger t than a single look after equally many pairs. Equal
+    looks cost nothing."""
     looks, d = add_looks([], 3, 12), list(np.random.default_rng(0).normal(0, 1, 12))
-    assert [n for n, _ in looks] == list(range(3, 13)) and looks[-1][1] == 1 and add_looks(looks, 4, 10) == looks
-    assert all(np.ptp(interval(d[:n], 0.05, looks)[:2]) > np.ptp(interval(d[:n], 0.05, [[n, 1.0]])[:2]) for n, _ in looks)
+    assert (
+        [n for n, _ in looks] == list(range(3, 13))
+        and looks[-1][1] == 1
+        and add_looks(looks, 4, 10) == looks
+    )
+    assert all(
+        np.ptp(interval(d[:n], 0.05, looks)[:2]) > np.ptp(interval(d[:n], 0.05, [[n, 1.0]])[:2])
+        for n, _ in looks
+    )
 
 
 def simulate(rng, settings, difference=0.0, noise=0.02, seed_noise=0.07, again=(3,)):
@@ -86,12 +143,22 @@ def simulate(rng, settings, difference=0.0, noise=0.02, seed_noise=0.07, again=(
     return (low, high), len(d)
 
 
-@pytest.mark.parametrize("settings, again", [
-    (study(), [3]), pytest.param(study(until=0.005), [3], marks=pytest.mark.slow), (study(), [5, 8, 8])])
+@pytest.mark.parametrize(
+    "settings, again",
+    [
+        (study(), [3]),
+        pytest.param(study(until=0.005), [3], marks=pytest.mark.slow),
+        (study(), [5, 8, 8]),
+    ],
+)
 def test_equal_variants_are_told_apart_in_at_most_5_percent(settings, again):
-    """Of 4,000 studies: with a chance of 5.5 % each, 220 +- 14 are wrong. The first plan has 5 %, all later looks 0.5 %."""
+    """Of 4,000 studies: with a chance of 5.5 % each, 220 +- 14 are wrong. The first plan has 5 %,
+    all later looks 0.5 %."""
     rng = np.random.default_rng(0)
-    wrong = sum(low > 0 or high < 0 for (low, high), _ in (simulate(rng, settings, again=again) for _ in range(4000)))
+    wrong = sum(
+        low > 0 or high < 0
+        for (low, high), _ in (simulate(rng, settings, again=again) for _ in range(4000))
+    )
     assert wrong <= 220 + 14
 
 
@@ -100,22 +167,30 @@ NOISE = {"sd": 0.02, "df": 10}
 
 @pytest.mark.parametrize("difference, least, most", [(0.0, 0, 220 + 14), (0.04, 3200, 4000)])
 def test_noise_that_was_measured_before(difference, least, most):
-    """Equal noise in both studies: two pairs are enough for twice the noise, and 5 % of studies of equal variants are wrong."""
+    """Equal noise in both studies: two pairs are enough for twice the noise, and 5 % of studies of
+    equal variants are wrong."""
     rng = np.random.default_rng(3)
     sds = 0.02 * np.sqrt(rng.chisquare(10, 4000) / 10)  # as measured, with 10 degrees of freedom
-    found = (interval(rng.normal(difference, 0.02, 3), 0.05, add_looks([], 3, 3), NOISE | {"sd": sd}) for sd in sds)
+    found = (
+        interval(rng.normal(difference, 0.02, 3), 0.05, add_looks([], 3, 3), NOISE | {"sd": sd})
+        for sd in sds
+    )
     assert least <= sum(low > 0 or high < 0 for low, high, _ in found) <= most
 
 
 def test_another_noise_does_not_count():
     d, looks = [0.1, -0.1, 0.3], add_looks([], 1, 3, least=1)
     assert interval(d, 0.05, looks, NOISE) == interval(d, 0.05, looks)
-    assert interval(d[:1], 0.05, looks, NOISE)[:2] == pytest.approx((0.1 - 0.0655, 0.1 + 0.0655), abs=1e-4)  # 3.277 x 0.02
+    # 3.277 x 0.02
+    assert interval(d[:1], 0.05, looks, NOISE)[:2] == pytest.approx(
+        (0.1 - 0.0655, 0.1 + 0.0655), abs=1e-4
+    )
 
 
 @pytest.mark.parametrize("seeds, least, most", [("fresh", 0, 220 + 14), ("the same", 400, 4000)])
 def test_a_tuned_comparison_needs_fresh_seeds(seeds, least, most):
-    """Equal variants; one is tuned over nine rates that are all equal. On the seeds of the search it looks better by chance."""
+    """Equal variants; one is tuned over nine rates that are all equal. On the seeds of the search
+    it looks better by chance."""
     rng, wrong = np.random.default_rng(4), 0
     for _ in range(4000):
         cells = rng.normal(0, 0.02, (9, 5))  # (rate, seed): differences from the baseline
@@ -126,9 +201,12 @@ def test_a_tuned_comparison_needs_fresh_seeds(seeds, least, most):
 
 
 def test_the_difference_at_a_larger_size():
-    """The line's interval at 10 times the largest size contains the true difference in 95 % of ladders."""
+    """The line's interval at 10 times the largest size contains the true difference in 95 % of
+    ladders."""
     rng, x = np.random.default_rng(5), np.repeat(np.log([1e5, 3e5, 1e6, 3e6]), 3)
-    lines_at = (line_at(x, 0.1 - 0.02 * x + rng.normal(0, 0.01, 12), np.log(3e7), 0.05) for _ in range(2000))
+    lines_at = (
+        line_at(x, 0.1 - 0.02 * x + rng.normal(0, 0.01, 12), np.log(3e7), 0.05) for _ in range(2000)
+    )
     inside = sum(low <= 0.1 - 0.02 * np.log(3e7) <= high for _, low, high in lines_at)
     assert 1900 - 40 <= inside <= 1900 + 40
 
@@ -139,7 +217,8 @@ def test_a_planted_difference_is_found_with_a_third_of_the_runs():
     assert np.mean([low > 0 for (low, _), _ in found]) >= 0.8
     paired_runs = 2 * np.mean([pairs for _, pairs in found])
 
-    def power(n):  # of the same comparison with other seeds for the variant: Student's t of two samples
+    # of the same comparison with other seeds for the variant: Student's t of two samples
+    def power(n):
         a, b = rng.normal(0, 0.07, (2000, n)), rng.normal(0.05, 0.0728, (2000, n))
         s = np.sqrt((a.var(1, ddof=1) + b.var(1, ddof=1)) / n)
         return np.mean(np.abs(b.mean(1) - a.mean(1)) > t_quantile(0.05, 2 * n - 2) * s)
@@ -169,52 +248,136 @@ def row_of(folder):
     return row
 
 
-@pytest.mark.parametrize("difference, verdict, text", [
-    (-0.1, "better", "other beats base by 0.1 nats (95 % interval 0.07"),
-    (0.1, "worse", "other is worse than base by 0.1 nats"),
-    (0.001, "undecided", "other: no difference from base found; one of 0.026 nats could hide"),
-])
+@pytest.mark.parametrize(
+    "difference, verdict, text",
+    [
+        (-0.1, "better", "other beats base by 0.1 nats (95 % interval 0.07"),
+        (0.1, "worse", "other is worse than base by 0.1 nats"),
+        (0.001, "undecided", "other: no difference from base found; one of 0.026 nats could hide"),
+    ],
+)
 def test_verdicts(tmp_path, capsys, difference, verdict, text):
     runs = {(BASE, i): lines(2 + 0.1 * i) for i in range(3)}
-    runs |= {(OTHER, i): lines(2 + 0.1 * i + difference + 0.01 * (i - 1), speed=200.0) for i in range(3)}
+    runs |= {
+        (OTHER, i): lines(2 + 0.1 * i + difference + 0.01 * (i - 1), speed=200.0) for i in range(3)
+    }
     report_study(write(tmp_path, study(), runs))
     row, out = row_of(tmp_path), capsys.readouterr().out
-    assert row.keys() >= {"variant", "baseline", "metric", "difference", "low", "high", "pairs", "verdict"}
-    assert row["verdict"] == verdict and row["pairs"] == 3 and row["difference"] == pytest.approx(difference)
+    assert row.keys() >= {
+        "variant",
+        "baseline",
+        "metric",
+        "difference",
+        "low",
+        "high",
+        "pairs",
+        "verdict",
+    }
+    assert (
+        row["verdict"] == verdict
+        and row["pairs"] == 3
+        and row["difference"] == pytest.approx(difference)
+    )
     assert row["low"] < difference < row["high"]
     assert text in out and "the same" in out and text in (tmp_path / "report.md").read_text()
     assert row["differences"] == pytest.approx([difference - 0.01, difference, difference + 0.01])
 
 
-@pytest.mark.parametrize("settings, base, other, expected, text", [
-    (dict(seeds=2), [lines(2.0), lines(2.1)], [lines(2.0, speed=101.0), lines(2.1, speed=101.0)],
-     dict(verdict="identical", difference=0), "identical in every logged step (2 pairs)"),
-    (dict(seeds=1), [lines(2.0)], [lines(1.9)], dict(verdict="undecided", low=None, high=None), "nothing is known about noise"),
-    (dict(seeds=1), [lines(2.0)], [lines(1.9, tokens_hash="b")], {}, "others from step 1 on"),
-    # the loss falls by 0.05 per 1,000 tokens; the variant is 0.1 ahead, so needs 2,000 tokens less, plus a little noise
-    (dict(metric="loss", reach=2.2), 3 * [lines(2.0)], [lines(1.9 + 0.001 * i) for i in range(3)],
-     dict(verdict="better", difference=pytest.approx(-1980)), "tokens"),
-    (dict(metric="accuracy", best="high"), 3 * [lines(2.0, accuracy=0.5)], 3 * [lines(2.0, accuracy=0.6)],
-     dict(verdict="undecided", low=None), "coarse metric"),
-    (dict(metric="tokens_per_second", best="high"), [lines(2.0)] * 3, [lines(2.0, speed=s) for s in (200.0, 201.0, 202.0)],
-     dict(verdict="better"), "other beats base"),
-    # dead seeds: a NaN at the end is null; without the dead seeds the variant would be better
-    (dict(seeds=5), [lines(2.0 + 0.01 * i) for i in range(5)], [lines(1.5)] * 3 + 2 * [NAN],
-     dict(verdict="undecided", difference=None, died=2), "2 of 5 seeds died, and 0 of 5 of base"),
-    (dict(), 3 * [lines(2.0)], 3 * [NAN], dict(verdict="worse", died=3), "is worse than base: 3 of 3 seeds died"),
-    (dict(reach=1.6), 3 * [lines(1.5)], [lines(1.4), lines(1.4), lines(2.0)],
-     dict(verdict="undecided", died=1), "1 of 3 seeds died or never reached 1.6"),
-], ids=["identical", "one seed", "other batches", "tokens to reach", "coarse", "only faster", "2 of 5 died", "all died",
-        "1 never there"])
+@pytest.mark.parametrize(
+    "settings, base, other, expected, text",
+    [
+        (
+            dict(seeds=2),
+            [lines(2.0), lines(2.1)],
+            [lines(2.0, speed=101.0), lines(2.1, speed=101.0)],
+            dict(verdict="identical", difference=0),
+            "identical in every logged step (2 pairs)",
+        ),
+        (
+            dict(seeds=1),
+            [lines(2.0)],
+            [lines(1.9)],
+            dict(verdict="undecided", low=None, high=None),
+            "nothing is known about noise",
+        ),
+        (dict(seeds=1), [lines(2.0)], [lines(1.9, tokens_hash="b")], {}, "others from step 1 on"),
+        # the loss falls by 0.05 per 1,000 tokens; the variant is 0.1 ahead, so needs 2,000 tokens less,
+        # plus a little noise
+        (
+            dict(metric="loss", reach=2.2),
+            3 * [lines(2.0)],
+            [lines(1.9 + 0.001 * i) for i in range(3)],
+            dict(verdict="better", difference=pytest.approx(-1980)),
+            "tokens",
+        ),
+        (
+            dict(metric="accuracy", best="high"),
+            3 * [lines(2.0, accuracy=0.5)],
+            3 * [lines(2.0, accuracy=0.6)],
+            dict(verdict="undecided", low=None),
+            "coarse metric",
+        ),
+        (
+            dict(metric="tokens_per_second", best="high"),
+            [lines(2.0)] * 3,
+            [lines(2.0, speed=s) for s in (200.0, 201.0, 202.0)],
+            dict(verdict="better"),
+            "other beats base",
+        ),
+        # dead seeds: a NaN at the end is null; without the dead seeds the variant would be better
+        (
+            dict(seeds=5),
+            [lines(2.0 + 0.01 * i) for i in range(5)],
+            [lines(1.5)] * 3 + 2 * [NAN],
+            dict(verdict="undecided", difference=None, died=2),
+            "2 of 5 seeds died, and 0 of 5 of base",
+        ),
+        (
+            dict(),
+            3 * [lines(2.0)],
+            3 * [NAN],
+            dict(verdict="worse", died=3),
+            "is worse than base: 3 of 3 seeds died",
+        ),
+        (
+            dict(reach=1.6),
+            3 * [lines(1.5)],
+            [lines(1.4), lines(1.4), lines(2.0)],
+            dict(verdict="undecided", died=1),
+            "1 of 3 seeds died or never reached 1.6",
+        ),
+    ],
+    ids=[
+        "identical",
+        "one seed",
+        "other batches",
+        "tokens to reach",
+        "coarse",
+        "only faster",
+        "2 of 5 died",
+        "all died",
+        "1 never there",
+    ],
+)
 def test_report(tmp_path, capsys, settings, base, other, expected, text):
-    runs = {(name, i): found for name, both in ((BASE, base), (OTHER, other)) for i, found in enumerate(both)}
+    runs = {
+        (name, i): found
+        for name, both in ((BASE, base), (OTHER, other))
+        for i, found in enumerate(both)
+    }
     report_study(write(tmp_path, study(**settings), runs))
     assert row_of(tmp_path) | expected == row_of(tmp_path) and text in capsys.readouterr().out
 
 
 def test_sources_of_a_recipe_in_forks_are_those_of_the_whole_checkout():
     found = ablate.sources_of(REPO / "forks/train_llama3_mup.py")
-    assert found.keys() >= {"train_llama3_mup.py", "forks/mup.py", "models/llama3.py", "parallel.py", "support/optim.py"}
+    assert found.keys() >= {
+        "train_llama3_mup.py",
+        "forks/mup.py",
+        "models/llama3.py",
+        "parallel.py",
+        "support/optim.py",
+    }
 
 
 def test_a_text_that_was_replaced_is_refused(tmp_path):
@@ -222,14 +385,20 @@ def test_a_text_that_was_replaced_is_refused(tmp_path):
     folder = write(tmp_path, settings, {(BASE, i): lines(2.0) for i in range(2)})
     for i in range(2):
         made = {"data_sha256": str(i), "data_seed": i}
-        (folder / BASE / f"seed-{i}" / "config.json").write_text(json.dumps({"_run": {"data": made}}))
+        (folder / BASE / f"seed-{i}" / "config.json").write_text(
+            json.dumps({"_run": {"data": made}})
+        )
     with pytest.raises(ValueError, match="was trained on another text than base before"):
         report_study(folder)
 
 
 def test_a_variant_that_is_left_out_has_been_looked_at(tmp_path):
     names = [BASE, "a", "b", "c"]
-    values = {(name, i): lines(2.0 + 0.1 * i + (0.01 * i - 0.05) * names.index(name)) for name in names for i in range(3)}
+    values = {
+        (name, i): lines(2.0 + 0.1 * i + (0.01 * i - 0.05) * names.index(name))
+        for name in names
+        for i in range(3)
+    }
     report_study(write(tmp_path, study(names=names), values))
     first = json.loads((tmp_path / "verdicts.json").read_text())[0]
     fewer = json.loads((tmp_path / "study.json").read_text())
@@ -250,17 +419,22 @@ def test_names_stay_inside_of_the_study():
     assert ablate.folder_of("study", "..", 0).parts == ("study", "_", "seed-0")
 
 
-@pytest.mark.parametrize("flags, made, text", [
-    ({}, {"code": {"a.py": "2"}}, "a.py: changed since"),
-    ({"val_batches": 4}, {}, "of different texts"),
-    ({}, {"data": {"tokenizer_sha256": "u"}}, "use --metric val_bits_per_byte"),
-])
+@pytest.mark.parametrize(
+    "flags, made, text",
+    [
+        ({}, {"code": {"a.py": "2"}}, "a.py: changed since"),
+        ({"val_batches": 4}, {}, "of different texts"),
+        ({}, {"data": {"tokenizer_sha256": "u"}}, "use --metric val_bits_per_byte"),
+    ],
+)
 def test_runs_that_cannot_be_compared_are_refused(tmp_path, flags, made, text):
     settings = study(seeds=1)
     settings["variants"][OTHER]["files"] = {"a.py": "1"}
     folder = write(tmp_path, settings, {(BASE, 0): lines(2.0), (OTHER, 0): lines(1.9)})
     for name, config in ((BASE, {"_run": {}}), (OTHER, flags | {"_run": made})):
-        (folder / name / "seed-0" / "config.json").write_text(json.dumps({"val_batches": 8, "seq_len": 32} | config))
+        (folder / name / "seed-0" / "config.json").write_text(
+            json.dumps({"val_batches": 8, "seq_len": 32} | config)
+        )
     with pytest.raises(ValueError, match=text):
         report_study(folder)
 
@@ -269,16 +443,22 @@ def tuning(tmp_path, *finals):
     """winners_of a variant with so many values of lr: a final loss on each of two seeds, or NaN."""
     cells = [f"lr={i}" for i in range(len(finals))]
     settings = study(seeds=2, names=[f"a {cell}" for cell in cells], first_seed=APART)
-    runs = {(f"a_lr={i}", APART + seed): NAN if final is None else lines(final)
-            for i, final in enumerate(finals) for seed in (0, 1)}
+    runs = {
+        (f"a_lr={i}", APART + seed): NAN if final is None else lines(final)
+        for i, final in enumerate(finals)
+        for seed in (0, 1)
+    }
     return winners_of(settings, write(tmp_path, settings, runs), ["a"], cells)
 
 
-@pytest.mark.parametrize("finals, best, text", [
-    ((2.0, 1.8, 1.9), "lr=1", r"lr=1 \(lr=0: 2.0000, lr=1: 1.8000, lr=2: 1.9000\)$"),
-    ((2.0, 1.8, 1.7), "lr=2", "the edge of its grid"),
-    ((1.9, 2.0, None), "lr=0", "the edge of its grid"),
-])
+@pytest.mark.parametrize(
+    "finals, best, text",
+    [
+        ((2.0, 1.8, 1.9), "lr=1", r"lr=1 \(lr=0: 2.0000, lr=1: 1.8000, lr=2: 1.9000\)$"),
+        ((2.0, 1.8, 1.7), "lr=2", "the edge of its grid"),
+        ((1.9, 2.0, None), "lr=0", "the edge of its grid"),
+    ],
+)
 def test_the_winner_of_a_search(tmp_path, finals, best, text):
     found, [said] = tuning(tmp_path, *finals)
     assert found == {"a": best} and re.search(text, said)
@@ -289,10 +469,18 @@ def test_a_search_without_a_winner(tmp_path):
         tuning(tmp_path, None, None)
 
 
-@pytest.mark.parametrize("flags, text", [
-    ({}, ""), ({"steps": 30}, "its steps is 20, here 30"), ({"data": "b"}, "its data is None, here b")])
+@pytest.mark.parametrize(
+    "flags, text",
+    [
+        ({}, ""),
+        ({"steps": 30}, "its steps is 20, here 30"),
+        ({"data": "b"}, "its data is None, here b"),
+    ],
+)
 def test_the_noise_of_another_study(tmp_path, flags, text):
-    values = {(BASE, i): lines(2.0) for i in range(6)} | {(OTHER, i): lines(2.0 + 0.1 * (i % 2)) for i in range(6)}
+    values = {(BASE, i): lines(2.0) for i in range(6)} | {
+        (OTHER, i): lines(2.0 + 0.1 * (i % 2)) for i in range(6)
+    }
     settings = study(seeds=6)
     for variant in settings["variants"].values():
         variant |= dict.fromkeys(("data", "val_data", "val_batches", "seq_len"))
@@ -307,9 +495,28 @@ def test_the_noise_of_another_study(tmp_path, flags, text):
 
 
 # ---------------------------------------------------------------- wrong usage
-TINY = ["--model_args", "n_layers=2,dim=32,n_heads=4,n_kv_heads=2,head_dim=8,ffn_dim=64", "--steps", "6", "--val_every", "3",
-        "--log_every", "1", "--checkpoint_every", "2", "--local_batch_size", "2", "--seq_len", "32", "--val_batches", "1",
-        "--device", "cpu", "--compute_dtype", "float32"]
+TINY = [
+    "--model_args",
+    "n_layers=2,dim=32,n_heads=4,n_kv_heads=2,head_dim=8,ffn_dim=64",
+    "--steps",
+    "6",
+    "--val_every",
+    "3",
+    "--log_every",
+    "1",
+    "--checkpoint_every",
+    "2",
+    "--local_batch_size",
+    "2",
+    "--seq_len",
+    "32",
+    "--val_batches",
+    "1",
+    "--device",
+    "cpu",
+    "--compute_dtype",
+    "float32",
+]
 
 
 def test_more_runs_at_once_than_gpus_are_refused(monkeypatch):
@@ -321,14 +528,26 @@ def test_more_runs_at_once_than_gpus_are_refused(monkeypatch):
 
 def test_a_recipe_is_seeded_with_the_seeds_that_it_has(monkeypatch):
     monkeypatch.chdir(REPO)
-    variants = {recipe: {"recipe": recipe, "flags": []} for recipe in ("grpo.py", "train_llama3.py")}
+    variants = {
+        recipe: {"recipe": recipe, "flags": []} for recipe in ("grpo.py", "train_llama3.py")
+    }
     ablate.check_variants(variants, ablate.parse("--metric eval_reward".split())[0])
     assert [variant["seeded"] for variant in variants.values()] == [["seed"], ["seed", "data_seed"]]
 
 
 def test_what_is_good_follows_from_the_metric():
-    high = ("eval_reward", "tokens_per_second", "eval_pass_at_k", "eval_greedy", "score", "exact_match", "solved")
-    assert [m for m in ("val_loss", *high) if ablate.parse(["--metric", m])[0].best == "high"] == list(high)
+    high = (
+        "eval_reward",
+        "tokens_per_second",
+        "eval_pass_at_k",
+        "eval_greedy",
+        "score",
+        "exact_match",
+        "solved",
+    )
+    assert [
+        m for m in ("val_loss", *high) if ablate.parse(["--metric", m])[0].best == "high"
+    ] == list(high)
     assert ablate.parse("--metric reward_mean --best low".split())[0].best == "low"
 
 
@@ -336,19 +555,41 @@ def test_what_is_good_follows_from_the_metric():
 def command(out, *words):
     """words: recipes, then flags, after the flags of TINY, so that the last value counts."""
     recipes = list(itertools.takewhile(lambda word: word.endswith(".py"), words))
-    return [sys.executable, "ablate.py", *recipes, *TINY, *map(str, words[len(recipes):]), "--out", str(out)]
+    return [
+        sys.executable,
+        "ablate.py",
+        *recipes,
+        *TINY,
+        *map(str, words[len(recipes) :]),
+        "--out",
+        str(out),
+    ]
 
 
 def losses(out):
     keys = "step", "loss", "val_loss", "tokens_hash"
     folders = [path.parent for path in out.glob("*/*/metrics.jsonl")]
-    return {folder.relative_to(out): [[line.get(key) for key in keys] for line in metrics(folder)] for folder in folders}
+    return {
+        folder.relative_to(out): [[line.get(key) for key in keys] for line in metrics(folder)]
+        for folder in folders
+    }
 
 
 @pytest.mark.slow
 def test_a_study_continues_after_a_kill(tmp_path):
-    """SIGKILL in the middle of one, SIGINT of another: the same verdicts as undisturbed, and no finished run runs again."""
-    flags = "train_llama3.py", "--vary", "lr=1e-3,1e-2", "--seeds", 1, "--steps", 40, "--log_every", 5
+    """SIGKILL in the middle of one, SIGINT of another: the same verdicts as undisturbed, and no
+    finished run runs again."""
+    flags = (
+        "train_llama3.py",
+        "--vary",
+        "lr=1e-3,1e-2",
+        "--seeds",
+        1,
+        "--steps",
+        40,
+        "--log_every",
+        5,
+    )
     run(command(tmp_path / "whole", *flags))
     for number in (signal.SIGKILL, signal.SIGINT):
         out = tmp_path / number.name
@@ -359,7 +600,10 @@ def test_a_study_continues_after_a_kill(tmp_path):
         assert process.wait(timeout=120) == (-9 if number == signal.SIGKILL else 130)
         run(command(out, *flags))
         assert losses(out) == losses(tmp_path / "whole")
-        rows = [json.loads((folder / "verdicts.json").read_text()) for folder in (out, tmp_path / "whole")]
+        rows = [
+            json.loads((folder / "verdicts.json").read_text())
+            for folder in (out, tmp_path / "whole")
+        ]
         assert rows[0] == rows[1]
     inodes = {path: path.stat().st_mtime for path in out.glob("*/*/metrics.jsonl")}
     run(command(out, *flags))
@@ -368,25 +612,46 @@ def test_a_study_continues_after_a_kill(tmp_path):
 
 @pytest.mark.slow
 def test_a_fork_meets_a_commit(tmp_path):
-    """Two checkouts in one study: a fork with a flag and a model file of its own, and a commit. Equal tokens, each at its best
-    learning rate; one run made alone first."""
+    """Two checkouts in one study: a fork with a flag and a model file of its own, and a commit.
+    Equal tokens, each at its best learning rate; one run made alone first."""
     commit = tmp_path / "commit"
-    shutil.copytree(REPO, commit, ignore=shutil.ignore_patterns(".*", "tests", "docs", "runs", "__pycache__"))
-    for words in (["init", "-q"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "first"]):
+    shutil.copytree(
+        REPO, commit, ignore=shutil.ignore_patterns(".*", "tests", "docs", "runs", "__pycache__")
+    )
+    for words in (
+        ["init", "-q"],
+        ["add", "."],
+        ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "first"],
+    ):
         subprocess.run(["git", *words], cwd=commit, check=True)
     recipe, model = commit / "train_llama3.py", commit / "models/llama3.py"
     alpha = "    alpha: float = 1.0  # new\n    seed: int"
     (commit / "train_alpha.py").write_text(recipe.read_text().replace("    seed: int", alpha))
-    model.write_text(model.read_text().replace("h + self.ffn(", "h + 0 * self.ffn("))  # not committed: the fork alone is worse
-    flags = ["--variant", f"old: {recipe}@HEAD", "--variant", f"new: {commit}/train_alpha.py --alpha 0.1", "--seeds", 2,
-             "--tune", "lr=1e-3,2e-2", "--tune_seeds", 1, "--budget", "tokens=2560"]
+    # not committed: the fork alone is worse
+    model.write_text(model.read_text().replace("h + self.ffn(", "h + 0 * self.ffn("))
+    flags = [
+        "--variant",
+        f"old: {recipe}@HEAD",
+        "--variant",
+        f"new: {commit}/train_alpha.py --alpha 0.1",
+        "--seeds",
+        2,
+        "--tune",
+        "lr=1e-3,2e-2",
+        "--tune_seeds",
+        1,
+        "--budget",
+        "tokens=2560",
+    ]
     study, steps = command(tmp_path / "study", *flags), TINY.index("--steps")
-    del study[2 + steps:4 + steps]
+    del study[2 + steps : 4 + steps]
     run([*study, "--only", f"old lr=1e-3/{APART}"])
     said = run(study)
     assert "3 runs, " in said and "old is best with lr=2e-2" in said and "compare" not in said
     settings = json.loads((tmp_path / "study/study.json").read_text())
-    assert [(v["flags"][-2:], v["steps"]) for v in settings["variants"].values()] == 2 * [(["--steps=40", "--lr=2e-2"], 40)]
+    assert [(v["flags"][-2:], v["steps"]) for v in settings["variants"].values()] == 2 * [
+        (["--steps=40", "--lr=2e-2"], 40)
+    ]
     row, report = row_of(tmp_path / "study"), (tmp_path / "study/report.md").read_text()
     assert row["pairs"] == 2 and row["verdict"] != "identical" and row["difference"] != 0
     assert "+    alpha: float" in report and "+        return h + 0 * self.ffn(" in report
@@ -395,27 +660,58 @@ def test_a_fork_meets_a_commit(tmp_path):
 
 @pytest.mark.slow
 def test_equal_variants_over_sizes(tmp_path):
-    """A/A over a ladder: identical at each size, and a law for each variant. Steps follow from tokens per parameter."""
-    study = command(tmp_path, "train_llama3.py", "--variant", "a:", "--variant", "b:", "--seeds", 1, "--ladder",
-                    "dim=16;dim=32;dim=48;dim=64", "--tokens_per_parameter", 0.01)
-    del study[3 + TINY.index("--steps"):5 + TINY.index("--steps")]
+    """A/A over a ladder: identical at each size, and a law for each variant. Steps follow from
+    tokens per parameter."""
+    study = command(
+        tmp_path,
+        "train_llama3.py",
+        "--variant",
+        "a:",
+        "--variant",
+        "b:",
+        "--seeds",
+        1,
+        "--ladder",
+        "dim=16;dim=32;dim=48;dim=64",
+        "--tokens_per_parameter",
+        0.01,
+    )
+    del study[3 + TINY.index("--steps") : 5 + TINY.index("--steps")]
     said = run([word.replace("2,dim=32,", "2,") for word in study])
     rows = json.loads((tmp_path / "ladder.json").read_text())
-    assert [row["verdict"] for row in rows] == 4 * ["identical"] + ["extrapolated"] and rows[-1]["difference"] == 0
+    assert [row["verdict"] for row in rows] == 4 * ["identical"] + ["extrapolated"] and rows[-1][
+        "difference"
+    ] == 0
     assert "b: L = " in said and rows[3]["parameters"] > rows[0]["parameters"]
 
 
 @pytest.mark.slow
 def test_equal_flags_are_identical(tmp_path):
     """A real A/A study, on two processes each."""
-    out = run(command(tmp_path, "train_llama3.py", "--variant", "a:", "--variant", "b:", "--seeds", 1, "--nproc", 2, "--tp", 2))
+    out = run(
+        command(
+            tmp_path,
+            "train_llama3.py",
+            "--variant",
+            "a:",
+            "--variant",
+            "b:",
+            "--seeds",
+            1,
+            "--nproc",
+            2,
+            "--tp",
+            2,
+        )
+    )
     assert "b and a are identical in every logged step (1 pair)" in out
     assert row_of(tmp_path)["verdict"] == "identical"
 
 
 @pytest.mark.slow
 def test_forks(tmp_path):
-    """A fork with a renamed variable is bit-equal to the original, a worse block is worse, and a failure is reported."""
+    """A fork with a renamed variable is bit-equal to the original, a worse block is worse, and a
+    failure is reported."""
     left_out = shutil.ignore_patterns(".*", "tests", "docs", "runs", "__pycache__")
     shutil.copytree(REPO, tmp_path, dirs_exist_ok=True, ignore=left_out)
     recipe = (tmp_path / "train_llama3.py").read_text()
@@ -427,19 +723,43 @@ def test_forks(tmp_path):
             text = text.replace(old, new)
         (tmp_path / name).write_text(text)
 
-    fork("renamed.py", recipe, ("layout", "plan"), ("check_plan", "check_layout"), ("distributed.plan", "distributed.layout"))
-    fork("models/worse.py", model, ("h + self.attn(", "h + 0 * self.attn("), ("h + self.ffn(", "h + 0 * self.ffn("))
+    fork(
+        "renamed.py",
+        recipe,
+        ("layout", "plan"),
+        ("check_plan", "check_layout"),
+        ("distributed.plan", "distributed.layout"),
+    )
+    fork(
+        "models/worse.py",
+        model,
+        ("h + self.attn(", "h + 0 * self.attn("),
+        ("h + self.ffn(", "h + 0 * self.ffn("),
+    )
     fork("worse.py", recipe, ("models.llama3 import", "models.worse import"))
-    fork("fails.py", recipe, ("        loss = parallel", "        raise OSError('no more')\n        loss = parallel"))
+    fork(
+        "fails.py",
+        recipe,
+        ("        loss = parallel", "        raise OSError('no more')\n        loss = parallel"),
+    )
     recipes = "train_llama3.py", "renamed.py", "worse.py", "fails.py"
     flags = *recipes, "--seeds", 3, "--steps", 40, "--metric", "loss", "--lr", "2e-2"
     said = run(command("study", *flags), tmp_path, status=1)
-    rows = {row["variant"]: row for row in json.loads((tmp_path / "study/verdicts.json").read_text())}
-    assert (rows["renamed"]["verdict"], rows["worse"]["verdict"], rows["fails"]["died"]) == ("identical", "worse", 3)
+    rows = {
+        row["variant"]: row for row in json.loads((tmp_path / "study/verdicts.json").read_text())
+    }
+    assert (rows["renamed"]["verdict"], rows["worse"]["verdict"], rows["fails"]["died"]) == (
+        "identical",
+        "worse",
+        3,
+    )
     assert "identical in every logged step" in said and "OSError: no more" in said
 
 
 @pytest.mark.slow
 def test_an_unknown_metric_ends_after_the_first_run(tmp_path):
-    done = ended(command(tmp_path, "train_llama3.py", "--vary", "lr=1e-3,1e-2", "--metric", "losss"), status=2)
+    done = ended(
+        command(tmp_path, "train_llama3.py", "--vary", "lr=1e-3,1e-2", "--metric", "losss"),
+        status=2,
+    )
     assert "--metric losss: no run logs it; there are" in done.stderr

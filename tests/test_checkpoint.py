@@ -1,4 +1,5 @@
 """Tests checkpoint.py: a saved run comes back to the bit in any layout, and damage is noticed."""
+
 import json
 import multiprocessing
 import os
@@ -21,14 +22,35 @@ import torch
 from layouts import MOE, SMALL, build, config, full, global_batch, local_batch, on_meta
 from pool import forkserver, pool
 from programs import run_program
-from saves import IDENTITY, assert_same, everything, flip, names, path, refuses, rewrite, save_run, saver, stops, trained
+from saves import (
+    IDENTITY,
+    assert_same,
+    everything,
+    flip,
+    names,
+    path,
+    refuses,
+    rewrite,
+    save_run,
+    saver,
+    stops,
+    trained,
+)
 from torch import nn
 from torch.distributed.checkpoint import DefaultSavePlanner
 
 import checkpoint
 import grpo
 import parallel
-from checkpoint import CheckpointConfig, Damaged, load_model, saved_model, saved_state, step_folders, verify
+from checkpoint import (
+    CheckpointConfig,
+    Damaged,
+    load_model,
+    saved_model,
+    saved_state,
+    step_folders,
+    verify,
+)
 from corpus.tokenizer import has_bos
 from distributed.experts import balance_experts
 from distributed.layout import Layout
@@ -78,16 +100,23 @@ def test_what_is_saved_comes_back(tmp_path, optimizer):
 
 
 def test_another_optimizer_for_some_parameters_is_named(tmp_path):
-    """As in a run with Muon that began with AdamW for the experts. The weights go on with a new state."""
+    """As in a run with Muon that began with AdamW for the experts. The weights go on with a new
+    state."""
     save_run(tmp_path, 2)
-    refuses("does not fit this model: missing: optimizer.*momentum_buffer; unknown: .*; the optimizer has "
-            ".*--exclude_from_loading optimizer starts it anew", saver(*trained(1, 0, "muon"), tmp_path).load)
+    refuses(
+        "does not fit this model: missing: optimizer.*momentum_buffer; unknown: .*; the optimizer "
+        "has "
+        ".*--exclude_from_loading optimizer starts it anew",
+        saver(*trained(1, 0, "muon"), tmp_path).load,
+    )
     net, optimizers = trained(1, 0, "muon")
     assert saver(net, optimizers, tmp_path, exclude_from_loading=["optimizer"]).load()["step"] == 2
     assert torch.equal(net.last.weight, trained(0, 2)[0].last.weight) and not optimizers[1].state
 
 
-def test_parameters_without_gradient_have_no_state_and_wrapped_modules_have_their_plain_names(tmp_path):
+def test_parameters_without_gradient_have_no_state_and_wrapped_modules_have_their_plain_names(
+    tmp_path,
+):
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     net, optimizers = trained(0, 0)
@@ -100,7 +129,9 @@ def test_parameters_without_gradient_have_no_state_and_wrapped_modules_have_thei
     fresh = trained(1, 0)
     saver(*fresh, tmp_path).load()
     loaded = everything(*fresh)
-    assert loaded.keys() == plain.keys() and all(torch.equal(loaded[key], plain[key]) for key in plain)
+    assert loaded.keys() == plain.keys() and all(
+        torch.equal(loaded[key], plain[key]) for key in plain
+    )
     assert fresh[0].last.weight not in fresh[1][0].state
 
 
@@ -123,7 +154,9 @@ def test_async_saves_what_was_there_when_save_was_called(tmp_path, mode):
     background.close()
     for step in (1, 2):
         assert diff(path(tmp_path / "sync", step), path(tmp_path / "async", step)) == 0
-        assert json.loads(Path(path(tmp_path / "async", step), "state.json").read_text())["state"] == {"step": step}
+        assert json.loads(Path(path(tmp_path / "async", step), "state.json").read_text())[
+            "state"
+        ] == {"step": step}
 
 
 def test_a_dead_writer_process_costs_one_save(tmp_path, capsys):
@@ -137,7 +170,11 @@ def test_a_dead_writer_process_costs_one_save(tmp_path, capsys):
 
 
 def test_keep_latest_k(tmp_path):
-    for k, expected in ((2, ["step-2", "step-3"]), (1, ["step-3"]), (0, ["step-1", "step-2", "step-3"])):
+    for k, expected in (
+        (2, ["step-2", "step-3"]),
+        (1, ["step-3"]),
+        (0, ["step-1", "step-2", "step-3"]),
+    ):
         checkpoints = saver(*trained(0, 1), tmp_path / str(k), keep_latest_k=k)
         for step in (1, 2, 3):
             checkpoints.save(step, {})
@@ -157,7 +194,8 @@ def test_an_existing_step_is_never_overwritten(tmp_path):
 
 
 def kill_while_saving(out, function_name, after):
-    """Saves step 2 and dies by SIGKILL when the save calls a function of checkpoint.py, or right after the call."""
+    """Saves step 2 and dies by SIGKILL when the save calls a function of checkpoint.py, or right
+    after the call."""
     owner = shutil if function_name == "rmtree" else checkpoint
     original = getattr(owner, function_name)
 
@@ -170,10 +208,18 @@ def kill_while_saving(out, function_name, after):
     saver(*trained(0, 2), out, keep_latest_k=1).save(2, {"step": 2})
 
 
-@pytest.mark.parametrize("function_name, after, survivor", [
-    ("write_tensors", False, 1), ("write_tensors", True, 1), ("write_manifest", False, 1), ("publish", False, 1),  # before
-    ("step_folders", False, 2), ("rmtree", False, 2),  # after the rename
-])
+@pytest.mark.parametrize(
+    "function_name, after, survivor",
+    [
+        # before
+        ("write_tensors", False, 1),
+        ("write_tensors", True, 1),
+        ("write_manifest", False, 1),
+        ("publish", False, 1),
+        ("step_folders", False, 2),
+        ("rmtree", False, 2),  # after the rename
+    ],
+)
 def test_kill_9_in_the_middle_of_a_save(tmp_path, function_name, after, survivor):
     save_run(tmp_path, 1)
     assert run_forked(kill_while_saving, tmp_path, function_name, after) == -signal.SIGKILL
@@ -248,7 +294,8 @@ def test_every_other_damage_is_noticed(tmp_path, damage, capsys):
     assert saver(*fresh, tmp_path).load()["step"] == 1
     assert "DAMAGED" in capsys.readouterr().out
     assert_same(fresh, trained(0, 1))
-    assert [n.split("-")[0] for n in names(tmp_path)] == ["damaged", "step"]  # out of the way of keep_latest_k
+    # out of the way of keep_latest_k
+    assert [n.split("-")[0] for n in names(tmp_path)] == ["damaged", "step"]
 
 
 def test_all_damaged_is_refused(tmp_path):
@@ -266,8 +313,13 @@ def test_load_step(tmp_path):
     save_run(tmp_path, 2, 4, 10)
     assert saver(*trained(1, 0), tmp_path, load_only=True, load_step=4).load()["step"] == 4
     assert names(tmp_path) == ["step-10", "step-2", "step-4"]
-    refuses("no checkpoint of step 5; it has the steps 10, 4, 2",
-            check_run, str(tmp_path), IDENTITY, CheckpointConfig(load_step=5))
+    refuses(
+        "no checkpoint of step 5; it has the steps 10, 4, 2",
+        check_run,
+        str(tmp_path),
+        IDENTITY,
+        CheckpointConfig(load_step=5),
+    )
     refuses("none", check_run, str(tmp_path / "new"), IDENTITY, CheckpointConfig(load_step=5))
     # one history per run: newer steps than the loaded step are set aside
     assert saver(*trained(1, 0), tmp_path, load_step=4).load()["step"] == 4
@@ -283,7 +335,9 @@ def test_a_restart_by_the_launcher_goes_on_from_the_newest(tmp_path, monkeypatch
     assert saver(*trained(1, 0), tmp_path, load_step=2).load()["step"] == 4
 
 
-@pytest.mark.parametrize("excluded", [["optimizer"], ["last"], ["model.last.*"], ["last.weight", "counts"]])
+@pytest.mark.parametrize(
+    "excluded", [["optimizer"], ["last"], ["model.last.*"], ["last.weight", "counts"]]
+)
 def test_exclude_from_loading(tmp_path, excluded):
     save_run(tmp_path, 2)
     fresh, start, there = trained(1, 0), everything(*trained(1, 0)), everything(*trained(0, 2))
@@ -291,14 +345,19 @@ def test_exclude_from_loading(tmp_path, excluded):
     prefixes = tuple(e.removeprefix("model.").removesuffix(".*") for e in excluded)
     for name, tensor in everything(*fresh).items():
         assert torch.equal(tensor, start[name] if name.startswith(prefixes) else there[name]), name
-    for name, param in fresh[0].named_parameters():  # a parameter that starts anew has no old moments
-        assert (param in fresh[1][0].state) == (excluded != ["optimizer"] and not name.startswith(prefixes)), name
+    # a parameter that starts anew has no old moments
+    for name, param in fresh[0].named_parameters():
+        assert (param in fresh[1][0].state) == (
+            excluded != ["optimizer"] and not name.startswith(prefixes)
+        ), name
 
 
 def test_unknown_exclusion(tmp_path):
     save_run(tmp_path, 2)
-    refuses("lst.weight: no such parameter; the model has counts, first.bias, first.weight and 4 more$",
-            saver(*trained(), tmp_path, exclude_from_loading=["lst.weight"]).load)
+    refuses(
+        "lst.weight: no such parameter; the model has counts, first.bias, first.weight and 4 more$",
+        saver(*trained(), tmp_path, exclude_from_loading=["lst.weight"]).load,
+    )
 
 
 def test_a_model_that_does_not_fit_is_untouched(tmp_path):
@@ -310,8 +369,12 @@ def test_a_model_that_does_not_fit_is_untouched(tmp_path):
     optimizers = [torch.optim.AdamW(net.parameters())]
     before = {name: t.clone() for name, t in net.state_dict().items()}
     said = refuses(".", saver(net, optimizers, tmp_path).load)
-    for text in ("missing: model.extra.weight", "shape: model.last.weight (7, 24), here (8, 24)", "unknown: model.norm.weight",
-                 "dtype: model.first.weight float32, here bfloat16"):
+    for text in (
+        "missing: model.extra.weight",
+        "shape: model.last.weight (7, 24), here (8, 24)",
+        "unknown: model.norm.weight",
+        "dtype: model.first.weight float32, here bfloat16",
+    ):
         assert text in said
     assert all(torch.equal(t, before[name]) for name, t in net.state_dict().items())
 
@@ -320,9 +383,16 @@ def test_init_from(tmp_path, capsys):
     save_run(tmp_path / "old", 2, 4)
     for source, step in ((tmp_path / "old", 4), (path(tmp_path / "old", 2), 2)):
         weights = trained(1, 0)
-        check_run(str(tmp_path / "new"), {"model": IDENTITY["model"]}, CheckpointConfig(init_from=str(source)))
+        check_run(
+            str(tmp_path / "new"),
+            {"model": IDENTITY["model"]},
+            CheckpointConfig(init_from=str(source)),
+        )
         assert saver(*weights, tmp_path / "new", init_from=str(source)).load() is None
-        assert torch.equal(weights[0].last.weight, trained(0, step)[0].last.weight) and not weights[1][0].state
+        assert (
+            torch.equal(weights[0].last.weight, trained(0, step)[0].last.weight)
+            and not weights[1][0].state
+        )
         everything_of_it = trained(1, 0)
         flags = dict(init_from=str(source), init_model_only=False)
         check_run(str(tmp_path / "new"), IDENTITY, CheckpointConfig(**flags))
@@ -330,18 +400,32 @@ def test_init_from(tmp_path, capsys):
         assert_same(everything_of_it, trained(0, step))
     deeper = IDENTITY | {"model": IDENTITY["model"] | {"n_layers": 5}}
     refuses("n_layers is 5", check_run, str(tmp_path / "new"), deeper, CheckpointConfig(**flags))
-    refuses("holds no checkpoint", check_run, str(tmp_path / "new"), IDENTITY, CheckpointConfig(init_from=str(tmp_path)))
+    refuses(
+        "holds no checkpoint",
+        check_run,
+        str(tmp_path / "new"),
+        IDENTITY,
+        CheckpointConfig(init_from=str(tmp_path)),
+    )
     assert names(tmp_path / "old") == ["step-2", "step-4"]
     net = trained(1, 0)[0].bfloat16()  # another dtype may start a run, but not continue one
-    saver(net, [torch.optim.AdamW(net.parameters())], tmp_path / "new", init_from=str(tmp_path / "old")).load()
+    saver(
+        net,
+        [torch.optim.AdamW(net.parameters())],
+        tmp_path / "new",
+        init_from=str(tmp_path / "old"),
+    ).load()
     assert torch.equal(net.last.weight, trained(0, 4)[0].last.weight.bfloat16())
     save_run(tmp_path / "new", 1)
-    assert saver(*trained(1, 0), tmp_path / "new", init_from=str(tmp_path / "old")).load()["step"] == 1
+    assert (
+        saver(*trained(1, 0), tmp_path / "new", init_from=str(tmp_path / "old")).load()["step"] == 1
+    )
     assert "IGNORED" in capsys.readouterr().out
 
 
 def start_run(model_config, seed, out, drawn=None, **flags):
-    """(model, Checkpoints) of a start. drawn: a list for the names of all drawn parameters; the others are loaded later."""
+    """(model, Checkpoints) of a start. drawn: a list for the names of all drawn parameters; the
+    others are loaded later."""
     model, draw = on_meta(model_config), parallel.draw_block
 
     def watched(*args):
@@ -357,41 +441,57 @@ def start_run(model_config, seed, out, drawn=None, **flags):
 
 
 @pytest.mark.parametrize("source", ["this run", "a run", "a step", "all of a run", "Hugging Face"])
-@pytest.mark.parametrize("excluded", [[], ["head", "blocks.1.attn"], ["optimizer", "model.norm.weight"]])
+@pytest.mark.parametrize(
+    "excluded", [[], ["head", "blocks.1.attn"], ["optimizer", "model.norm.weight"]]
+)
 def test_only_what_no_checkpoint_overwrites_is_drawn(tmp_path, source, excluded):
-    """Before load() the other parameters are NaN; after load() every parameter has the expected value."""
+    """Before load() the other parameters are NaN; after load() every parameter has the expected
+    value."""
     old, checkpoints = start_run(config(), 3, tmp_path / "old")
     optimizer = checkpoints.optimizers[0]
     for p in old.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()
     assert checkpoints.save(4, {"step": 4})
-    flags = {"a run": dict(init_from=str(tmp_path / "old")), "a step": dict(init_from=path(tmp_path / "old", 4)),
-             "all of a run": dict(init_from=str(tmp_path / "old"), init_model_only=False)}.get(source, {})
+    flags = {
+        "a run": dict(init_from=str(tmp_path / "old")),
+        "a step": dict(init_from=path(tmp_path / "old", 4)),
+        "all of a run": dict(init_from=str(tmp_path / "old"), init_model_only=False),
+    }.get(source, {})
     if source == "Hugging Face":
         save_hf([old], str(tmp_path / "hf"), torch.float32)
-        flags, excluded = dict(init_from=str(tmp_path / "hf")), [name for name in excluded if name != "optimizer"]
+        flags, excluded = (
+            dict(init_from=str(tmp_path / "hf")),
+            [name for name in excluded if name != "optimizer"],
+        )
     drawn, out = [], tmp_path / ("old" if source == "this run" else "new")
     fresh = start_run(config(), 5, tmp_path / "other")[0]
     model, checkpoints = start_run(config(), 5, out, drawn, exclude_from_loading=excluded, **flags)
     names = tuple(f"{name.removeprefix('model.')}." for name in excluded)
     kept = {fqn for fqn, _ in model.named_parameters() if f"{fqn}.".startswith(names)}
     assert set(drawn) == {fqn for fqn in kept if "norm" not in fqn}
-    assert all(p.isnan().all() for fqn, p in model.named_parameters() if "norm" not in fqn and fqn not in kept)
+    assert all(
+        p.isnan().all()
+        for fqn, p in model.named_parameters()
+        if "norm" not in fqn and fqn not in kept
+    )
     checkpoints.load()
     for fqn, p in model.named_parameters():
         assert torch.equal(p, (fresh if fqn in kept else old).get_parameter(fqn)), fqn
 
 
 def test_weights_that_no_file_has_are_drawn(tmp_path):
-    """A new run draws all parameters; a run from Hugging Face's files draws multi-token prediction, if missing there."""
+    """A new run draws all parameters; a run from Hugging Face's files draws multi-token prediction,
+    if missing there."""
     with_mtp = config("deepseek", n_layers=2, mtp_depth=1)
     old = start_run(replace(with_mtp, mtp_depth=0), 3, tmp_path / "old")[0]
     save_hf([old], str(tmp_path / "hf"), torch.float32)
     everything, drawn = [], []
     fresh = start_run(with_mtp, 5, tmp_path / "other", everything)[0]
     assert set(everything) == {fqn for fqn, p in fresh.named_parameters() if "norm" not in fqn}
-    model, checkpoints = start_run(with_mtp, 5, tmp_path / "new", drawn, init_from=str(tmp_path / "hf"))
+    model, checkpoints = start_run(
+        with_mtp, 5, tmp_path / "new", drawn, init_from=str(tmp_path / "hf")
+    )
     checkpoints.load()
     assert set(drawn) == {fqn for fqn in everything if fqn.startswith("mtp.")}
     for fqn, p in model.named_parameters():
@@ -406,10 +506,18 @@ def test_a_tokenizer_that_no_checkpoint_can_hold_is_refused_before_training(tmp_
     checkpoints = saver(*trained(), tmp_path / "run", tokenizer_file=str(first / "tokenizer.json"))
     with open(first / name, "wb") as sparse:
         sparse.truncate(1 << 30)
-    refuses(f"{name}.* has 1,073,741,824 bytes, which is absurd",
-            saver, *trained(), tmp_path / "other", tokenizer_file=str(first / "tokenizer.json"))
-    loads = saver(*trained(), tmp_path / "other", tokenizer_file=str(first / "tokenizer.json"), load_only=True)
-    assert loads.save(1, {}, last=True) is False and not (tmp_path / "other").exists()  # never saves
+    refuses(
+        f"{name}.* has 1,073,741,824 bytes, which is absurd",
+        saver,
+        *trained(),
+        tmp_path / "other",
+        tokenizer_file=str(first / "tokenizer.json"),
+    )
+    loads = saver(
+        *trained(), tmp_path / "other", tokenizer_file=str(first / "tokenizer.json"), load_only=True
+    )
+    # never saves
+    assert loads.save(1, {}, last=True) is False and not (tmp_path / "other").exists()
     assert checkpoints.save(1, {})  # later edits change no run
     assert Path(path(tmp_path / "run", 1), "chat_template.jinja").read_text() == "{{ messages }}"
     assert json.loads(Path(path(tmp_path / "run", 1), "tokenizer.json").read_bytes())["model"]
@@ -419,10 +527,15 @@ def test_a_tokenizer_that_no_checkpoint_can_hold_is_refused_before_training(tmp_
 
 
 def test_changed_code_is_told_when_a_run_goes_on(tmp_path, monkeypatch, capsys):
-    """A fork in another folder, with a module beside and a module in a folder below; our files are elsewhere."""
+    """A fork in another folder, with a module beside and a module in a folder below; our files are
+    elsewhere."""
     fork, out = tmp_path / "fork", tmp_path / "run"
     (fork / "parts").mkdir(parents=True)
-    sources = {"my_env.py": "from parts import block\n", "mine.py": "a = 1\n", "parts/block.py": "WIDTH = 4\n"}
+    sources = {
+        "my_env.py": "from parts import block\n",
+        "mine.py": "a = 1\n",
+        "parts/block.py": "WIDTH = 4\n",
+    }
     for (name, text), module in zip(sources.items(), ("nanotitan_env", "mine", "parts.block")):
         (fork / name).write_text(text)
         monkeypatch.setitem(sys.modules, module, SimpleNamespace(__file__=str(fork / name)))
@@ -432,7 +545,8 @@ def test_changed_code_is_told_when_a_run_goes_on(tmp_path, monkeypatch, capsys):
     code = json.loads(Path(path(out, 1), "code.json").read_bytes())
     assert sources.items() <= code.items()  # as imported, without later edits
     assert {"checkpoint.py", "support/config.py"} <= code.keys()
-    assert not [name for name in code if ".venv" in name or Path(name).is_absolute()]  # no library's source
+    # no library's source
+    assert not [name for name in code if ".venv" in name or Path(name).is_absolute()]
 
     def load(out, **flags) -> str:
         capsys.readouterr()
@@ -442,7 +556,11 @@ def test_changed_code_is_told_when_a_run_goes_on(tmp_path, monkeypatch, capsys):
 
     (fork / "mine.py").write_text(sources["mine.py"])
     assert load(out) == ""
-    rewrite(path(out, 1), "code.json", json.dumps(code | {"mine.py": "raise SystemExit(3)", "gone.py": ""}).encode())
+    rewrite(
+        path(out, 1),
+        "code.json",
+        json.dumps(code | {"mine.py": "raise SystemExit(3)", "gone.py": ""}).encode(),
+    )
     (fork / "my_env.py").write_text("from parts import block, new\n")
     (fork / "parts" / "new.py").write_text("")
     expected = "mine.py, my_env.py"  # compared as text, and never run
@@ -462,12 +580,18 @@ def test_a_model_whose_file_has_changed_is_told_where_one_samples_from_it(tmp_pa
     rewrite(path(tmp_path, 1), "code.json", json.dumps(there).encode())
     load_model(str(tmp_path))
     said = capsys.readouterr()  # stdout is for sampled text
-    assert "code that has changed since step-1 was written: models/llama3.py\n" in said.err and not said.out
+    assert (
+        "code that has changed since step-1 was written: models/llama3.py\n" in said.err
+        and not said.out
+    )
 
 
 def test_model_only(tmp_path):
     saver(*trained(0, 2), tmp_path).save(2, {"step": 2}, last=True, model_only=True)
-    for refusal in (lambda: check_run(str(tmp_path), IDENTITY, CheckpointConfig()), saver(*trained(1, 0), tmp_path).load):
+    for refusal in (
+        lambda: check_run(str(tmp_path), IDENTITY, CheckpointConfig()),
+        saver(*trained(1, 0), tmp_path).load,
+    ):
         refuses("holds only the weights; .* --init_from", refusal)
     fresh = trained(1, 0)
     saver(*fresh, tmp_path / "new", init_from=str(tmp_path)).load()
@@ -481,10 +605,19 @@ def test_no_pickle_is_written_and_tables_of_format_2_are_read(tmp_path):
     table = json.loads(Path(folder, "tensors.json").read_bytes())
     weight = table["tensors"]["model.first.weight"]
     begin, n_bytes = weight["shards"][1:3]
-    assert table["files"] == ["__0_0.distcp"] and 0 <= begin < begin + n_bytes <= os.path.getsize(f"{folder}/__0_0.distcp")
-    assert weight == {"dtype": "float32", "shape": [24, 24], "n": 1, "shards": [0, begin, n_bytes, 0, 0, 24, 24]}
+    assert table["files"] == ["__0_0.distcp"] and 0 <= begin < begin + n_bytes <= os.path.getsize(
+        f"{folder}/__0_0.distcp"
+    )
+    assert weight == {
+        "dtype": "float32",
+        "shape": [24, 24],
+        "n": 1,
+        "shards": [0, begin, n_bytes, 0, 0, 24, 24],
+    }
     for entry in table["tensors"].values():
-        entry["shards"] = np.array([unpack_column(column, np.arange(entry["n"])) for column in entry["shards"]]).T.tolist()
+        entry["shards"] = np.array(
+            [unpack_column(column, np.arange(entry["n"])) for column in entry["shards"]]
+        ).T.tolist()
         del entry["n"]
     rewrite(folder, "tensors.json", json.dumps(table).encode())
     saves.set_manifest(folder, format_version=2)
@@ -494,11 +627,14 @@ def test_no_pickle_is_written_and_tables_of_format_2_are_read(tmp_path):
 
 
 def two_saves(folder) -> tuple[list, int]:
-    """(plans made by this rank until each of two saves of a sharded run was complete, scalars that this rank saves)"""
+    """(plans made by this rank until each of two saves of a sharded run was complete, scalars that
+    this rank saves)"""
     stages, layout = build(config(**SMALL), dict(dp_shard=2), 4, 2)
     optimizer = torch.optim.AdamW([p for stage in stages for p in stage.parameters()])
     found, make = [], DefaultSavePlanner.create_global_plan
-    with mock.patch.object(DefaultSavePlanner, "create_global_plan", autospec=True, side_effect=make) as plans:
+    with mock.patch.object(
+        DefaultSavePlanner, "create_global_plan", autospec=True, side_effect=make
+    ) as plans:
         run = saver(stages, optimizer, folder)
         for step in 1, 2:
             for p in stages[0].parameters():
@@ -512,13 +648,15 @@ def two_saves(folder) -> tuple[list, int]:
 
 def test_a_run_plans_its_saves_once(tmp_path):
     (plans, scalars), others = pool(2).run(two_saves, tmp_path)
-    assert plans == [1, 1] and scalars > 0 and others == ([0, 0], 0)  # AdamW's steps are saved by one rank
+    # AdamW's steps are saved by one rank
+    assert plans == [1, 1] and scalars > 0 and others == ([0, 0], 0)
     tables = [Path(path(tmp_path, step), "tensors.json").read_bytes() for step in (1, 2)]
     assert tables[0] == tables[1] and verify(path(tmp_path, 2))
 
 
 def test_a_start_looks_at_no_file_of_tensors(tmp_path):
-    """A large run has one for each rank, and every rank looks for the newest checkpoint several times."""
+    """A large run has one for each rank, and every rank looks for the newest checkpoint several
+    times."""
     folder = save_run(tmp_path, 2)
     os.rename(f"{path(folder, 2)}/__0_0.distcp", tmp_path / "gone")
     assert newest_readable(str(folder), names=ABOUT) == path(folder, 2)
@@ -527,43 +665,73 @@ def test_a_start_looks_at_no_file_of_tensors(tmp_path):
 
 
 def test_columns_of_a_grid_are_short():
-    grid = np.array([[first, second] for first in range(0, 640, 10) for second in range(0, 96, 32)])  # offsets of 64 x 3 shards
-    assert [pack_column(column) for column in grid.T] == [{"rule": [0, 10, 3, 192]}, {"rule": [0, 32, 1, 3]}]
+    # offsets of 64 x 3 shards
+    grid = np.array([[first, second] for first in range(0, 640, 10) for second in range(0, 96, 32)])
+    assert [pack_column(column) for column in grid.T] == [
+        {"rule": [0, 10, 3, 192]},
+        {"rule": [0, 32, 1, 3]},
+    ]
     uneven = np.array([3, 1, 4, 1])
     assert pack_column(uneven) == [3, 1, 4, 1] and pack_column(uneven[:1]) == 3
     generator = np.random.default_rng(0)
     for n in (1, 2, 3, 8, 60):
-        for column in (generator.integers(0, 3, n), np.arange(n) // 2 % 3 * 7 + 5, np.sort(generator.integers(0, 4, n))):
+        for column in (
+            generator.integers(0, 3, n),
+            np.arange(n) // 2 % 3 * 7 + 5,
+            np.sort(generator.integers(0, 4, n)),
+        ):
             packed = json.loads(json.dumps(pack_column(column)))
             assert np.array_equal(unpack_column(packed, np.arange(n)), column)
 
 
-@pytest.mark.parametrize("first, shape, found", [((0, 0), (1, 1), 1), ((15, 8), (15, 56), 4), ((640, 96), (0, 0), 0)])
+@pytest.mark.parametrize(
+    "first, shape, found", [((0, 0), (1, 1), 1), ((15, 8), (15, 56), 4), ((640, 96), (0, 0), 0)]
+)
 def test_a_rank_reads_the_rows_of_its_own_shards(monkeypatch, first, shape, found):
     """Of 64 x 3 shards most are looked at in two of seven columns only."""
     grid = np.array([[0, 7, 9, i, j, 10, 32] for i in range(0, 640, 10) for j in range(0, 96, 32)])
-    saved, looked = dcp.SavedTensor(torch.Size((640, 96)), torch.float32, (["a"], np.array([16])), 192, [*grid.T]), []
-    monkeypatch.setattr(dcp, "unpack_column", lambda column, at: looked.append(len(at)) or column[at])
+    saved, looked = (
+        dcp.SavedTensor(
+            torch.Size((640, 96)), torch.float32, (["a"], np.array([16])), 192, [*grid.T]
+        ),
+        [],
+    )
+    monkeypatch.setattr(
+        dcp, "unpack_column", lambda column, at: looked.append(len(at)) or column[at]
+    )
     *_, offsets, sizes = saved.read_shards(first, shape)
-    overlap = [row[3:].tolist() for row in grid if all((row[3:5] < np.add(first, shape)) & (row[3:5] + row[5:] > first))]
+    overlap = [
+        row[3:].tolist()
+        for row in grid
+        if all((row[3:5] < np.add(first, shape)) & (row[3:5] + row[5:] > first))
+    ]
     assert np.hstack([offsets, sizes]).tolist() == overlap and len(overlap) == found
     assert sum(looked) <= 2 * 192 + 2 * 3 * 3 + 7 * found
 
 
-@pytest.mark.parametrize("change, message", [
-    (lambda table, entry: table["files"].__setitem__(0, "../../../secret.distcp"), "KeyError: .*secret.distcp"),
-    (lambda table, entry: entry["shards"].__setitem__(2, 10**9), "no part of"),
-    (lambda table, entry: entry["shards"].__setitem__(1, -1), "no part of"),
-    (lambda table, entry: entry["shards"].__setitem__(0, 9), "no part of"),
-    (lambda table, entry: entry["shards"].__setitem__(3, {"rule": [1, 0, 0, 0]}), "do not add up"),
-    (lambda table, entry: entry["shards"].__setitem__(5, 1 << 62), "do not add up"),
-    (lambda table, entry: entry["shards"].pop(), "refused"),
-    (lambda table, entry: entry.update(shards=[]), "refused"),
-    (lambda table, entry: entry.update(n=1 << 40), "is said to have"),
-    (lambda table, entry: entry.update(dtype="save"), "save is no dtype"),
-    (lambda table, entry: entry.update(dtype="nonsense"), "refused"),
-    (None, "refused"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            lambda table, entry: table["files"].__setitem__(0, "../../../secret.distcp"),
+            "KeyError: .*secret.distcp",
+        ),
+        (lambda table, entry: entry["shards"].__setitem__(2, 10**9), "no part of"),
+        (lambda table, entry: entry["shards"].__setitem__(1, -1), "no part of"),
+        (lambda table, entry: entry["shards"].__setitem__(0, 9), "no part of"),
+        (
+            lambda table, entry: entry["shards"].__setitem__(3, {"rule": [1, 0, 0, 0]}),
+            "do not add up",
+        ),
+        (lambda table, entry: entry["shards"].__setitem__(5, 1 << 62), "do not add up"),
+        (lambda table, entry: entry["shards"].pop(), "refused"),
+        (lambda table, entry: entry.update(shards=[]), "refused"),
+        (lambda table, entry: entry.update(n=1 << 40), "is said to have"),
+        (lambda table, entry: entry.update(dtype="save"), "save is no dtype"),
+        (lambda table, entry: entry.update(dtype="nonsense"), "refused"),
+        (None, "refused"),
+    ],
+)
 def test_an_evil_table_reads_nothing_from_elsewhere(tmp_path, change, message):
     folder = path(save_run(tmp_path, 2), 2)
     table = json.loads(Path(folder, "tensors.json").read_bytes())
@@ -574,14 +742,24 @@ def test_an_evil_table_reads_nothing_from_elsewhere(tmp_path, change, message):
     fresh = trained(1, 0)
     refuses(f"tensors.json is refused: .*{message}|{message}", saver(*fresh, tmp_path).load)
     weights = everything(*fresh)  # the optimizer has got zeros to load into
-    assert all(torch.equal(weights[key], value) for key, value in everything(*trained(1, 0)).items())
+    assert all(
+        torch.equal(weights[key], value) for key, value in everything(*trained(1, 0)).items()
+    )
 
 
 def test_a_checkpoint_of_an_older_format_says_so(tmp_path, capsys):
     saves.set_manifest(path(save_run(tmp_path, 2), 2), format_version=1)
     said = "it is of format 1 and this code reads 2 and 3; with the code that wrote it"
-    refuses(f"no undamaged checkpoint among step-2 .step-2: {said}", check_run, str(tmp_path), IDENTITY, CheckpointConfig())
-    assert checkpoint_commands.main(["verify", str(tmp_path)]) == 1 and said in capsys.readouterr().out
+    refuses(
+        f"no undamaged checkpoint among step-2 .step-2: {said}",
+        check_run,
+        str(tmp_path),
+        IDENTITY,
+        CheckpointConfig(),
+    )
+    assert (
+        checkpoint_commands.main(["verify", str(tmp_path)]) == 1 and said in capsys.readouterr().out
+    )
 
 
 def test_a_checkpoint_does_not_choose_what_is_imported(tmp_path):
@@ -593,8 +771,12 @@ def test_a_checkpoint_does_not_choose_what_is_imported(tmp_path):
     os.remove(os.path.join(path(tmp_path, 2), "state.json"))
     save_run(tmp_path, 1)
     assert grpo.model_of(grpo.Config(init_from=str(tmp_path)), 8)[1] == config()  # of step 1
-    refuses("--model_args n_layers=1: the model is that of --init_from",
-            grpo.model_of, grpo.Config(init_from=str(tmp_path), model_args="n_layers=1"), 8)
+    refuses(
+        "--model_args n_layers=1: the model is that of --init_from",
+        grpo.model_of,
+        grpo.Config(init_from=str(tmp_path), model_args="n_layers=1"),
+        8,
+    )
 
 
 def test_command_line(tmp_path, capsys):
@@ -605,7 +787,13 @@ def test_command_line(tmp_path, capsys):
     assert "25 of 25 tensors differ, most of all:\n  optimizer." in done.stdout
     assert checkpoint_commands.main(["diff", a, a]) == 0
     flip(b + "/recipe.py", 3)
-    for wrong in ([], ["verify"], ["nonsense", a], ["ls", str(tmp_path / "nowhere")], ["diff", a, b]):
+    for wrong in (
+        [],
+        ["verify"],
+        ["nonsense", a],
+        ["ls", str(tmp_path / "nowhere")],
+        ["diff", a, b],
+    ):
         stops(capsys, checkpoint_commands.main, wrong)
 
 
@@ -618,14 +806,21 @@ def test_verify_reads_every_byte_of_a_run_and_ls_does_not(tmp_path, capsys, monk
 
     (tmp_path / "checkpoints" / "step-6.tmp-1234").mkdir()  # of a killed save: no checkpoint
     status, out = command("verify", tmp_path)
-    assert status == 0 and [line.split(":")[0] for line in out.splitlines()] == [f"{path(tmp_path, n)} is good" for n in (4, 2)]
+    assert status == 0 and [line.split(":")[0] for line in out.splitlines()] == [
+        f"{path(tmp_path, n)} is good" for n in (4, 2)
+    ]
     tensors = next(name for name in os.listdir(path(tmp_path, 2)) if name.startswith("__"))
     flip(f"{path(tmp_path, 2)}/{tensors}", 1000)
     status, out = command("ls", tmp_path)
     assert status == 0 and out.count("complete (bytes not read)") == 2
     status, out = command("verify", tmp_path)
-    assert status == 1 and "step-4 is good" in out and f"step-2 is DAMAGED: {tensors} has crc32" in out
-    assert command("verify", path(tmp_path, 4))[0] == 0 and command("verify", path(tmp_path, 2))[0] == 1
+    assert (
+        status == 1 and "step-4 is good" in out and f"step-2 is DAMAGED: {tensors} has crc32" in out
+    )
+    assert (
+        command("verify", path(tmp_path, 4))[0] == 0
+        and command("verify", path(tmp_path, 2))[0] == 1
+    )
 
     for name in ("state.json", "config.json", "tensors.json"):  # ls reads manifests, and no more
         flip(f"{path(tmp_path, 4)}/{name}", 100)
@@ -636,7 +831,12 @@ def test_verify_reads_every_byte_of_a_run_and_ls_does_not(tmp_path, capsys, monk
     Path(path(tmp_path, 2), "manifest.json").unlink()
     status, out = command("ls", tmp_path)
     assert status == 0 and out.count("DAMAGED") == 2
-    for folder in (tmp_path, path(tmp_path, 2), tmp_path / "nowhere", tmp_path / "checkpoints" / "step-6.tmp-1234"):
+    for folder in (
+        tmp_path,
+        path(tmp_path, 2),
+        tmp_path / "nowhere",
+        tmp_path / "checkpoints" / "step-6.tmp-1234",
+    ):
         assert command("verify", folder)[0] == 1, folder
     shutil.rmtree(tmp_path / "checkpoints")
     (tmp_path / "checkpoints").mkdir()
@@ -660,23 +860,49 @@ def test_load_model(tmp_path):
 
 # --- several processes: any layout continues any layout's checkpoint, bit for bit
 
-FOUR = [(4, flags) for flags in (
-    dict(dp_replicate=2, dp_shard=2), dict(dp_shard=2, tp=2), dict(dp_shard=2, pp=2), dict(pp=2, tp=2), dict(dp_shard=2, cp=2),
-    dict(tp=4), dict(dp_shard=2, pp=2, pp_schedule="Interleaved1F1B", pp_layers_per_stage=1, pp_first_stage_less_layers=0,
-                     pp_last_stage_less_layers=0))]
+FOUR = [
+    (4, flags)
+    for flags in (
+        dict(dp_replicate=2, dp_shard=2),
+        dict(dp_shard=2, tp=2),
+        dict(dp_shard=2, pp=2),
+        dict(pp=2, tp=2),
+        dict(dp_shard=2, cp=2),
+        dict(tp=4),
+        dict(
+            dp_shard=2,
+            pp=2,
+            pp_schedule="Interleaved1F1B",
+            pp_layers_per_stage=1,
+            pp_first_stage_less_layers=0,
+            pp_last_stage_less_layers=0,
+        ),
+    )
+]
 TWO = [(2, {}), (2, dict(pp=2))]
 
 
 def run_layout(flags, source, target, options):
-    """Loads `source` into this layout, trains, saves to `target`; returns {key: hash} of this rank's tensors."""
+    """Loads `source` into this layout, trains, saves to `target`; returns {key: hash} of this
+    rank's tensors."""
     steps, mode = options.get("steps", 0), options.get("mode", "off")
-    model_config = config("qwen3", **MOE) if options.get("moe") else config(tie_embeddings=options.get("tie", False))
+    model_config = (
+        config("qwen3", **MOE)
+        if options.get("moe")
+        else config(tie_embeddings=options.get("tie", False))
+    )
     stages, layout = build(model_config, flags, n=8, local_batch_size=2)
-    optimizer = torch.optim.AdamW([p for s in stages for p in s.parameters()], lr=1e-3, foreach=True)
+    optimizer = torch.optim.AdamW(
+        [p for s in stages for p in s.parameters()], lr=1e-3, foreach=True
+    )
     if mode == "process":
         multiprocessing.current_process()._config["daemon"] = False  # a daemon may start no process
-    step = saver(stages, optimizer, source, source="", load_only=True).load()["step"] if source else 0
-    c = saver(stages, optimizer, target, config=flags, source="", checkpoint_async=mode, keep_latest_k=2)
+    step = (
+        saver(stages, optimizer, source, source="", load_only=True).load()["step"] if source else 0
+    )
+    c = saver(
+        stages, optimizer, target, config=flags, source="", checkpoint_async=mode, keep_latest_k=2
+    )
     for _ in range(steps):
         parallel.forward_backward(stages, local_batch(global_batch(step, 8, False), layout), layout)
         optimizer.step()
@@ -700,20 +926,38 @@ def test_the_mean_of_sharded_steps_is_that_by_hand(tmp_path, capsys):
     steps = [load_model(path(run, step))[0].state_dict() for step in (1, 2)]
     assert checkpoint_commands.main(["average", run, out, "--last", "2"]) == 0
     model, state = load_model(out)
-    assert state == {"step": 2, "mean_of_steps": [2, 1]} and steps[0].keys() == model.state_dict().keys()
+    assert (
+        state == {"step": 2, "mean_of_steps": [2, 1]}
+        and steps[0].keys() == model.state_dict().keys()
+    )
     for fqn, mean in model.state_dict().items():
-        assert torch.equal(mean, (steps[1][fqn] + steps[0][fqn]) / 2) and not torch.equal(mean, steps[1][fqn]), fqn
+        assert torch.equal(mean, (steps[1][fqn] + steps[0][fqn]) / 2) and not torch.equal(
+            mean, steps[1][fqn]
+        ), fqn
     assert len(generate(model, [[1, 2]], 3, 0.0)[0]) == 3
     fresh = Llama3(config())
     assert saver(fresh, [], tmp_path / "new", init_from=out, load_only=True).load() is None
     assert torch.equal(fresh.head.weight, model.head.weight)
     assert checkpoint_commands.main(["average", run, out + "2", "--steps", "1,2"]) == 0
     assert diff(path(out, 2), path(out + "2", 2)) == 0
-    saver(Llama3(config(n_layers=2)), [], run, IDENTITY | {"model": IDENTITY["model"] | {"n_layers": 2}}).save(3, {})
-    for wrong, words in [(["--last", "4"], "--last 4: .*run has checkpoints of the steps .3, 2, 1.; give two or more"),
-                         (["--steps", "1,1"], "--steps .1, 1.: "), (["--steps", "1,7"], "--steps .1, 7.: "),
-                         (["--last", "2"], "step-2 and .*step-3 hold different models: n_layers 4 -> 2")]:
-        said = stops(capsys, checkpoint_commands.main, ["average", run, str(tmp_path / "none"), *wrong])
+    saver(
+        Llama3(config(n_layers=2)),
+        [],
+        run,
+        IDENTITY | {"model": IDENTITY["model"] | {"n_layers": 2}},
+    ).save(3, {})
+    for wrong, words in [
+        (
+            ["--last", "4"],
+            "--last 4: .*run has checkpoints of the steps .3, 2, 1.; give two or more",
+        ),
+        (["--steps", "1,1"], "--steps .1, 1.: "),
+        (["--steps", "1,7"], "--steps .1, 7.: "),
+        (["--last", "2"], "step-2 and .*step-3 hold different models: n_layers 4 -> 2"),
+    ]:
+        said = stops(
+            capsys, checkpoint_commands.main, ["average", run, str(tmp_path / "none"), *wrong]
+        )
         assert re.search(words, said) and not (tmp_path / "none").exists(), said
     refuses("is there already and not an empty folder", checkpoint_commands.average, run, out, 2)
 
@@ -728,7 +972,8 @@ def merged(parts):
 
 
 def continued(first: str, layouts: list, hashes: dict, options: dict) -> str:
-    """Loads the run `first` in one layout after the other, each from the run of the one before, and compares every copy."""
+    """Loads the run `first` in one layout after the other, each from the run of the one before, and
+    compares every copy."""
     before = first
     for i, (n, flags) in enumerate(layouts, 1):
         after = f"{first}-{i}"
@@ -743,7 +988,8 @@ def test_any_layout_continues_any_layout(tmp_path):
     first = str(tmp_path / "0")
     hashes = merged(pool(4).run(run_layout, {}, None, first, {"steps": 2}))
     assert len(hashes) == 4 * len(list(Llama3(config()).parameters()))
-    before = continued(first, [*FOUR, *TWO, (4, {})], hashes, {})  # through all of them, and back to the first
+    # through all of them, and back to the first
+    before = continued(first, [*FOUR, *TWO, (4, {})], hashes, {})
     # and a plain process
     model = Llama3(config())
     optimizer = torch.optim.AdamW(model.parameters())
@@ -754,14 +1000,27 @@ def test_any_layout_continues_any_layout(tmp_path):
 
 @pytest.mark.slow
 def test_any_expert_layout_continues_any(tmp_path):
-    """Experts, moments and balancing biases through every kind of split, and back to the first layout, to the bit."""
+    """Experts, moments and balancing biases through every kind of split, and back to the first
+    layout, to the bit."""
     first = str(tmp_path / "0")
     hashes = merged(pool(4).run(run_layout, dict(ep=2), None, first, {"steps": 2, "moe": True}))
     biases = [value for key, value in hashes.items() if key.endswith("balance.bias")]
     assert len(biases) == 4 and all(biases)
-    assert sum(".moe.experts.w" in key for key in hashes) == 4 * 3 * 4  # 4 layers, 3 matrices; weight, two moments, step
-    continued(first, [(2, {}), (4, dict(ep=4)), (4, dict(tp=2, ep=2, etp=2)), (4, dict(tp=2, ep=4)), (4, dict(pp=2, ep=2)),
-                      (4, dict(ep=2))], hashes, {"moe": True})
+    # 4 layers, 3 matrices; weight, two moments, step
+    assert sum(".moe.experts.w" in key for key in hashes) == 4 * 3 * 4
+    continued(
+        first,
+        [
+            (2, {}),
+            (4, dict(ep=4)),
+            (4, dict(tp=2, ep=2, etp=2)),
+            (4, dict(tp=2, ep=4)),
+            (4, dict(pp=2, ep=2)),
+            (4, dict(ep=2)),
+        ],
+        hashes,
+        {"moe": True},
+    )
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
@@ -769,7 +1028,9 @@ def test_any_expert_layout_continues_any(tmp_path):
 def test_tied_embeddings_at_both_ends_of_a_pipeline(tmp_path, schedule):
     whole, ends = str(tmp_path / "whole"), str(tmp_path / "ends")
     hashes = merged(pool(2).run(run_layout, {}, None, whole, {"steps": 2, "tie": True}))
-    got = merged(pool(2).run(run_layout, dict(pp=2, pp_schedule=schedule), whole, ends, {"tie": True}))
+    got = merged(
+        pool(2).run(run_layout, dict(pp=2, pp_schedule=schedule), whole, ends, {"tie": True})
+    )
     assert got == hashes and diff(path(whole, 2), path(ends, 2)) == 0
 
 
@@ -790,7 +1051,9 @@ def sharded(out):
 
 def save_with_one_failing_rank(out, failing):
     c, error = sharded(out), OSError(28, "No space left on device")
-    full_disk = mock.patch.object(dcp.import_dcp().FileSystemWriter, "write_data", side_effect=error)
+    full_disk = mock.patch.object(
+        dcp.import_dcp().FileSystemWriter, "write_data", side_effect=error
+    )
     with full_disk if c.rank == failing else nullcontext():
         first = c.save(1, {})
     return first, c.save(2, {}), step_folders(out)
@@ -826,7 +1089,10 @@ def test_a_note_in_a_step_folder_is_named_and_costs_nothing(tmp_path, capsys):
     for name in ("notes.txt", ".nfs0000000012"):
         Path(path(tmp_path, 4), name).write_text("good run")
     assert saver(*trained(), tmp_path).load()["step"] == 4
-    assert "step-4 has files that are not its own, and nobody reads: .nfs0000000012, notes.txt" in capsys.readouterr().out
+    assert (
+        "step-4 has files that are not its own, and nobody reads: .nfs0000000012, notes.txt"
+        in capsys.readouterr().out
+    )
     Path(path(tmp_path, 4), "chat_template.jinja").write_text("x")
     assert saver(*trained(), tmp_path).load()["step"] == 2
     assert "DAMAGED: chat_template.jinja is not in manifest.json" in capsys.readouterr().out
@@ -838,7 +1104,13 @@ def test_a_step_folder_whose_state_names_no_model_is_told_in_one_line(tmp_path):
     rewrite(folder, "state.json", json_bytes({"state": [1]}))
     for out, init_from in (str(tmp_path), ""), ("new", folder):
         cfg = SimpleNamespace(**vars(CheckpointConfig(init_from=init_from)), data="", tokenizer="")
-        refuses("state.json names no model for its weights; give", check_run, out, {"model": {"module": "models.llama3"}}, cfg)
+        refuses(
+            "state.json names no model for its weights; give",
+            check_run,
+            out,
+            {"model": {"module": "models.llama3"}},
+            cfg,
+        )
     refuses("does not describe a model", load_model, folder)
     refuses("is no place in a run", has_bos, str(tmp_path))
     assert not checkpoint.has_adapters(folder)
@@ -850,8 +1122,12 @@ def test_a_state_that_is_no_place_in_a_run_or_describes_no_model(tmp_path):
         refuses("is no place in a run", saved_state, str(tmp_path))
     known = {"module": "models.llama3", "class": "Llama3"}
     nothing = "does not describe a model"
-    for model, words in (({"class": "Nothing"}, nothing), ({"n_layers": "x"}, nothing), (None, nothing),
-                         ({"n_layers": 10**7}, "n_layers 10000000 is absurd")):
+    for model, words in (
+        ({"class": "Nothing"}, nothing),
+        ({"n_layers": "x"}, nothing),
+        (None, nothing),
+        ({"n_layers": 10**7}, "n_layers 10000000 is absurd"),
+    ):
         model = model and known | model
         (tmp_path / "state.json").write_text(json.dumps({"identity": {"model": model}}))
         refuses(words, saved_model, str(tmp_path))

@@ -1,9 +1,12 @@
-"""Copied on purpose, kept honest by force: what has one name in two recipes, or two models, is the same code, or says why not.
+"""Copied on purpose, kept honest by force: what has one name in two recipes, or two models, is the
+same code, or says why not.
 
-Loops are copied so that a recipe can be changed without reading four files; copied arithmetic drifts. So functions and classes
-of one name must be equal after ast.unparse unless the line above says `# differs from <other>: why`; the sections of `main`
-carry the same banners, and every changed line of a recipe stands under a comment that begins with the fork's name.
+Loops are copied so that a recipe can be changed without reading four files; copied arithmetic
+drifts. So functions and classes of one name must be equal after ast.unparse unless the line above
+says `# differs from <other>: why`; the sections of `main` carry the same banners, and every changed
+line of a recipe stands under a comment that begins with the fork's name.
 """
+
 import ast
 import difflib
 import re
@@ -37,14 +40,17 @@ MODELS = [
 
 
 def definitions(path: str) -> dict[str, tuple[str, str]]:
-    """name -> (normalised source, the line above it)."""
+    """name -> (normalised source, the comment above it)."""
     text = (ROOT / path).read_text()
     lines = text.splitlines()
     found = {}
     for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-            found[node.name] = ast.unparse(node), lines[first - 2]
+            above = first - 1
+            while lines[above - 1].startswith("#"):
+                above -= 1
+            found[node.name] = ast.unparse(node), "\n".join(lines[above : first - 1])
     return found
 
 
@@ -59,38 +65,53 @@ def test_same_name_same_code(original, fork):
         if f"# differs from {other}:" in above:
             assert code != ours[name][0], f"{fork}: {name} no longer differs, drop the comment"
         else:
-            assert code == ours[name][0], f"{fork}: {name} differs from {original} without saying why"
+            assert code == ours[name][0], (
+                f"{fork}: {name} differs from {original} without saying why"
+            )
 
 
 @pytest.mark.parametrize("original, fork", FORKS)
 def test_sections_of_main_are_the_same(original, fork):
-    banners = [re.findall(r"^    # \d\. \w+", (ROOT / p).read_text(), re.M) for p in (original, fork)]
+    banners = [
+        re.findall(r"^    # \d\. \w+", (ROOT / p).read_text(), re.M) for p in (original, fork)
+    ]
     assert banners[0] == banners[1] and len(banners[0]) == 7
 
 
 def body(path: str) -> list[str]:
-    """The lines from Config on, with the model's own names made alike: those differ in every fork and need no reason."""
+    """The lines from Config on, with the model's own names made alike: those differ in every fork
+    and need no reason."""
     text = (ROOT / path).read_text()
     text = text[text.index("@dataclass") :]
-    text = re.sub(r"(models|forks)/\w+\.py", "MODEL.py", text)
+    text = re.sub(r"(models|forks)/\w+\.py", "MODEL.py", text).replace(
+        "runs/finetune", "runs/MODEL"
+    )
     names = "speedrun|llama4|gpt_?oss|olmo3|qwen3_?next|qwen3(?!_next)|deepseek"
     return re.sub(rf"(?i)(Mup)?llama3(_mup|_ft)?|({names})(?!:)", "MODEL", text).splitlines()
 
 
 @pytest.mark.parametrize("original, fork", FORKS)
 def test_every_difference_says_why(original, fork):
-    name = Path(fork).stem.removeprefix("train_").removeprefix("llama3_")  # with which the comments of a fork begin
+    # with which the comments of a fork begin
+    name = Path(fork).stem.removeprefix("train_").removeprefix("llama3_")
     a, b = body(original), body(fork)
     for tag, _, _, begin, end in difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
         if tag != "equal":
-            near = b[max(0, begin - 1) : end]
-            assert any(f"# {name}:" in line for line in near), f"{fork}: no `# {name}:` comment at:\n" + "\n".join(b[begin:end])
+            first = max(0, begin - 1)
+            while b[first - 1].lstrip().startswith("#"):
+                first -= 1
+            near = b[first:end]
+            assert any(f"# {name}:" in line for line in near), (
+                f"{fork}: no `# {name}:` comment at:\n" + "\n".join(b[begin:end])
+            )
 
 
 def added_code(original: str, fork: str) -> int:
     """Lines of code that a fork has and its original has not."""
     a, b = ((ROOT / p).read_text().splitlines() for p in (original, fork))
-    added = [x for x in difflib.unified_diff(a, b, n=0) if x.startswith("+") and not x.startswith("+++")]
+    added = [
+        x for x in difflib.unified_diff(a, b, n=0) if x.startswith("+") and not x.startswith("+++")
+    ]
     return sum(bool(x[1:].strip()) and not x[1:].strip().startswith("#") for x in added)
 
 
@@ -101,6 +122,10 @@ def test_a_fork_is_short(original, fork, most):
 
 @pytest.mark.parametrize("original, fork", [pair for pair in FORKS if pair[1].startswith("forks/")])
 def test_the_readme_of_the_forks_counts_right(original, fork):
-    rows = [line.split("|") for line in (ROOT / "forks/README.md").read_text().splitlines() if line.startswith("| `")]
+    rows = [
+        line.split("|")
+        for line in (ROOT / "forks/README.md").read_text().splitlines()
+        if line.startswith("| `")
+    ]
     (row,) = [row for row in rows if f"`{Path(fork).name}`" in row[1]]
     assert int(row[3]) == added_code(original, fork) and f"`{original}`" in row[2]

@@ -1,4 +1,5 @@
-"""Data, against data.py: one global order of sequences in every layout, undamaged shards, one line per user error."""
+"""Data, against data.py: one global order of sequences in every layout, undamaged shards, one line
+per user error."""
 
 import gc
 import io
@@ -41,7 +42,9 @@ WORDS = "the a model reads trains writes token shard of and to layer gradient ra
 
 def sentences(count: int, seed: int) -> str:
     words = random.Random(seed)
-    return "".join(" ".join(words.choices(WORDS, k=8)) + f" {words.random():.3f}.\n" for _ in range(count))
+    return "".join(
+        " ".join(words.choices(WORDS, k=8)) + f" {words.random():.3f}.\n" for _ in range(count)
+    )
 
 
 @pytest.fixture(scope="session")
@@ -60,7 +63,8 @@ def shards(corpus) -> Path:
 
 
 def opened(folder: Path, name: str, text="", seq_len=16, **flags) -> TokenData:
-    """The data of a file in this folder, which is the cache, too. text: what to write to the file first."""
+    """The data of a file in this folder, which is the cache, too. text: what to write to the file
+    first."""
     if text:
         (folder / name).write_text(text)
     return open_data(DataConfig(data=str(folder / name), cache_dir=str(folder), **flags), seq_len)
@@ -96,7 +100,7 @@ def refused(call, *parts):
     assert all(part in line for part in parts), line
 
 
-# ---- the global order ------------------------------------------------------------------------------------------------
+# ---- the global order ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 16, 17, 100, 257, 1000, 4097])
@@ -111,7 +115,8 @@ def test_permutation_is_a_bijection(n):
 
 
 def test_permutation_is_even():
-    """Each of 8 elements lands in each place about equally often, and neighbours do not stay together."""
+    """Each of 8 elements lands in each place about equally often, and neighbours do not stay
+    together."""
     orders = np.stack([permute(np.arange(8), 8, f"{seed}/0") for seed in range(4000)])
     counts = np.stack([np.bincount(column, minlength=8) for column in orders.T])
     assert abs(counts - 500).max() < 5 * math.sqrt(500)
@@ -122,20 +127,37 @@ def test_permutation_is_even():
 def test_huge_index_is_cheap():
     n = 10**12 + 1
     inside = permute(np.arange(n - 1000, n), n, "x")
-    assert len(set(inside)) == 1000 and inside.min() >= 0 and inside.max() < n and inside[0] == 998310590234  # as ever
+    # as ever
+    assert (
+        len(set(inside)) == 1000
+        and inside.min() >= 0
+        and inside.max() < n
+        and inside[0] == 998310590234
+    )
 
 
 def test_windows_are_the_text(corpus, shards):
-    """Every window of an epoch is a stretch of the concatenated shards, each exactly once; labels are the next tokens."""
+    """Every window of an epoch is a stretch of the concatenated shards, each exactly once; labels
+    are the next tokens."""
     tokens, loaded = all_tokens(shards, "train"), open_corpus(corpus)
-    assert loaded.n_samples == (len(tokens) - 1) // 32 and loaded.fingerprint["n_tokens"] == len(tokens)
+    assert loaded.n_samples == (len(tokens) - 1) // 32 and loaded.fingerprint["n_tokens"] == len(
+        tokens
+    )
     batches = take(loaded.batches(0, 4, 4, 0, 1, "cpu"), -(-loaded.n_samples // 4))
-    sequences, labels = flat(batches)[:loaded.n_samples].numpy(), flat(batches, "labels")[:loaded.n_samples].numpy()
+    sequences, labels = (
+        flat(batches)[: loaded.n_samples].numpy(),
+        flat(batches, "labels")[: loaded.n_samples].numpy(),
+    )
     order = permute(np.arange(loaded.n_samples), loaded.n_samples, "0/0")
     for sequence, label, number in zip(sequences, labels, order):
-        assert (sequence == tokens[number * 32:number * 32 + 32]).all()
-        assert (label == tokens[number * 32 + 1:number * 32 + 33]).all()
-    assert batches[0].tokens.dtype == batches[0].labels.dtype == batches[0].positions.dtype == torch.int64
+        assert (sequence == tokens[number * 32 : number * 32 + 32]).all()
+        assert (label == tokens[number * 32 + 1 : number * 32 + 33]).all()
+    assert (
+        batches[0].tokens.dtype
+        == batches[0].labels.dtype
+        == batches[0].positions.dtype
+        == torch.int64
+    )
     assert (batches[0].positions == torch.arange(32)).all() and batches[0].doc_ids is None
     assert batches[0].n_bytes is None and batches[0].samples == 4
 
@@ -147,7 +169,9 @@ def test_same_batches_in_every_layout(corpus, doc_mask):
     names = ["tokens", "labels", "positions"] + ["doc_ids"] * doc_mask
     for ranks in 1, 2, 3, 4, 6, 12:
         for local in {1, 12 // ranks}:
-            split = [take(loaded.batches(0, 12, local, rank, ranks, "cpu"), 5) for rank in range(ranks)]
+            split = [
+                take(loaded.batches(0, 12, local, rank, ranks, "cpu"), 5) for rank in range(ranks)
+            ]
             for step, one in enumerate(straight):
                 assert split[0][step].tokens.shape == (12 // local // ranks, local, 32)
                 assert split[0][step].samples == 12
@@ -159,17 +183,19 @@ def test_same_batches_in_every_layout(corpus, doc_mask):
 
 
 def test_resume_anywhere_with_any_batch_size(corpus):
-    """The cursor is all the state: also in a later epoch, across the border of an epoch, and with another batch size."""
+    """The cursor is all the state: also in a later epoch, across the border of an epoch, and with
+    another batch size."""
     loaded = open_corpus(corpus)
     n = loaded.n_samples
     straight = flat(take(loaded.batches(0, 8, 8, 0, 1, "cpu"), 3 * n // 8))
     for cursor, size in (8, 8), (n - 3, 6), (n, 4), (2 * n - 5, 10), (13, 1):
         batch = take(loaded.batches(cursor, size, size, 0, 1, "cpu"), 1)
-        assert torch.equal(flat(batch), straight[cursor:cursor + size])
+        assert torch.equal(flat(batch), straight[cursor : cursor + size])
     rows = [tuple(row.tolist()) for row in straight]
-    assert Counter(rows[:n]) == Counter(rows[n:2 * n]) and rows[:n] != rows[n:2 * n]  # an epoch: the same in another order
+    # an epoch: the same in another order
+    assert Counter(rows[:n]) == Counter(rows[n : 2 * n]) and rows[:n] != rows[n : 2 * n]
     bigger = take(loaded.batches(0, 3 * n, n, 0, 1, "cpu"), 1)  # a batch of three epochs
-    assert torch.equal(flat(bigger)[:len(straight)], straight)
+    assert torch.equal(flat(bigger)[: len(straight)], straight)
 
 
 def test_hash_and_order_depend_on_the_seed_only(corpus):
@@ -178,16 +204,27 @@ def test_hash_and_order_depend_on_the_seed_only(corpus):
     assert [b.hash for b in first] == [b.hash for b in again] != [b.hash for b in other]
     assert all(int(b.hash, 16) >= 0 for b in first)
     masked = take(open_corpus(corpus, doc_mask=True).batches(0, 8, 4, 0, 1, "cpu"), 3)
-    assert torch.equal(flat(first), flat(masked)) and [b.hash for b in first] != [b.hash for b in masked]  # other labels
-    prints = [open_corpus(corpus, **flags).fingerprint for flags in ({}, {"data_seed": 1}, {"doc_mask": True})]
-    assert len({json.dumps(p) for p in prints}) == 3 and open_corpus(corpus).fingerprint == prints[0]
+    # other labels
+    assert torch.equal(flat(first), flat(masked)) and [b.hash for b in first] != [
+        b.hash for b in masked
+    ]
+    prints = [
+        open_corpus(corpus, **flags).fingerprint
+        for flags in ({}, {"data_seed": 1}, {"doc_mask": True})
+    ]
+    assert (
+        len({json.dumps(p) for p in prints}) == 3 and open_corpus(corpus).fingerprint == prints[0]
+    )
     assert open_corpus(corpus, seq_len=16).fingerprint != prints[0]
 
 
 def test_bytes_of_token_0_count(corpus):
     """Bits per byte divides by the bytes of every label; token 0 is a label like any other."""
     loaded = open_corpus(corpus)
-    loaded.windows, loaded.token_bytes = lambda split, i: np.zeros((len(i), 33), np.int64), np.full(loaded.vocab_size, 3)
+    loaded.windows, loaded.token_bytes = (
+        lambda split, i: np.zeros((len(i), 33), np.int64),
+        np.full(loaded.vocab_size, 3),
+    )
     batch = next(iter(loaded.val_batches(2, 2, 0, 1, "cpu")))
     assert (batch.labels == 0).all() and batch.n_bytes == 2 * 32 * 3
 
@@ -199,30 +236,48 @@ def test_validation_is_the_same_in_every_layout(corpus, shards):
     for wanted in 1, 10, 10**6:
         reference = None
         for local, ranks in (4, 1), (3, 2), (1, 4), (16, 3):
-            per_rank = [list(loaded.val_batches(wanted, local, rank, ranks, "cpu")) for rank in range(ranks)]
+            per_rank = [
+                list(loaded.val_batches(wanted, local, rank, ranks, "cpu")) for rank in range(ranks)
+            ]
             assert len({len(batches) for batches in per_rank}) == 1
-            assert {batch.tokens.shape for batches in per_rank for batch in batches} == {(1, local, 32)}
+            assert {batch.tokens.shape for batches in per_rank for batch in batches} == {
+                (1, local, 32)
+            }
             n = min(wanted, loaded.n_val_samples)
-            joined = [torch.cat([flat(step, name) for step in zip(*per_rank)]) for name in ("tokens", "labels", "doc_ids")]
+            joined = [
+                torch.cat([flat(step, name) for step in zip(*per_rank)])
+                for name in ("tokens", "labels", "doc_ids")
+            ]
             assert (joined[1][n:] == -100).all() and (joined[1][:n] >= 0).any(1).all()
             reference = reference or [array[:n] for array in joined]
             assert all(torch.equal(array[:n], known) for array, known in zip(joined, reference))
             assert sum(batch.samples for batch in per_rank[0]) == n
             valid = joined[1][joined[1] >= 0].numpy()
-            assert sum(batch.n_bytes for batches in per_rank for batch in batches) == bytes_of[valid].sum()
-    seeds = [flat(list(open_corpus(corpus, data_seed=s).val_batches(8, 8, 0, 1, "cpu"))) for s in (0, 1)]
+            assert (
+                sum(batch.n_bytes for batches in per_rank for batch in batches)
+                == bytes_of[valid].sum()
+            )
+    seeds = [
+        flat(list(open_corpus(corpus, data_seed=s).val_batches(8, 8, 0, 1, "cpu"))) for s in (0, 1)
+    ]
     assert torch.equal(*seeds)
     every_label = flat(list(open_corpus(corpus).val_batches(10**6, 8, 0, 1, "cpu")), "labels")
-    assert (every_label >= 0).sum() == len(tokens) - 1  # all validation text counts, the last, shorter window too
+    # all validation text counts, the last, shorter window too
+    assert (every_label >= 0).sum() == len(tokens) - 1
 
 
 def loaded_text(folder: Path):
     """id -> the bytes of a token, by `tokenizers`; no bytes for the special token."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode  # GPT-2's table from bytes to printable characters
+    # GPT-2's table from bytes to printable characters
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     decode = {c: b for b, c in bytes_to_unicode().items()}
-    return lambda i: b"" if i == tokenizer.token_to_id("<|endoftext|>") else bytes(decode[c] for c in tokenizer.id_to_token(i))
+    return lambda i: (
+        b""
+        if i == tokenizer.token_to_id("<|endoftext|>")
+        else bytes(decode[c] for c in tokenizer.id_to_token(i))
+    )
 
 
 def test_doc_mask_arrays(corpus):
@@ -235,14 +290,16 @@ def test_doc_mask_arrays(corpus):
         for t in range(32):
             token = int(batch.tokens[0, row, t])
             assert (batch.doc_ids[0, row, t], batch.positions[0, row, t]) == (document, position)
-            assert batch.labels[0, row, t] == (-100 if token == loaded.eot else plain.labels[0, row, t])
+            assert batch.labels[0, row, t] == (
+                -100 if token == loaded.eot else plain.labels[0, row, t]
+            )
             position += 1
             if token == loaded.eot:
                 document, position, some_boundary = document + 1, 0, True
     assert some_boundary and (plain.labels >= 0).all()
 
 
-# ---- the prefetch thread -------------------------------------------------------------------------------------------
+# ---- the prefetch thread -------------------------------------------------------------------------
 
 
 def prefetch_threads() -> int:
@@ -292,7 +349,8 @@ def test_prefetch_keeps_two_ready_and_no_more(corpus, monkeypatch, rank):
     batches = loaded.batches(0, 16, 2, rank, 4, "cpu")
     next(batches)
     end = time.monotonic() + 10
-    while len(read) < 3 and time.monotonic() < end:  # two more are read while the consumer does something else
+    # two more are read while the consumer does something else
+    while len(read) < 3 and time.monotonic() < end:
         time.sleep(0.01)
     batches.close()
     assert read == [4, 4, 4]
@@ -330,7 +388,9 @@ def test_the_hash_sees_every_change():
 
 
 def hash_of(flags: dict, rows: int) -> str:
-    layout = Layout(**flags, local_batch_size=rows, global_batch_size=rows, rank=torch.distributed.get_rank())
+    layout = Layout(
+        **flags, local_batch_size=rows, global_batch_size=rows, rank=torch.distributed.get_rank()
+    )
     tokens = np.arange(rows * 5).reshape(rows, 5)
     share = rows // layout.data_ranks
     mine = slice(layout.data_rank * share, (layout.data_rank + 1) * share)
@@ -339,10 +399,21 @@ def hash_of(flags: dict, rows: int) -> str:
 
 @pytest.mark.slow
 def test_every_layout_has_the_same_hash():
-    want, = set(pool(1).run(hash_of, {}, 8))
-    layouts = [dict(dp_shard=4), dict(dp_replicate=2, dp_shard=2), dict(pp=2, dp_shard=2), dict(tp=2, dp_shard=2),
-               dict(cp=2, dp_replicate=2), dict(pp=2, tp=2), dict(cp=2, tp=2)]
-    assert {h for flags in layouts for h in pool(4).run(hash_of, flags, 8)} == {want} != set(pool(1).run(hash_of, {}, 4))
+    (want,) = set(pool(1).run(hash_of, {}, 8))
+    layouts = [
+        dict(dp_shard=4),
+        dict(dp_replicate=2, dp_shard=2),
+        dict(pp=2, dp_shard=2),
+        dict(tp=2, dp_shard=2),
+        dict(cp=2, dp_replicate=2),
+        dict(pp=2, tp=2),
+        dict(cp=2, tp=2),
+    ]
+    assert (
+        {h for flags in layouts for h in pool(4).run(hash_of, flags, 8)}
+        == {want}
+        != set(pool(1).run(hash_of, {}, 4))
+    )
 
 
 def one_label(masked: bool):
@@ -358,33 +429,49 @@ def one_label(masked: bool):
 def test_a_first_batch_without_any_loss_stops_the_run():
     """A single label on a single rank is enough."""
     assert pool(2).run(one_label, False) == [None, None]
-    assert all("no token of the first batch has a loss" in said for said in pool(2).run(one_label, True))
+    assert all(
+        "no token of the first batch has a loss" in said for said in pool(2).run(one_label, True)
+    )
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_text_without_any_loss(shards, tmp_path, split):
-    """Only ends of documents, which have no label with --doc_mask: refused for training, no validation otherwise."""
+    """Only ends of documents, which have no label with --doc_mask: refused for training, no
+    validation otherwise."""
     folder = copy_of(shards, tmp_path)
     index = json.loads((folder / "index.json").read_text())
     for entry in index["splits"][split]:
         np.load(folder / entry["name"], mmap_mode="r+")[:] = index["eot"]
     cfg = DataConfig(data=str(folder), doc_mask=True)
     if split == "train":
-        refused(lambda: open_data(cfg, 32), "no token of the training text has a loss", "--doc_mask")
+        refused(
+            lambda: open_data(cfg, 32), "no token of the training text has a loss", "--doc_mask"
+        )
     else:
-        assert open_data(cfg, 32).n_val_samples == 0 < open_data(DataConfig(data=str(folder)), 32).n_val_samples
-    assert open_data(DataConfig(data=str(folder)), 32).n_samples > 0  # to predict the ends is possible
+        assert (
+            open_data(cfg, 32).n_val_samples
+            == 0
+            < open_data(DataConfig(data=str(folder)), 32).n_val_samples
+        )
+    # to predict the ends is possible
+    assert open_data(DataConfig(data=str(folder)), 32).n_samples > 0
 
 
 def test_exit_with_an_open_iterator(corpus):
-    code = ("from data import *\n"
-            f"d = open_data(DataConfig(data={str(corpus / 'docs.jsonl')!r}, cache_dir={str(corpus)!r}), 32)\n"
-            "batches = d.batches(0, 4, 4, 0, 1, 'cpu')\nnext(batches)\nvals = d.val_batches(8, 1, 0, 1, 'cpu')\nnext(vals)\n")
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=60)
+    code = (
+        "from data import *\n"
+        f"d = open_data(DataConfig(data={str(corpus / 'docs.jsonl')!r}, "
+        f"cache_dir={str(corpus)!r}), 32)\n"
+        "batches = d.batches(0, 4, 4, 0, 1, 'cpu')\nnext(batches)\nvals = d.val_batches(8, 1, 0, "
+        "1, 'cpu')\nnext(vals)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-# ---- text in the cache ---------------------------------------------------------------------------------------------
+# ---- text in the cache ---------------------------------------------------------------------------
 
 
 def test_documents_are_kept_and_split_by_hash(corpus, shards):
@@ -402,7 +489,9 @@ def test_documents_are_kept_and_split_by_hash(corpus, shards):
 
 def test_a_changed_text_is_tokenized_again(tmp_path):
     text = sentences(300, seed=1)
-    first, again, changed, back = (opened(tmp_path, "a.txt", t) for t in (text, "", text + "more.\n", text))
+    first, again, changed, back = (
+        opened(tmp_path, "a.txt", t) for t in (text, "", text + "more.\n", text)
+    )
     assert first.fingerprint == again.fingerprint == back.fingerprint != changed.fingerprint
     assert first.folder == again.folder != changed.folder
     shutil.rmtree(back.folder)  # the user may tidy up
@@ -412,7 +501,12 @@ def test_a_changed_text_is_tokenized_again(tmp_path):
 @pytest.mark.parametrize("has_lines", [True, False])
 def test_plain_text_keeps_every_character_and_its_tail_validates(tmp_path, has_lines):
     """Cut at a line, or in a text without lines between two characters."""
-    text = "\ufeff" + sentences(1000, seed=2) + "žluťoučký kůň 🐎\r\n" * 30 + "the end without a newline"
+    text = (
+        "\ufeff"
+        + sentences(1000, seed=2)
+        + "žluťoučký kůň 🐎\r\n" * 30
+        + "the end without a newline"
+    )
     text = text if has_lines else "\ufeff" + "žluťoučký kůň úpěl ďábelské ódy " * 300
     loaded = opened(tmp_path, "a.txt", text)
     tokenizer = Tokenizer.from_file(loaded.tokenizer_file)
@@ -425,8 +519,10 @@ def test_plain_text_keeps_every_character_and_its_tail_validates(tmp_path, has_l
 
 def test_eot_in_plain_text_separates_documents_but_not_in_json(tmp_path):
     text = sentences(60, 1) + "<|endoftext|>" + sentences(60, 2)
-    for name, content, documents in [("a.txt", text + "<|endoftext|>", {"train": 2, "val": 1}),
-                                     ("b.jsonl", json.dumps({"text": text}) + "\n", {"train": 1, "val": 0})]:
+    for name, content, documents in [
+        ("a.txt", text + "<|endoftext|>", {"train": 2, "val": 1}),
+        ("b.jsonl", json.dumps({"text": text}) + "\n", {"train": 1, "val": 0}),
+    ]:
         loaded = opened(tmp_path, name, content, 8)
         assert json.loads((loaded.folder / "index.json").read_text())["documents"] == documents
         assert shard_files.find_damage(loaded.folder) == []
@@ -438,8 +534,12 @@ def test_no_document_end_is_lost_between_pieces(tmp_path):
     (tmp_path / "a.txt").write_text("<|endoftext|>".join(stories))
     pieces = texts.cut_into_pieces([tmp_path / "a.txt"], "<|endoftext|>")
     assert len(pieces) > 2
-    documents = [document for piece in pieces for document in texts.read_documents(piece, "<|endoftext|>")]
-    assert [text for _, text, _ in documents] == stories and all(closed for _, _, closed in documents)
+    documents = [
+        document for piece in pieces for document in texts.read_documents(piece, "<|endoftext|>")
+    ]
+    assert [text for _, text, _ in documents] == stories and all(
+        closed for _, _, closed in documents
+    )
 
 
 def test_long_text_in_pieces(tmp_path):
@@ -450,27 +550,50 @@ def test_long_text_in_pieces(tmp_path):
     assert len(index["splits"]["train"]) >= 2 and index["documents"] == {"train": 1, "val": 1}
     tokens = all_tokens(loaded.folder, "train")
     tokenizer = Tokenizer.from_file(loaded.tokenizer_file)
-    assert text.startswith(tokenizer.decode(tokens[:-1])) and shard_files.find_damage(loaded.folder) == []
+    assert (
+        text.startswith(tokenizer.decode(tokens[:-1]))
+        and shard_files.find_damage(loaded.folder) == []
+    )
     border = index["splits"]["train"][0]["tokens"] // 1000
-    assert (loaded.windows("train", [border])[0] == tokens[border * 1000:border * 1000 + 1001]).all()  # over two shards
+    # over two shards
+    assert (
+        loaded.windows("train", [border])[0] == tokens[border * 1000 : border * 1000 + 1001]
+    ).all()
 
 
 def test_several_ranks_build_once(tmp_path):
     (tmp_path / "a.txt").write_text(sentences(2000, seed=4))
-    code = (f"from data import *\nprint(open_data(DataConfig(data={str(tmp_path / 'a.txt')!r}, "
-            f"cache_dir={str(tmp_path / 'cache')!r}), 32).fingerprint)")
-    start = lambda rank: run_program([sys.executable, "-c", code], env=os.environ | {  # noqa: E731
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"})
+    code = (
+        f"from data import *\nprint(open_data(DataConfig(data={str(tmp_path / 'a.txt')!r}, "
+        f"cache_dir={str(tmp_path / 'cache')!r}), 32).fingerprint)"
+    )
+
+    def start(rank):
+        return run_program(
+            [sys.executable, "-c", code],
+            env=os.environ
+            | {  # noqa: E731
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "OMP_NUM_THREADS": "1",
+            },
+        )
+
     with ThreadPoolExecutor() as ranks:
         done = list(ranks.map(start, range(3)))
     outputs = [(rank.stdout, rank.stderr) for rank in done]
     assert [rank.returncode for rank in done] == [0, 0, 0], outputs
-    assert len({out.splitlines()[-1] for out, _ in outputs}) == 1 and all(err == "" for _, err in outputs)
-    assert [len(out.splitlines()) for out, _ in outputs[1:]] == [1, 1]  # only rank 0 reports progress
-    assert sorted(path.name.split("-")[0] for path in (tmp_path / "cache").iterdir() if not path.is_symlink()) == ["a", "lock"]
+    assert len({out.splitlines()[-1] for out, _ in outputs}) == 1 and all(
+        err == "" for _, err in outputs
+    )
+    # only rank 0 reports progress
+    assert [len(out.splitlines()) for out, _ in outputs[1:]] == [1, 1]
+    assert sorted(
+        path.name.split("-")[0] for path in (tmp_path / "cache").iterdir() if not path.is_symlink()
+    ) == ["a", "lock"]
 
 
-# ---- the built-in corpus -------------------------------------------------------------------------------------------
+# ---- the built-in corpus -------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -478,19 +601,43 @@ def test_stdlib_corpus(tmp_path):
     cfg = DataConfig(cache_dir=str(tmp_path))
     loaded = open_data(cfg, 256)
     index = json.loads((loaded.folder / "index.json").read_text())
-    assert loaded.vocab_size == 4096 and Tokenizer.from_file(loaded.tokenizer_file).get_vocab_size() == 4096
+    assert (
+        loaded.vocab_size == 4096
+        and Tokenizer.from_file(loaded.tokenizer_file).get_vocab_size() == 4096
+    )
     assert loaded.fingerprint["n_tokens"] > 1_000_000
-    assert 0.01 < index["documents"]["val"] / index["documents"]["train"] < 0.1 and loaded.n_val_samples > 64
+    assert (
+        0.01 < index["documents"]["val"] / index["documents"]["train"] < 0.1
+        and loaded.n_val_samples > 64
+    )
     assert shard_files.find_damage(loaded.folder) == []
     assert open_data(cfg, 256).fingerprint == loaded.fingerprint
 
 
 def test_stdlib_selection(tmp_path, monkeypatch):
     root = tmp_path / "python"
-    files = {"a.py": b"a = 1\n", "b/c.py": b"c = 2\n", "b/same.py": b"a = 1\n", "latin.py": b"\xe9\n", "empty.py": b"",
-             "big.py": b"x = 'y'\n" * 300_000}
-    files |= dict.fromkeys(["test/t.py", "b/tests/t.py", "idlelib/idle_test/t.py", "encodings/cp1.py", "site-packages/p.py",
-                            "_sysconfigdata_x.py", "pydoc_data/topics.py", "html/entities.py", "x.txt"], b"unwanted = 1\n")
+    files = {
+        "a.py": b"a = 1\n",
+        "b/c.py": b"c = 2\n",
+        "b/same.py": b"a = 1\n",
+        "latin.py": b"\xe9\n",
+        "empty.py": b"",
+        "big.py": b"x = 'y'\n" * 300_000,
+    }
+    files |= dict.fromkeys(
+        [
+            "test/t.py",
+            "b/tests/t.py",
+            "idlelib/idle_test/t.py",
+            "encodings/cp1.py",
+            "site-packages/p.py",
+            "_sysconfigdata_x.py",
+            "pydoc_data/topics.py",
+            "html/entities.py",
+            "x.txt",
+        ],
+        b"unwanted = 1\n",
+    )
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(text)
@@ -498,16 +645,24 @@ def test_stdlib_selection(tmp_path, monkeypatch):
     target = tmp_path / "stdlib.jsonl"
     texts.collect_stdlib(cache.stdlib_files(), target)
     records = [json.loads(line) for line in open(target)]
-    assert [record["split_key"] for record in records if record["text"]] == ["a.py", "big.py", "b/c.py"]
+    assert [record["split_key"] for record in records if record["text"]] == [
+        "a.py",
+        "big.py",
+        "b/c.py",
+    ]
     (root / "big.py").write_bytes(b"x = 1\n")
-    refused(lambda: open_data(DataConfig(cache_dir=str(tmp_path)), 16), "--data FILE.txt", str(root))
+    refused(
+        lambda: open_data(DataConfig(cache_dir=str(tmp_path)), 16), "--data FILE.txt", str(root)
+    )
     shutil.rmtree(root)
     refused(lambda: open_data(DataConfig(cache_dir=str(tmp_path)), 16), "--data FILE.txt")
 
 
 def test_cache_folder(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert cache.cache_folder("") == Path("/somewhere/nanotitan") and cache.cache_folder("/x") == Path("/x")
+    assert cache.cache_folder("") == Path("/somewhere/nanotitan") and cache.cache_folder(
+        "/x"
+    ) == Path("/x")
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setattr(sys, "platform", "darwin")
@@ -516,13 +671,20 @@ def test_cache_folder(monkeypatch):
     assert cache.cache_folder("") == Path("/home/me/.cache/nanotitan")
 
 
-# ---- tokenizers ----------------------------------------------------------------------------------------------------
+# ---- tokenizers ----------------------------------------------------------------------------------
 
 
 def word_tokenizer(path: Path, size: int = 0, special=(), **settings) -> Path:
     """A tokenizer.json that knows WORDS (and more, up to `size`)."""
-    vocab = {word: i for i, word in enumerate(dict.fromkeys([*WORDS, "[UNK]", *(f"w{i}" for i in range(size))]))}
-    tokenizer = Tokenizer(models.WordLevel(dict(itertools.islice(vocab.items(), max(size, len(WORDS) + 1))), unk_token="[UNK]"))
+    vocab = {
+        word: i
+        for i, word in enumerate(dict.fromkeys([*WORDS, "[UNK]", *(f"w{i}" for i in range(size))]))
+    }
+    tokenizer = Tokenizer(
+        models.WordLevel(
+            dict(itertools.islice(vocab.items(), max(size, len(WORDS) + 1))), unk_token="[UNK]"
+        )
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.add_special_tokens(list(special))
     if settings:
@@ -532,14 +694,17 @@ def word_tokenizer(path: Path, size: int = 0, special=(), **settings) -> Path:
     return path
 
 
-@pytest.mark.parametrize("special, config, expected", [
-    (["<s>", "</s>"], None, "</s>"),
-    (["<|im_end|>", "<|endoftext|>"], None, "<|endoftext|>"),
-    (["<stop>"], {"eos_token": "<stop>"}, "<stop>"),
-    (["<stop>"], {"eos_token": {"content": "<stop>", "special": True}}, "<stop>"),
-    (["<stop>"], {"eos_token": None}, None),
-    (["<stop>"], None, None),
-])
+@pytest.mark.parametrize(
+    "special, config, expected",
+    [
+        (["<s>", "</s>"], None, "</s>"),
+        (["<|im_end|>", "<|endoftext|>"], None, "<|endoftext|>"),
+        (["<stop>"], {"eos_token": "<stop>"}, "<stop>"),
+        (["<stop>"], {"eos_token": {"content": "<stop>", "special": True}}, "<stop>"),
+        (["<stop>"], {"eos_token": None}, None),
+        (["<stop>"], None, None),
+    ],
+)
 def test_eot_is_found(tmp_path, special, config, expected):
     file = word_tokenizer(tmp_path / "hf" / "tokenizer.json", special=special)
     if config:
@@ -555,24 +720,42 @@ def test_eot_is_found(tmp_path, special, config, expected):
 
 
 def test_given_tokenizer_and_uint32(tmp_path):
-    """More than 65,536 ids need uint32; truncation settings in a tokenizer.json must not cut documents."""
-    file = word_tokenizer(tmp_path / "hf" / "tokenizer.json", size=70_000, special=["</s>"], max_length=5)
-    loaded = opened(tmp_path, "a.txt", " ".join(["the", "w69000", "model"] * 500), tokenizer=str(file.parent))
+    """More than 65,536 ids need uint32; truncation settings in a tokenizer.json must not cut
+    documents."""
+    file = word_tokenizer(
+        tmp_path / "hf" / "tokenizer.json", size=70_000, special=["</s>"], max_length=5
+    )
+    loaded = opened(
+        tmp_path, "a.txt", " ".join(["the", "w69000", "model"] * 500), tokenizer=str(file.parent)
+    )
     tokens = all_tokens(loaded.folder, "train")
     assert tokens.dtype == np.uint32 and tokens.max() == 70_000 == loaded.eot and len(tokens) > 1400
     assert (loaded.vocab_size, loaded.token_bytes) == (70_001, None)
     assert next(loaded.val_batches(2, 2, 0, 1, "cpu")).n_bytes is None
     assert shard_files.find_damage(loaded.folder) == []
     same = open_data(DataConfig(data=str(loaded.folder), tokenizer=str(file)), 16)
-    assert same.fingerprint == loaded.fingerprint and same.tokenizer_file == str(loaded.folder / "tokenizer.json")
+    assert same.fingerprint == loaded.fingerprint and same.tokenizer_file == str(
+        loaded.folder / "tokenizer.json"
+    )
     other = word_tokenizer(tmp_path / "other" / "tokenizer.json", special=["</s>"])
-    refused(lambda: open_data(DataConfig(data=str(loaded.folder), tokenizer=str(other)), 16), "--tokenizer", "leave it out")
+    refused(
+        lambda: open_data(DataConfig(data=str(loaded.folder), tokenizer=str(other)), 16),
+        "--tokenizer",
+        "leave it out",
+    )
     again = opened(tmp_path, "a.txt", tokenizer=str(other))
-    assert again.fingerprint["tokenizer_sha256"] != loaded.fingerprint["tokenizer_sha256"] and again.folder != loaded.folder
+    assert (
+        again.fingerprint["tokenizer_sha256"] != loaded.fingerprint["tokenizer_sha256"]
+        and again.folder != loaded.folder
+    )
 
 
-CHAT_FILES = {"tokenizer_config.json": b'{"eos_token": "</s>"}', "chat_template.jinja": b"{{ messages }}",
-              "special_tokens_map.json": b"{}", "generation_config.json": b'{"eos_token_id": [3, 4]}'}
+CHAT_FILES = {
+    "tokenizer_config.json": b'{"eos_token": "</s>"}',
+    "chat_template.jinja": b"{{ messages }}",
+    "special_tokens_map.json": b"{}",
+    "generation_config.json": b'{"eos_token_id": [3, 4]}',
+}
 
 
 def chat_tokenizer(folder: Path, template=b"{{ messages }}") -> Path:
@@ -583,11 +766,24 @@ def chat_tokenizer(folder: Path, template=b"{{ messages }}") -> Path:
 
 
 def test_the_files_beside_a_tokenizer_come_along(tmp_path, monkeypatch, capsys):
-    """Through the cache and through prepare, for a folder and for a tokenizer.json; changed files are noticed."""
+    """Through the cache and through prepare, for a folder and for a tokenizer.json; changed files
+    are noticed."""
     (tmp_path / "a.txt").write_text(sentences(200, 0))
     file = chat_tokenizer(tmp_path / "hf")
-    cfg = DataConfig(data=str(tmp_path / "a.txt"), tokenizer=str(file.parent), cache_dir=str(tmp_path / "c"))
-    argv = ["prepare", "--input", tmp_path / "a.txt", "--tokenizer", file, "--out", tmp_path / "tokens", "--workers", 1]
+    cfg = DataConfig(
+        data=str(tmp_path / "a.txt"), tokenizer=str(file.parent), cache_dir=str(tmp_path / "c")
+    )
+    argv = [
+        "prepare",
+        "--input",
+        tmp_path / "a.txt",
+        "--tokenizer",
+        file,
+        "--out",
+        tmp_path / "tokens",
+        "--workers",
+        1,
+    ]
     assert call_cli(monkeypatch, capsys, *argv)[0] == 0
     for folder in Path(open_data(cfg, 16).tokenizer_file).parent, tmp_path / "tokens":
         assert {name: (folder / name).read_bytes() for name in CHAT_FILES} == CHAT_FILES
@@ -595,7 +791,9 @@ def test_the_files_beside_a_tokenizer_come_along(tmp_path, monkeypatch, capsys):
     # the same tokenizer.json with another template: other files, but the same data
     chat_tokenizer(tmp_path / "hf", b"{{ other }}")
     again = open_data(cfg, 16)
-    assert Path(again.tokenizer_file).with_name("chat_template.jinja").read_bytes() == b"{{ other }}"
+    assert (
+        Path(again.tokenizer_file).with_name("chat_template.jinja").read_bytes() == b"{{ other }}"
+    )
     assert again.fingerprint == open_data(DataConfig(data=str(tmp_path / "tokens")), 16).fingerprint
     (tmp_path / "tokens" / "chat_template.jinja").write_bytes(b"{{ evil }}")
     damage = shard_files.find_damage(tmp_path / "tokens")
@@ -613,7 +811,9 @@ def test_a_copy_of_the_tokenizer_finds_the_same_shards(tmp_path):
     first = folder(file)
     copy = Path(shutil.copytree(tmp_path / "hf", tmp_path / "step-3"))
     os.utime(file, (1, 1))
-    assert {folder(path) for path in (copy, copy / "tokenizer.json", tmp_path / "hf", file)} == {first}
+    assert {folder(path) for path in (copy, copy / "tokenizer.json", tmp_path / "hf", file)} == {
+        first
+    }
     stamp = file.stat()
     file.write_text(file.read_text().replace('"axis"', '"AXIS"'))  # of the same size and time
     os.utime(file, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
@@ -632,7 +832,9 @@ def test_a_tokenizer_of_strangers(tmp_path, name):
     (tmp_path / "secret").write_bytes((file.parent / name).read_bytes())
     (file.parent / name).unlink()
     (file.parent / name).symlink_to(tmp_path / "secret")
-    refused(lambda: find_tokenizer(str(file.parent)), name, "is a link that leads out of the folder")
+    refused(
+        lambda: find_tokenizer(str(file.parent)), name, "is a link that leads out of the folder"
+    )
     (file.parent / name).unlink()
     with open(file.parent / name, "wb") as sparse:
         sparse.truncate(1 << 30)
@@ -640,20 +842,23 @@ def test_a_tokenizer_of_strangers(tmp_path, name):
         refused(lambda path=path: find_tokenizer(str(path)), name, "which is absurd")
 
 
-# ---- mistakes of users: one line each ------------------------------------------------------------------------------
+# ---- mistakes of users: one line each ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, content, parts", [
-    ("short.txt", b"ab\n", ["short.txt", "--seq_len 64", "longer text"]),
-    ("latin.txt", b"caf\xe9 " * 100, ["latin.txt", "byte 3", "UTF-8", "iconv"]),
-    ("a.jsonl", b'{"text": "ok"}\n\n{"text": "ok"\n', ["a.jsonl line 3", '"text"']),
-    ("b.jsonl", b'{"text": "ok"}\n{"content": "no"}\n', ["b.jsonl line 2", "KeyError('text')"]),
-    ("c.jsonl", b'{"text": 3}\n', ["c.jsonl line 1", '"text"']),
-    ("d.jsonl", b"[1]\n", ["d.jsonl line 1"]),
-    ("e.jsonl", b'{"text": "\\ud800"}\n', ["e.jsonl line 1"]),
-    ("f.jsonl", b'{"text": ""}\n' * 200, ["f.jsonl", "0 training tokens"]),
-    ("h.jsonl", b'{"text": "ok"}\n' * 100 + b"oops\n", ["h.jsonl line 101"]),
-])
+@pytest.mark.parametrize(
+    "name, content, parts",
+    [
+        ("short.txt", b"ab\n", ["short.txt", "--seq_len 64", "longer text"]),
+        ("latin.txt", b"caf\xe9 " * 100, ["latin.txt", "byte 3", "UTF-8", "iconv"]),
+        ("a.jsonl", b'{"text": "ok"}\n\n{"text": "ok"\n', ["a.jsonl line 3", '"text"']),
+        ("b.jsonl", b'{"text": "ok"}\n{"content": "no"}\n', ["b.jsonl line 2", "KeyError('text')"]),
+        ("c.jsonl", b'{"text": 3}\n', ["c.jsonl line 1", '"text"']),
+        ("d.jsonl", b"[1]\n", ["d.jsonl line 1"]),
+        ("e.jsonl", b'{"text": "\\ud800"}\n', ["e.jsonl line 1"]),
+        ("f.jsonl", b'{"text": ""}\n' * 200, ["f.jsonl", "0 training tokens"]),
+        ("h.jsonl", b'{"text": "ok"}\n' * 100 + b"oops\n", ["h.jsonl line 101"]),
+    ],
+)
 def test_bad_text(tmp_path, name, content, parts):
     (tmp_path / name).write_bytes(content)
     refused(lambda: opened(tmp_path, name, seq_len=64), *parts)
@@ -673,22 +878,39 @@ def change_index(folder: Path, change):
     (folder / "index.json").write_text(json.dumps(index))
 
 
-OUTSIDE = ["../train-00000.npy", "/etc/passwd", "a/../train-00000.npy", "..\\x", "", "index.json", 3]
+OUTSIDE = [
+    "../train-00000.npy",
+    "/etc/passwd",
+    "a/../train-00000.npy",
+    "..\\x",
+    "",
+    "index.json",
+    3,
+]
 
 
-@pytest.mark.parametrize("change", [
-    lambda index: index.pop("splits"),
-    lambda index: index["splits"].pop("val"),
-    lambda index: index.update(version=1),  # of an older program
-    lambda index: index.update(version=99),
-    lambda index: index.update(vocab_size=7),
-    lambda index: index.update(eot=-1),
-    lambda index: index.update(eot="0"),
-    lambda index: index.update(source=None),
-    lambda index: index["splits"]["train"].reverse() or index["splits"]["train"].append(index["splits"]["val"][0]),
-    lambda index: index["splits"]["train"][0].update(tokens=-5),
-    *[lambda index, name=name: index["splits"]["train"][0].update(name=name) for name in OUTSIDE],
-])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda index: index.pop("splits"),
+        lambda index: index["splits"].pop("val"),
+        lambda index: index.update(version=1),  # of an older program
+        lambda index: index.update(version=99),
+        lambda index: index.update(vocab_size=7),
+        lambda index: index.update(eot=-1),
+        lambda index: index.update(eot="0"),
+        lambda index: index.update(source=None),
+        lambda index: (
+            index["splits"]["train"].reverse()
+            or index["splits"]["train"].append(index["splits"]["val"][0])
+        ),
+        lambda index: index["splits"]["train"][0].update(tokens=-5),
+        *[
+            lambda index, name=name: index["splits"]["train"][0].update(name=name)
+            for name in OUTSIDE
+        ],
+    ],
+)
 def test_damaged_index(shards, tmp_path, change):
     folder = copy_of(shards, tmp_path)
     shutil.copy(folder / "train-00000.npy", tmp_path / "train-00000.npy")
@@ -705,19 +927,35 @@ def test_damaged_shards(shards, tmp_path, monkeypatch):
     whole = shard.read_bytes()
     other = io.BytesIO()
     np.save(other, np.frombuffer(whole[128:], np.uint16).astype(np.int16))
-    places = 0, 6, 8, whole.index(b"<u2") + 2, whole.index(b",), }") - 1  # magic, version, length, dtype, shape
-    changed = [whole[:i] + bytes([whole[i] ^ 1]) + whole[i + 1:] for i in places]
-    for content, part in [(whole[:-2], "truncated"), (whole[:30], "truncated"), (b"", "truncated"), (whole + b"\0", "too long"),
-                          (other.getvalue(), "header"), *((content, "header") for content in changed)]:
+    # magic, version, length, dtype, shape
+    places = 0, 6, 8, whole.index(b"<u2") + 2, whole.index(b",), }") - 1
+    changed = [whole[:i] + bytes([whole[i] ^ 1]) + whole[i + 1 :] for i in places]
+    for content, part in [
+        (whole[:-2], "truncated"),
+        (whole[:30], "truncated"),
+        (b"", "truncated"),
+        (whole + b"\0", "too long"),
+        (other.getvalue(), "header"),
+        *((content, "header") for content in changed),
+    ]:
         shard.write_bytes(content)
-        refused(lambda: TokenData(folder, 8).windows("train", [0]), str(shard), "make the shards again", part)
+        refused(
+            lambda: TokenData(folder, 8).windows("train", [0]),
+            str(shard),
+            "make the shards again",
+            part,
+        )
         assert any(str(shard) in line for line in shard_files.find_damage(folder))
-    shard.write_bytes(whole[:128] + b"\xff" * (len(whole) - 128))  # ids beyond the vocabulary never reach the model
-    refused(lambda: next(TokenData(folder, 8).batches(0, 1, 1, 0, 1, "cpu")), "65535", "data.py check")
+    # ids beyond the vocabulary never reach the model
+    shard.write_bytes(whole[:128] + b"\xff" * (len(whole) - 128))
+    refused(
+        lambda: next(TokenData(folder, 8).batches(0, 1, 1, 0, 1, "cpu")), "65535", "data.py check"
+    )
     assert any("token id 65535" in line for line in shard_files.find_damage(folder))
     shard.unlink()
     refused(lambda: TokenData(folder, 8), str(shard), "missing")
-    monkeypatch.setenv("LOCAL_RANK", "1")  # one rank of a machine looks at all files, the others at those that they open
+    # one rank of a machine looks at all files, the others at those that they open
+    monkeypatch.setenv("LOCAL_RANK", "1")
     opened = TokenData(folder, 8)
     refused(lambda: opened.windows("train", [0]), str(shard), "missing")
     shard.write_bytes(whole)
@@ -729,11 +967,18 @@ def test_check_finds_every_flipped_byte(shards, tmp_path):
     places = random.Random(0)
     for name in "train-00000.npy", "val-00000.npy", "tokenizer.json", "index.json":
         whole = (folder / name).read_bytes()
-        named = whole.find(b'"inputs"'), whole.find(b'"tokenizer"')  # file names, kept for the reader
-        for place in [*range(0, 112, 9), len(whole) - 1, *(places.randrange(len(whole)) for _ in range(20))]:
+        # file names, kept for the reader
+        named = whole.find(b'"inputs"'), whole.find(b'"tokenizer"')
+        for place in [
+            *range(0, 112, 9),
+            len(whole) - 1,
+            *(places.randrange(len(whole)) for _ in range(20)),
+        ]:
             if name == "index.json" and (whole[place] in b" \n" or named[0] <= place <= named[1]):
                 continue
-            (folder / name).write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1:])
+            (folder / name).write_bytes(
+                whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :]
+            )
             assert shard_files.find_damage(folder), (name, place)
         (folder / name).write_bytes(whole)
     assert shard_files.find_damage(folder) == []
@@ -746,10 +991,12 @@ def test_another_tokenizer_in_the_folder(shards, tmp_path):
     refused(lambda: TokenData(folder, 8), "tokenizer.json", "make the shards again")
     tokenizer.unlink()
     bare = TokenData(folder, 8)
-    assert (bare.tokenizer_file, bare.token_bytes) == (None, None) and len(shard_files.find_damage(folder)) == 1
+    assert (bare.tokenizer_file, bare.token_bytes) == (None, None) and len(
+        shard_files.find_damage(folder)
+    ) == 1
 
 
-# ---- the command line ----------------------------------------------------------------------------------------------
+# ---- the command line ----------------------------------------------------------------------------
 
 
 def run_cli(*argv):
@@ -759,11 +1006,23 @@ def run_cli(*argv):
 def test_a_full_disk_is_told_with_the_place(tmp_path, monkeypatch, capsys):
     """Python's error has no file's name."""
     (tmp_path / "a.txt").write_text("word " * 3000)
-    monkeypatch.setattr(texts, "write_shard", Mock(side_effect=OSError(28, "No space left on device")))
+    monkeypatch.setattr(
+        texts, "write_shard", Mock(side_effect=OSError(28, "No space left on device"))
+    )
     cfg = DataConfig(data=str(tmp_path / "a.txt"), cache_dir=str(tmp_path / "c"))
     refuses(f"^{tmp_path}/c: No space left", open_data, cfg, 32)
     (own,) = (tmp_path / "c").glob("*/tokenizer.json")
-    argv = ["prepare", "--input", tmp_path / "a.txt", "--tokenizer", own, "--out", tmp_path / "new", "--workers", 1]
+    argv = [
+        "prepare",
+        "--input",
+        tmp_path / "a.txt",
+        "--tokenizer",
+        own,
+        "--out",
+        tmp_path / "new",
+        "--workers",
+        1,
+    ]
     assert f"error: {tmp_path}/new: No space" in call_cli(monkeypatch, capsys, *argv)[2]
 
 
@@ -780,15 +1039,28 @@ def call_cli(monkeypatch, capsys, *argv):
 
 @pytest.mark.slow
 def test_prepare_in_processes(corpus, shards, tmp_path):
-    """Two worker processes write the same files as a single process; check and training accept them."""
+    """Two worker processes write the same files as a single process; check and training accept
+    them."""
     (tmp_path / "a.txt").write_text(sentences(500, seed=9))
-    argv = ["prepare", "--input", corpus / "docs.jsonl", tmp_path / "a.txt", "--tokenizer", shards / "tokenizer.json"]
+    argv = [
+        "prepare",
+        "--input",
+        corpus / "docs.jsonl",
+        tmp_path / "a.txt",
+        "--tokenizer",
+        shards / "tokenizer.json",
+    ]
     done = run_cli(*argv, "--out", tmp_path / "two", "--workers", 2)
     assert done.returncode == 0 and "train: " in done.stdout and done.stderr == "", done.stderr
-    texts.build_shards([corpus / "docs.jsonl", tmp_path / "a.txt"], find_tokenizer(str(shards)), tmp_path / "one")
+    texts.build_shards(
+        [corpus / "docs.jsonl", tmp_path / "a.txt"], find_tokenizer(str(shards)), tmp_path / "one"
+    )
     files = sorted(path.name for path in (tmp_path / "one").iterdir())
     assert files == sorted(path.name for path in (tmp_path / "two").iterdir())
-    assert all((tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes() for name in files)
+    assert all(
+        (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+        for name in files
+    )
     loaded = open_data(DataConfig(data=str(tmp_path / "two")), 16)
     assert loaded.n_samples > open_corpus(corpus, 16).n_samples and loaded.n_val_samples > 1
     check = run_cli("check", tmp_path / "two")
@@ -796,7 +1068,15 @@ def test_prepare_in_processes(corpus, shards, tmp_path):
 
 
 def test_prepare_again_keeps_what_is_intact(corpus, shards, tmp_path, monkeypatch, capsys):
-    argv = ["prepare", "--input", corpus / "docs.jsonl", "--tokenizer", shards, "--out", tmp_path / "out"]
+    argv = [
+        "prepare",
+        "--input",
+        corpus / "docs.jsonl",
+        "--tokenizer",
+        shards,
+        "--out",
+        tmp_path / "out",
+    ]
     assert call_cli(monkeypatch, capsys, *argv)[0] == 0
     out = tmp_path / "out"
     whole = {path.name: path.read_bytes() for path in out.iterdir()}
@@ -807,30 +1087,57 @@ def test_prepare_again_keeps_what_is_intact(corpus, shards, tmp_path, monkeypatc
     (out / "val-00000.npy").write_bytes(damaged)
     (out / "pytorch_model.bin").write_bytes(b"not ours")
     assert call_cli(monkeypatch, capsys, *argv)[0] == 0
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == whole | {"pytorch_model.bin": b"not ours"}
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == whole | {
+        "pytorch_model.bin": b"not ours"
+    }
 
     times = {name: (out / name).stat().st_mtime_ns for name in whole}
-    assert call_cli(monkeypatch, capsys, *argv)[0] == 0  # all intact: nothing is tokenized again, and nothing written
-    assert all((out / name).stat().st_mtime_ns == times[name] for name in whole if name.endswith(".npy"))
+    # all intact: nothing is tokenized again, and nothing written
+    assert call_cli(monkeypatch, capsys, *argv)[0] == 0
+    assert all(
+        (out / name).stat().st_mtime_ns == times[name] for name in whole if name.endswith(".npy")
+    )
 
 
 def test_prepare_in_shares(corpus, shards, tmp_path, monkeypatch, capsys):
-    """The shares of three machines, one of them repeated, one in a folder of its own, one after a death: the same files. A
-    folder of other data is refused."""
+    """The shares of three machines, one of them repeated, one in a folder of its own, one after a
+    death: the same files. A folder of other data is refused."""
     (tmp_path / "a.txt").write_text(sentences(500, seed=9))
-    argv = ["prepare", "--input", corpus / "docs.jsonl", tmp_path / "a.txt", "--tokenizer", shards, "--workers", 1, "--out"]
+    argv = [
+        "prepare",
+        "--input",
+        corpus / "docs.jsonl",
+        tmp_path / "a.txt",
+        "--tokenizer",
+        shards,
+        "--workers",
+        1,
+        "--out",
+    ]
     assert call_cli(monkeypatch, capsys, *argv, tmp_path / "whole")[0] == 0
     out, encoded, real = tmp_path / "out", [], texts.read_documents
-    monkeypatch.setattr(texts, "read_documents", lambda piece, *rest: encoded.append(piece.split) or real(piece, *rest))
+    monkeypatch.setattr(
+        texts,
+        "read_documents",
+        lambda piece, *rest: encoded.append(piece.split) or real(piece, *rest),
+    )
     for share, folder in ("0/3", out), ("0/3", out), ("1/3", tmp_path / "own"):
-        assert f"share {share} is in {folder};" in call_cli(monkeypatch, capsys, *argv, folder, "--shard", share)[1]
+        assert (
+            f"share {share} is in {folder};"
+            in call_cli(monkeypatch, capsys, *argv, folder, "--shard", share)[1]
+        )
     shutil.copytree(tmp_path / "own", out, dirs_exist_ok=True)
     (out / "val-00002.npy").write_bytes(b"half")  # of a machine that died before its note
     assert call_cli(monkeypatch, capsys, "check", out)[0] == 1 and encoded == ["hash", "train"]
     assert call_cli(monkeypatch, capsys, *argv, out, "--shard", "2/3")[0] == 0
     assert call_cli(monkeypatch, capsys, *argv, out)[0] == 0 and encoded == ["hash", "train", "val"]
-    assert {p.name: p.read_bytes() for p in out.iterdir()} == {p.name: p.read_bytes() for p in (tmp_path / "whole").iterdir()}
-    assert all("need I/N" in call_cli(monkeypatch, capsys, *argv, out, "--shard", wrong)[2] for wrong in ("3/3", "1", "0/0"))
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == {
+        p.name: p.read_bytes() for p in (tmp_path / "whole").iterdir()
+    }
+    assert all(
+        "need I/N" in call_cli(monkeypatch, capsys, *argv, out, "--shard", wrong)[2]
+        for wrong in ("3/3", "1", "0/0")
+    )
     status, _, err = call_cli(monkeypatch, capsys, *argv[:2], *argv[3:], out)  # other data
     assert status == 2 and err.count("\n") == 1 and "new --out" in err
 
@@ -838,13 +1145,27 @@ def test_prepare_in_shares(corpus, shards, tmp_path, monkeypatch, capsys):
 def test_own_tokenizer(corpus, tmp_path, monkeypatch, capsys):
     """Trained on all given files, with the requested size, and good for a run: all text comes back."""
     (tmp_path / "odd.txt").write_text("zyzzyva zyzzyva zyzzyva\n" * 400 + sentences(400, 1))
-    argv = ["--input", corpus / "docs.jsonl", tmp_path / "odd.txt", "--vocab_size", 400, "--out", tmp_path / "x" / "own.json"]
+    argv = [
+        "--input",
+        corpus / "docs.jsonl",
+        tmp_path / "odd.txt",
+        "--vocab_size",
+        400,
+        "--out",
+        tmp_path / "x" / "own.json",
+    ]
     status, out, _ = call_cli(monkeypatch, capsys, "tokenizer", *argv)
     assert status == 0 and "own.json: 400 ids; train with --tokenizer" in out
     tokenizer = Tokenizer.from_file(str(tmp_path / "x" / "own.json"))
     assert len(tokenizer.encode(" zyzzyva").ids) == 1 < len(tokenizer.encode(" zyxwvu").ids)
-    assert tokenizer.decode(tokenizer.encode("caf\u00e9 \U0001f600\n").ids) == "caf\u00e9 \U0001f600\n"
-    cfg = DataConfig(data=str(tmp_path / "odd.txt"), tokenizer=str(tmp_path / "x" / "own.json"), cache_dir=str(tmp_path))
+    assert (
+        tokenizer.decode(tokenizer.encode("caf\u00e9 \U0001f600\n").ids) == "caf\u00e9 \U0001f600\n"
+    )
+    cfg = DataConfig(
+        data=str(tmp_path / "odd.txt"),
+        tokenizer=str(tmp_path / "x" / "own.json"),
+        cache_dir=str(tmp_path),
+    )
     loaded = open_data(cfg, 16)
     assert loaded.vocab_size == 400 and tokenizer.id_to_token(loaded.eot) == "<|endoftext|>"
     (tmp_path / "tiny.txt").write_text("abc\n")

@@ -1,4 +1,5 @@
 """evaluate.py: log-probabilities and answers equal transformers', all layouts equal one process."""
+
 import functools
 import gzip
 import json
@@ -39,13 +40,16 @@ def words(rng, least, most) -> str:
 
 
 def write_jsonl(path, records) -> str:
-    Path(path).write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+    Path(path).write_text(
+        "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    )
     return str(path)
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """kind -> a tiny Hugging Face folder with an opinion."""
+
     @functools.cache
     def make(kind):
         folder = str(tmp_path_factory.mktemp(kind))
@@ -60,15 +64,27 @@ def tasks(tmp_path_factory):
     """kind -> a file of lines of different lengths."""
     rng, folder = random.Random(4), tmp_path_factory.mktemp("tasks")
     choices = [[words(rng, 1, 5) for _ in range(rng.randint(1, 4))] for _ in range(11)]
-    assert sum(map(len, choices)) % 6 == 3  # 6 per batch of two data ranks: the last batch has 2 and 1
+    # 6 per batch of two data ranks: the last batch has 2 and 1
+    assert sum(map(len, choices)) % 6 == 3
     answers = [rng.randrange(len(c)) for c in choices]
     spelt = [[a, "ABCD"[a], c[a]][i % 3] for i, (a, c) in enumerate(zip(answers, choices))]
     questions = ["", " ", *(words(rng, 1, 20) for _ in range(9))]
     return dict(
-        choice=write_jsonl(folder / "choice.jsonl", [dict(question=q, choices=c, answer=a, id="more")
-                                                     for q, c, a in zip(questions, choices, spelt)]),
-        text=write_jsonl(folder / "text.jsonl", [dict(text=words(rng, 0, 120)) for _ in range(5)] + [dict(text="")]),
-        answer=write_jsonl(folder / "answer.jsonl", [dict(question=q, answer=f"so {i}") for i, q in enumerate(questions)]),
+        choice=write_jsonl(
+            folder / "choice.jsonl",
+            [
+                dict(question=q, choices=c, answer=a, id="more")
+                for q, c, a in zip(questions, choices, spelt)
+            ],
+        ),
+        text=write_jsonl(
+            folder / "text.jsonl",
+            [dict(text=words(rng, 0, 120)) for _ in range(5)] + [dict(text="")],
+        ),
+        answer=write_jsonl(
+            folder / "answer.jsonl",
+            [dict(question=q, answer=f"so {i}") for i, q in enumerate(questions)],
+        ),
     )
 
 
@@ -89,7 +105,9 @@ def results(capsys, folder, task, **flags) -> tuple[list[dict], dict]:
     out.unlink(missing_ok=True)
     evaluated(checkpoint=folder, task=task, out=str(out), **flags)
     *items, last = read_lines(out)
-    assert [item["index"] for item in items] == list(range(len(items))) and last["summary"]["n"] == len(items)
+    assert [item["index"] for item in items] == list(range(len(items))) and last["summary"][
+        "n"
+    ] == len(items)
     assert f"({len(items)} line" in capsys.readouterr().out
     return items, last["summary"]
 
@@ -105,10 +123,15 @@ def theirs(folder):
 def their_logprob(model, context: list[int], continuation: list[int]) -> float:
     with torch.no_grad():
         logits = model(torch.tensor([context + continuation])).logits[0, len(context) - 1 : -1]
-    return logits.double().log_softmax(-1).gather(1, torch.tensor(continuation)[:, None]).sum().item()
+    return (
+        logits.double().log_softmax(-1).gather(1, torch.tensor(continuation)[:, None]).sum().item()
+    )
 
 
-@pytest.mark.parametrize("kind", ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "llama")])
+@pytest.mark.parametrize(
+    "kind",
+    ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "llama")],
+)
 def test_scores_are_those_of_transformers(kind, folders, tasks, capsys):
     model, tokenizer = theirs(folders(kind))
     items, summary = results(capsys, folders(kind), tasks["choice"], prompt_template="{question}:")
@@ -127,7 +150,9 @@ def test_scores_are_those_of_transformers(kind, folders, tasks, capsys):
     for name in ("acc", "acc_norm", "acc_bytes"):
         values = [item[name] for item in items]
         assert summary[name] == pytest.approx(statistics.mean(values))
-        assert summary[f"{name}_stderr"] == pytest.approx(statistics.stdev(values) / math.sqrt(len(values)))
+        assert summary[f"{name}_stderr"] == pytest.approx(
+            statistics.stdev(values) / math.sqrt(len(values))
+        )
 
 
 def test_every_token_of_a_text_is_scored_once(folders, tasks, capsys):
@@ -136,7 +161,9 @@ def test_every_token_of_a_text_is_scored_once(folders, tasks, capsys):
     first = tokenizer.eos_token_id
     texts = [line["text"] for line in read_lines(tasks["text"])]
     for flags, stride in [({}, 32), (dict(stride=5), 5)]:
-        items, summary = results(capsys, folders("llama"), tasks["text"], seq_len=32, limit=3, **flags)
+        items, summary = results(
+            capsys, folders("llama"), tasks["text"], seq_len=32, limit=3, **flags
+        )
         for text, item in zip(texts[:3], items, strict=True):
             ids, want = [first, *tokenizer.encode(text)], 0.0
             for i in range(1, len(ids)):
@@ -148,13 +175,16 @@ def test_every_token_of_a_text_is_scored_once(folders, tasks, capsys):
         tokens, nats = sum(i["tokens"] for i in items), -sum(i["logprob"] for i in items)
         assert summary["loss"] == pytest.approx(nats / tokens)
         assert summary["perplexity"] == pytest.approx(math.exp(nats / tokens))
-        assert summary["bits_per_byte"] == pytest.approx(nats / math.log(2) / sum(i["bytes"] for i in items))
+        assert summary["bits_per_byte"] == pytest.approx(
+            nats / math.log(2) / sum(i["bytes"] for i in items)
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_are_those_of_transformers(kind, folders, tasks, capsys):
     model, tokenizer = theirs(folders(kind))
-    ends = [tokenizer.eos_token_id, model.generation_config.eos_token_id]  # a tokenizer's and a model's
+    # a tokenizer's and a model's
+    ends = [tokenizer.eos_token_id, model.generation_config.eos_token_id]
     ends = [i for i in ends if i is not None]
     flags = dict(prompt_template="{question}=", max_new_tokens=12, stop=["7"], local_batch_size=4)
     items, summary = results(capsys, folders(kind), tasks["answer"], **flags)
@@ -164,7 +194,9 @@ def test_answers_are_those_of_transformers(kind, folders, tasks, capsys):
         ids = ids[0, prompt.input_ids.shape[1] :].tolist()
         ended = ids[-1] in ends
         text = tokenizer.decode(ids[:-1] if ended else ids)
-        assert item["prediction"] == text.split("7")[0] and item["truncated"] == (not ended and "7" not in text)
+        assert item["prediction"] == text.split("7")[0] and item["truncated"] == (
+            not ended and "7" not in text
+        )
     assert summary["truncated"] == sum(item["truncated"] for item in items) / len(items)
 
 
@@ -174,7 +206,9 @@ def test_an_answer_ends_at_the_first_stop(folders, tasks, capsys):
     usual, _ = results(capsys, folders("llama"), tasks["answer"], **flags, stop=[])
     stop = usual[3]["prediction"][5:8]
     assert len(Text(folders("llama")).ids(stop)) > 1
-    items, summary = results(capsys, folders("llama"), tasks["answer"], **flags, stop=["no such text", stop])
+    items, summary = results(
+        capsys, folders("llama"), tasks["answer"], **flags, stop=["no such text", stop]
+    )
     for item, whole in zip(items, usual):
         assert item["prediction"] == whole["prediction"].split(stop)[0]
         assert item["truncated"] == (whole["truncated"] and stop not in whole["prediction"])
@@ -184,15 +218,35 @@ def test_an_answer_ends_at_the_first_stop(folders, tasks, capsys):
 
 # ---------------------------------------------------------------- layouts
 # (kind, layouts of 4 ranks, tasks) for `make test`; the slow suite has the rest
-QUICK = [("llama", [dict(pp=2, cp=2)], ["text"]), ("qwen3_moe", [dict(pp=2, ep=2)], ["choice"]),
-         ("deepseek_v3", [dict(ep=4)], ["choice", "answer"])]
-ALL = [pytest.param(kind, layouts, ["choice", "text", "answer"], marks=pytest.mark.slow) for kind, layouts in {
-    "llama": [dict(dp_shard=4), dict(tp=2), dict(pp=2, cp=2), dict(dp_replicate=2, pp=2), dict(cp=2, tp=2),
-              dict(dp_replicate=4), dict(cp=2, cp_method="alltoall"), dict(pp=2, pp_microbatch_size=3, local_batch_size=3),
-              dict(pp=2, pp_stage_fqns="tok_embeddings;blocks.0,blocks.1,norm,head")],
-    "qwen3_moe": [dict(dp_shard=4, ep=4), dict(tp=2, ep=2), dict(pp=2, ep=2), dict(cp=4), dict(tp=2, etp=2, ep=2)],
-    "deepseek_v3": [dict(dp_shard=4, ep=2), dict(tp=2, ep=4), dict(tp=2, pp=2)],
-}.items()]
+QUICK = [
+    ("llama", [dict(pp=2, cp=2)], ["text"]),
+    ("qwen3_moe", [dict(pp=2, ep=2)], ["choice"]),
+    ("deepseek_v3", [dict(ep=4)], ["choice", "answer"]),
+]
+ALL = [
+    pytest.param(kind, layouts, ["choice", "text", "answer"], marks=pytest.mark.slow)
+    for kind, layouts in {
+        "llama": [
+            dict(dp_shard=4),
+            dict(tp=2),
+            dict(pp=2, cp=2),
+            dict(dp_replicate=2, pp=2),
+            dict(cp=2, tp=2),
+            dict(dp_replicate=4),
+            dict(cp=2, cp_method="alltoall"),
+            dict(pp=2, pp_microbatch_size=3, local_batch_size=3),
+            dict(pp=2, pp_stage_fqns="tok_embeddings;blocks.0,blocks.1,norm,head"),
+        ],
+        "qwen3_moe": [
+            dict(dp_shard=4, ep=4),
+            dict(tp=2, ep=2),
+            dict(pp=2, ep=2),
+            dict(cp=4),
+            dict(tp=2, etp=2, ep=2),
+        ],
+        "deepseek_v3": [dict(dp_shard=4, ep=2), dict(tp=2, ep=4), dict(tp=2, pp=2)],
+    }.items()
+]
 
 
 def on_a_layout(runs):
@@ -205,48 +259,76 @@ def on_a_layout(runs):
 
 def flags_of(kind_of_task: str) -> dict:
     asked = dict(prompt_template="{question}:", local_batch_size=3)
-    return dict(text=dict(seq_len=32, stride=8), choice=asked, answer=asked | dict(max_new_tokens=10, seq_len=64))[kind_of_task]
+    return dict(
+        text=dict(seq_len=32, stride=8),
+        choice=asked,
+        answer=asked | dict(max_new_tokens=10, seq_len=64),
+    )[kind_of_task]
 
 
 @pytest.mark.parametrize("kind, layouts, kinds_of_tasks", QUICK + ALL)
-def test_layouts_give_the_numbers_of_one_process(kind, layouts, kinds_of_tasks, folders, tasks, tmp_path):
+def test_layouts_give_the_numbers_of_one_process(
+    kind, layouts, kinds_of_tasks, folders, tasks, tmp_path
+):
     """Items and summaries, on 4 processes."""
     runs = []
     for i, degrees in enumerate([{}, *layouts]):
         for name in kinds_of_tasks:
-            if name != "answer" or not (degrees.keys() & {"pp", "cp"} or kind == "deepseek_v3" and "tp" in degrees):
-                runs.append(dict(checkpoint=folders(kind), task=tasks[name], out=f"{tmp_path}/{i}-{name}.jsonl",
-                                 **flags_of(name) | degrees))
-    alone, apart = {flags["task"]: flags["out"] for flags in runs[: len(kinds_of_tasks)]}, runs[len(kinds_of_tasks) :]
+            if name != "answer" or not (
+                degrees.keys() & {"pp", "cp"} or kind == "deepseek_v3" and "tp" in degrees
+            ):
+                runs.append(
+                    dict(
+                        checkpoint=folders(kind),
+                        task=tasks[name],
+                        out=f"{tmp_path}/{i}-{name}.jsonl",
+                        **flags_of(name) | degrees,
+                    )
+                )
+    alone, apart = (
+        {flags["task"]: flags["out"] for flags in runs[: len(kinds_of_tasks)]},
+        runs[len(kinds_of_tasks) :],
+    )
     for flags in runs[: len(kinds_of_tasks)]:
         evaluated(**flags)
     pool(4).run(on_a_layout, apart)
     for flags in apart:
-        for got, want in zip(read_lines(flags["out"]), read_lines(alone[flags["task"]]), strict=True):
+        for got, want in zip(
+            read_lines(flags["out"]), read_lines(alone[flags["task"]]), strict=True
+        ):
             got, want = got.get("summary", got), want.get("summary", want)
             assert got.keys() == want.keys()
             for name in got.keys() - {"layout", "seconds"}:
-                same = pytest.approx(want[name], abs=1e-4) if isinstance(want[name], float | list) else want[name]
+                same = (
+                    pytest.approx(want[name], abs=1e-4)
+                    if isinstance(want[name], float | list)
+                    else want[name]
+                )
                 assert got[name] == same, (flags, name)
 
 
 def scores_of_a_head(V, tp):
     """label_logprobs of the vocabulary in `tp` unequal parts, with labels to leave out."""
     g = torch.Generator().manual_seed(0)
-    h, weight = (torch.randint(-9, 10, shape, generator=g).float() for shape in ((2, 8, 8), (V, 8)))  # exact in any order
+    # exact in any order
+    h, weight = (torch.randint(-9, 10, shape, generator=g).float() for shape in ((2, 8, 8), (V, 8)))
     labels = torch.tensor([[1, 3, V - 1, -100, 0, 1, 1, 3], [V - 1, 2, -100, 5, 5, 5, 5, -100]])
     if tp > 1:
         mesh = init_device_mesh("cpu", (tp,))
         part = distribute_tensor(weight, mesh, [Shard(0)])
         h = h.chunk(tp, 1)[mesh.get_local_rank()]
-        return parallel.vocab_parallel_loss(h, part, labels, None, mesh=mesh, loss=evaluate.label_logprobs), None
+        return parallel.vocab_parallel_loss(
+            h, part, labels, None, mesh=mesh, loss=evaluate.label_logprobs
+        ), None
     logprobs = (h @ weight.T).log_softmax(-1)
     return evaluate.label_logprobs(h, weight, labels), (logprobs, labels)
 
 
 def test_a_vocabulary_in_parts_that_are_not_equal():
     want, (logprobs, labels) = scores_of_a_head(23, 1)
-    plain = torch.where(labels < 0, 0.0, logprobs.gather(2, labels.clamp(min=0)[:, :, None])[:, :, 0])
+    plain = torch.where(
+        labels < 0, 0.0, logprobs.gather(2, labels.clamp(min=0)[:, :, None])[:, :, 0]
+    )
     torch.testing.assert_close(want, plain)
     for got, _ in pool(4).run(scores_of_a_head, 23, 4):
         torch.testing.assert_close(got, want)
@@ -262,7 +344,9 @@ def test_a_run_a_step_and_the_folder_that_it_came_from(folders, tasks, tmp_path,
     for i, folder in enumerate((run_folder, f"{run_folder}/checkpoints/step-0")):
         items, summary = results(capsys, folder, **flags)
         assert items == want and summary["checkpoint"] == f"{run_folder}/checkpoints/step-0"
-        pool(4).run(on_a_layout, [dict(checkpoint=folder, out=f"{tmp_path}/{i}.jsonl", ep=4, **flags)])
+        pool(4).run(
+            on_a_layout, [dict(checkpoint=folder, out=f"{tmp_path}/{i}.jsonl", ep=4, **flags)]
+        )
         for got, item in zip(read_lines(f"{tmp_path}/{i}.jsonl"), want):
             assert got["logprobs"] == pytest.approx(item["logprobs"], abs=1e-4)
 
@@ -285,10 +369,16 @@ def test_windows_score_each_token_once():
         for longest, stride in ((1, 1), (8, 8), (8, 3), (8, 1), (64, 64)):
             ids, at = list(range(1, n + 1)), 0
             for context, scored in evaluate.rolling_windows(ids, 0, longest, stride):
-                assert scored == ids[at : at + len(scored)] and len(context) + len(scored) <= longest + 1
-                assert [*context, *scored] == [0, *ids][at + 1 - len(context) : at + 1 + len(scored)]
+                assert (
+                    scored == ids[at : at + len(scored)]
+                    and len(context) + len(scored) <= longest + 1
+                )
+                assert [*context, *scored] == [0, *ids][
+                    at + 1 - len(context) : at + 1 + len(scored)
+                ]
                 assert len(scored) <= (stride if at else longest)
-                assert at == 0 or len(context) + len(scored) == longest + 1  # as much context as fits
+                # as much context as fits
+                assert at == 0 or len(context) + len(scored) == longest + 1
                 at += len(scored)
             assert at == n
     assert evaluate.rolling_windows([], 0, 8, 8) == []
@@ -298,20 +388,29 @@ def test_where_a_context_ends(folders, tmp_path):
     text = Text(folders("llama"))
     ids = text.ids
     assert evaluate.encode_pair(text, "12 of", " 3") == (ids("12 of"), ids(" 3"))
-    assert evaluate.encode_pair(text, "12 of \n", "3") == (ids("12 of"), ids(" \n3"))  # spaces belong to the continuation
+    # spaces belong to the continuation
+    assert evaluate.encode_pair(text, "12 of \n", "3") == (ids("12 of"), ids(" \n3"))
     assert evaluate.encode_pair(text, "", "3") == ([text.first], ids("3")) == ([2], ids("3"))
     assert evaluate.encode_pair(text, " ", "3") == ([2], ids(" 3"))
-    assert len(ids("Sum")) == 1 and evaluate.encode_pair(text, "Su", "m") == ([2], ids("Sum"))  # a shared token
+    # a shared token
+    assert len(ids("Sum")) == 1 and evaluate.encode_pair(text, "Su", "m") == ([2], ids("Sum"))
     refuses("'' has no tokens", evaluate.encode_pair, text, "12", "")
     # a tokenizer with a first token, added once, also to texts with the token
     tokenizer = Tokenizer.from_file(f"{folders('llama')}/tokenizer.json")
-    tokenizer.post_processor = processors.TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]
+    )
     shutil.copytree(folders("llama"), tmp_path / "bos")
     tokenizer.save(str(tmp_path / "bos" / "tokenizer.json"))
     config = json.loads((tmp_path / "bos" / "tokenizer_config.json").read_text())
-    (tmp_path / "bos" / "tokenizer_config.json").write_text(json.dumps(config | {"bos_token": "<|im_start|>"}))
+    (tmp_path / "bos" / "tokenizer_config.json").write_text(
+        json.dumps(config | {"bos_token": "<|im_start|>"})
+    )
     text = Text(str(tmp_path / "bos"))
-    assert text.first == 1 and evaluate.encode_pair(text, "12", " 3") == ([1, *ids("12")], ids(" 3"))
+    assert text.first == 1 and evaluate.encode_pair(text, "12", " 3") == (
+        [1, *ids("12")],
+        ids(" 3"),
+    )
     assert evaluate.encode_pair(text, "", "3") == ([1], ids("3"))
 
 
@@ -323,19 +422,28 @@ def test_prompts(folders, tasks, tmp_path):
     make = lambda **flags: evaluate.prompts_of(evaluate.Config(**flags), text, lines, kind)  # noqa: E731
     asked = [line.fields["question"] for line in lines]
     assert make() == [f"Question: {q}\nAnswer:" for q in asked]
-    assert make(prompt_template="{id}: {question} { x }\\t") == [f"more: {q} {{ x }}\t" for q in asked]
+    assert make(prompt_template="{id}: {question} { x }\\t") == [
+        f"more: {q} {{ x }}\t" for q in asked
+    ]
     shot = f"Question: {first['question']}\nAnswer: {first['choices'][first['answer']]}\n\n"
-    assert make(shots=1, shots_file=tasks["choice"]) == [f"{shot}Question: {q}\nAnswer:" for q in asked]
+    assert make(shots=1, shots_file=tasks["choice"]) == [
+        f"{shot}Question: {q}\nAnswer:" for q in asked
+    ]
     text = Text(folders("llama"), chat=open_chat(folders("llama"), evaluate.Config(chat=True)))
     assert make()[0] == f"<|im_start|>user\n{asked[0]}<|im_end|>\n<|im_start|>assistant\n"
     grpo = "{question}" + HINTS["gsm8k"].replace("\n", "\\n")  # as it is typed
-    (prompt, _), = evaluate.requests_of(evaluate.Config(prompt_template=grpo), "answer", text, lines[:1], 64)[0]
+    ((prompt, _),) = evaluate.requests_of(
+        evaluate.Config(prompt_template=grpo), "answer", text, lines[:1], 64
+    )[0]
     assert prompt == Text(folders("llama"), chat=text.chat).prompt(asked[0] + HINTS["gsm8k"])
     (request, _), *_ = evaluate.requests_of(evaluate.Config(), kind, text, lines[:1], 64)[0]
     assert request[0] == 1 and 2 in request  # markers are tokens
     for flags, message in [
         (dict(prompt_template="{answer_2}"), "has no answer_2, which --prompt_template asks for"),
-        (dict(shots=99, shots_file=tasks["choice"]), "has 11 lines of kind choice; need 99 of kind choice"),
+        (
+            dict(shots=99, shots_file=tasks["choice"]),
+            "has 11 lines of kind choice; need 99 of kind choice",
+        ),
         (dict(shots=1, shots_file=tasks["text"]), "of kind text; need 1 of kind choice"),
         (dict(shots=1, shots_file="nothing.jsonl"), "--shots_file 'nothing.jsonl': No such file"),
     ]:
@@ -346,7 +454,10 @@ def test_prompts(folders, tasks, tmp_path):
 def test_the_standard_error_of_a_ratio():
     """With equal denominators the error of a mean; otherwise the error of resampled lines."""
     assert rewards.ratio("x", [3.0]) == {"x": 3.0, "x_stderr": None}
-    assert rewards.ratio("x", [0, 0, 1, 1]) == {"x": 0.5, "x_stderr": pytest.approx(math.sqrt(1 / 3 / 4))}
+    assert rewards.ratio("x", [0, 0, 1, 1]) == {
+        "x": 0.5,
+        "x_stderr": pytest.approx(math.sqrt(1 / 3 / 4)),
+    }
     rng = random.Random(0)
     x = [rng.uniform(1, 9) for _ in range(200)]
     y = [2 * a + rng.gauss(0, 1) * a**0.5 for a in x]
@@ -359,30 +470,59 @@ def test_the_standard_error_of_a_ratio():
 
 
 def test_what_counts_as_the_right_answer():
-    rows = [("so\n#### 1,234", "it is 1234 .\n", False, 1), ("#### 5", "5 and #### 6", False, 0), ("#### 5", "5", True, 0),
-            ("Paris", " Paris\n", False, 1), ("Paris", "paris", False, 0), (7, "seven, or 7", False, 1),
-            ("1/2", "1/2", False, 1)]
+    rows = [
+        ("so\n#### 1,234", "it is 1234 .\n", False, 1),
+        ("#### 5", "5 and #### 6", False, 0),
+        ("#### 5", "5", True, 0),
+        ("Paris", " Paris\n", False, 1),
+        ("Paris", "paris", False, 0),
+        (7, "seven, or 7", False, 1),
+        ("1/2", "1/2", False, 1),
+    ]
     lines = [evaluate.Line("", {"question": "why", "answer": answer}) for answer, *_ in rows]
     samples = [dict(text=text, ids=[1, 2], truncated=truncated) for _, text, truncated, _ in rows]
     items, metrics = evaluate.exact_match(lines, samples)
     assert [item["correct"] for item in items] == [row[-1] for row in rows]
-    assert metrics["exact_match"] == pytest.approx(4 / 7) and metrics["truncated"] == pytest.approx(1 / 7)
-    assert items[0] == dict(question="why", prediction="it is 1234 .\n", answer=1234.0, tokens=2, truncated=False, correct=1)
+    assert metrics["exact_match"] == pytest.approx(4 / 7) and metrics["truncated"] == pytest.approx(
+        1 / 7
+    )
+    assert items[0] == dict(
+        question="why",
+        prediction="it is 1234 .\n",
+        answer=1234.0,
+        tokens=2,
+        truncated=False,
+        correct=1,
+    )
 
 
-@pytest.mark.parametrize("answers, correct", [("auto", [0, 1, 1]), ("exact", [0, 0, 1]), ("number", None), ("math", [1, 0, 1])])
+@pytest.mark.parametrize(
+    "answers, correct",
+    [("auto", [0, 1, 1]), ("exact", [0, 0, 1]), ("number", None), ("math", [1, 0, 1])],
+)
 def test_what_is_right_can_be_said(answers, correct):
     """As for rewards of grpo.py: a text paid by --reward math is right with --answers math."""
-    lines = [evaluate.Line(f"a.jsonl:{i}", {"question": "?", "answer": answer}) for i, answer in enumerate(["1/2", 5, "7"])]
-    samples = [dict(text=text, ids=[1], truncated=False) for text in ("so \\boxed{\\frac{1}{2}}", "\\boxed{6} not 5", "7")]
+    lines = [
+        evaluate.Line(f"a.jsonl:{i}", {"question": "?", "answer": answer})
+        for i, answer in enumerate(["1/2", 5, "7"])
+    ]
+    samples = [
+        dict(text=text, ids=[1], truncated=False)
+        for text in ("so \\boxed{\\frac{1}{2}}", "\\boxed{6} not 5", "7")
+    ]
     if correct is None:
         wanted = "a.jsonl:0: nothing can be right with --answers number for '1/2'"
         return refuses(wanted, evaluate.check_line, lines[0], "answer", answers)
     items, metrics = evaluate.exact_match(lines, samples, answers)
-    assert [item["correct"] for item in items] == correct and metrics["exact_match"] == pytest.approx(sum(correct) / 3)
+    assert [item["correct"] for item in items] == correct and metrics[
+        "exact_match"
+    ] == pytest.approx(sum(correct) / 3)
 
 
-ERRORS = [re.split(r" ?\| | => ", line) for line in Path(__file__).with_name("evaluate.txt").read_text().splitlines()[1:]]
+ERRORS = [
+    re.split(r" ?\| | => ", line)
+    for line in Path(__file__).with_name("evaluate.txt").read_text().splitlines()[1:]
+]
 
 
 @pytest.mark.parametrize("flags, task, message", ERRORS, ids=range(len(ERRORS)))
@@ -391,7 +531,11 @@ def test_what_is_wrong_is_one_line(flags, task, message, folders, tmp_path, monk
     name, given, content = task.partition(": ")
     if given:
         Path(name).write_text(content.replace("\\n", "\n"))
-    refuses(re.escape(message), evaluated, **dict(checkpoint=folders("llama"), task=name) | fields_of(flags))
+    refuses(
+        re.escape(message),
+        evaluated,
+        **dict(checkpoint=folders("llama"), task=name) | fields_of(flags),
+    )
 
 
 def test_a_model_without_a_tokenizer_and_one_without_a_template(folders, tasks, tmp_path):
@@ -399,7 +543,13 @@ def test_a_model_without_a_tokenizer_and_one_without_a_template(folders, tasks, 
     shutil.copytree(folders("llama"), tmp_path, ignore=without, dirs_exist_ok=True)
     refuses("has no tokenizer.json", evaluated, checkpoint=str(tmp_path), task=tasks["text"])
     shutil.copy(Path(folders("llama"), "tokenizer.json"), tmp_path)
-    refuses("--chat: .* has no chat template", evaluated, checkpoint=str(tmp_path), task=tasks["choice"], chat=True)
+    refuses(
+        "--chat: .* has no chat template",
+        evaluated,
+        checkpoint=str(tmp_path),
+        task=tasks["choice"],
+        chat=True,
+    )
 
 
 def test_a_model_that_has_diverged_is_told(folders, tasks, tmp_path):
@@ -409,39 +559,72 @@ def test_a_model_that_has_diverged_is_told(folders, tasks, tmp_path):
     tensors["model.norm.weight"][0] = math.nan
     save_file(tensors, tmp_path / "hf" / "model.safetensors")
     for name, flags in dict(choice={}, answer=dict(max_new_tokens=4)).items():
-        refuses("log-probabilities are no numbers: the model has diverged, or is damaged",
-                evaluated, checkpoint=str(tmp_path / "hf"), task=tasks[name], **flags)
+        refuses(
+            "log-probabilities are no numbers: the model has diverged, or is damaged",
+            evaluated,
+            checkpoint=str(tmp_path / "hf"),
+            task=tasks[name],
+            **flags,
+        )
 
 
-@pytest.mark.parametrize("name, change", [("packed.jsonl.gz", gzip.compress), ("bom.jsonl", lambda x: b"\xef\xbb\xbf" + x)])
+@pytest.mark.parametrize(
+    "name, change",
+    [("packed.jsonl.gz", gzip.compress), ("bom.jsonl", lambda x: b"\xef\xbb\xbf" + x)],
+)
 def test_packed_files_and_files_of_windows(tasks, tmp_path, name, change):
     """Windows likes to begin a file with a byte order mark, no part of the text."""
     (tmp_path / name).write_bytes(change(Path(tasks["choice"]).read_bytes()))
-    (kind, got), (_, want) = evaluate.read_task(str(tmp_path / name)), evaluate.read_task(tasks["choice"])
+    (kind, got), (_, want) = (
+        evaluate.read_task(str(tmp_path / name)),
+        evaluate.read_task(tasks["choice"]),
+    )
     assert kind == "choice" and [line.fields for line in got] == [line.fields for line in want]
     assert got[3].where == f"{tmp_path / name}:4"
 
 
 def test_prompts_that_are_too_long_lose_their_beginning(folders, tmp_path, capsys):
     """And are counted: choices and answers alike."""
-    task = write_jsonl(tmp_path / "t.jsonl", [dict(question="123 " * 40 + "of", choices=["4", "5"], answer="4"),
-                                              dict(question="of", choices=["4", "5"], answer="4")])
-    items, summary = results(capsys, folders("llama"), task, seq_len=24, prompt_template="{question}")
+    task = write_jsonl(
+        tmp_path / "t.jsonl",
+        [
+            dict(question="123 " * 40 + "of", choices=["4", "5"], answer="4"),
+            dict(question="of", choices=["4", "5"], answer="4"),
+        ],
+    )
+    items, summary = results(
+        capsys, folders("llama"), task, seq_len=24, prompt_template="{question}"
+    )
     assert summary["cut"] == 2
     model, tokenizer = theirs(folders("llama"))
     context = tokenizer.encode("123 " * 40 + "of")
     n = len(tokenizer.encode(" 4"))
-    assert items[0]["logprobs"][0] == pytest.approx(their_logprob(model, context[n - 25 :], tokenizer.encode(" 4")), abs=1e-4)
-    task = write_jsonl(tmp_path / "u.jsonl", [dict(question="123 " * 40 + "of", answer="4"), dict(question="of", answer="4")])
-    items, summary = results(capsys, folders("llama"), task, seq_len=24, max_new_tokens=4, prompt_template="{question}")
-    ids = model.generate(torch.tensor([context[4 - 24 :]]), max_new_tokens=4, do_sample=False)[0, 20:].tolist()
+    assert items[0]["logprobs"][0] == pytest.approx(
+        their_logprob(model, context[n - 25 :], tokenizer.encode(" 4")), abs=1e-4
+    )
+    task = write_jsonl(
+        tmp_path / "u.jsonl",
+        [dict(question="123 " * 40 + "of", answer="4"), dict(question="of", answer="4")],
+    )
+    items, summary = results(
+        capsys, folders("llama"), task, seq_len=24, max_new_tokens=4, prompt_template="{question}"
+    )
+    ids = model.generate(torch.tensor([context[4 - 24 :]]), max_new_tokens=4, do_sample=False)[
+        0, 20:
+    ].tolist()
     assert summary["cut"] == 1 and items[0]["prediction"] == tokenizer.decode(ids)
 
 
 def test_samples_depend_on_their_question_alone(folders, tasks, tmp_path):
     """Not on the batch; another seed gives other samples."""
-    flags = dict(checkpoint=folders("llama"), task=tasks["answer"], max_new_tokens=8, temperature=1.0)
-    for name, more in dict(a={}, b=dict(local_batch_size=1), c=dict(seed=1), d=dict(limit=3)).items():
+    flags = dict(
+        checkpoint=folders("llama"), task=tasks["answer"], max_new_tokens=8, temperature=1.0
+    )
+    for name, more in dict(
+        a={}, b=dict(local_batch_size=1), c=dict(seed=1), d=dict(limit=3)
+    ).items():
         evaluated(out=str(tmp_path / name), **flags | more)
-    a, b, c, d = ([line.get("prediction") for line in read_lines(tmp_path / name)] for name in "abcd")
+    a, b, c, d = (
+        [line.get("prediction") for line in read_lines(tmp_path / name)] for name in "abcd"
+    )
     assert a == b != c and d[:3] == a[:3] and len(d) == 4

@@ -1,4 +1,6 @@
-"""Text, against generate.py and rl/decoding.py: the cache equals a full forward, and rows do not see each other."""
+"""Text, against generate.py and rl/decoding.py: the cache equals a full forward, and rows do not
+see each other."""
+
 import copy
 import json
 import shlex
@@ -25,8 +27,18 @@ PROMPTS = [[5, 9, 2, 77, 31, 8], [3], [60, 61, 62], [1, 2, 3, 4, 5, 6, 7, 8, 9, 
 @pytest.fixture(scope="module")
 def model():
     """With spread-out logits, so that greedy choices are no near-ties."""
-    return sharp_model(Llama3Config(
-        dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=64, vocab_size=97, max_seq_len=64))
+    return sharp_model(
+        Llama3Config(
+            dim=32,
+            n_layers=2,
+            n_heads=4,
+            n_kv_heads=2,
+            head_dim=16,
+            ffn_dim=64,
+            vocab_size=97,
+            max_seq_len=64,
+        )
+    )
 
 
 class TwoAttentions(torch.nn.Module):
@@ -51,7 +63,8 @@ def twice(model):
 
 
 def test_a_block_that_attends_twice(model):
-    """Each call has its own keys: in chunks, in a batch and in rollouts the model equals the model without a cache."""
+    """Each call has its own keys: in chunks, in a batch and in rollouts the model equals the model
+    without a cache."""
     other = twice(model)
     test_cached_decode_equals_full_forward(other, [5, 1, 1, 4, 1])
     for rows in (4, 64):  # with fewer rows than samples, rows are refilled, and given up at the end
@@ -65,7 +78,9 @@ def test_a_block_that_attends_twice(model):
 def test_a_latent_block_that_attends_twice():
     """DeepSeek hands attend_cached to its attention; two attentions have two caches of latents."""
     torch.manual_seed(0)
-    config = replace(deepseek.FLAVORS["debug"], n_layers=2, dim=32, n_heads=4, ffn_dim=64, vocab_size=97)
+    config = replace(
+        deepseek.FLAVORS["debug"], n_layers=2, dim=32, n_heads=4, ffn_dim=64, vocab_size=97
+    )
     other = deepseek.DeepSeek(config)
     first, second = other.blocks["1"].attn, deepseek.Attention(config)
     other.blocks["1"].attn = both = torch.nn.Module()
@@ -87,7 +102,8 @@ def test_cached_decode_equals_full_forward(model, chunks):
 def test_ragged_batch_equals_each_prompt_alone(model, temperature, monkeypatch):
     together = generate(model, PROMPTS, 20, temperature=temperature, seed=4)
     assert [len(row) for row in together] == [20] * 4
-    monkeypatch.setattr(decoding, "PREFILL_CHUNK", 3)  # prompts read in pieces, some pieces only padding
+    # prompts read in pieces, some pieces only padding
+    monkeypatch.setattr(decoding, "PREFILL_CHUNK", 3)
     assert generate(model, PROMPTS, 20, temperature=temperature, seed=4) == together
     for row, prompt in enumerate(PROMPTS):
         noise = decoding.draw_noise([f"4/{row}"], 1, 20)
@@ -98,8 +114,12 @@ def test_ragged_batch_equals_each_prompt_alone(model, temperature, monkeypatch):
 @pytest.mark.parametrize("temperature, report", [(0.7, 0.7), (1.0, 1.0), (0, 1.0)])
 def test_logprobs_equal_a_full_forward(model, temperature, report):
     noise = decoding.draw_noise([f"2/{row}" for row in range(4)], 1, 20)
-    for prompt, s in zip(PROMPTS, decoding.rollout(model, PROMPTS, noise, temperature, [], max_len=64)):
-        assert (full_logprobs(model, s | dict(prompt=prompt), report) - torch.tensor(s["logprobs"])).abs().max() < 1e-4
+    for prompt, s in zip(
+        PROMPTS, decoding.rollout(model, PROMPTS, noise, temperature, [], max_len=64)
+    ):
+        assert (
+            full_logprobs(model, s | dict(prompt=prompt), report) - torch.tensor(s["logprobs"])
+        ).abs().max() < 1e-4
 
 
 def test_samples_follow_the_distribution():
@@ -108,7 +128,8 @@ def test_samples_follow_the_distribution():
     for temperature, top_k, top_p in [(1.0, 0, 1.0), (2.0, 3, 1.0), (1.0, 0, 0.7)]:
         tokens, logprobs = decoding.draw(logits, u, temperature, top_k, top_p)
         wanted = decoding.truncate(logits[:1] / temperature, top_k, top_p).softmax(-1)[0]
-        assert (tokens.bincount(minlength=5) / 4000 - wanted).abs().max() < 0.03  # 0.008 is one standard deviation
+        # 0.008 is one standard deviation
+        assert (tokens.bincount(minlength=5) / 4000 - wanted).abs().max() < 0.03
         want = (logits / temperature).log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
         torch.testing.assert_close(logprobs, want)
 
@@ -123,18 +144,25 @@ def test_truncate():
     assert kept(9, 0.999) == [True] * 4
 
 
-@pytest.mark.parametrize("scale, top_p, sorts", [(8.0, 0.9, False), (0.5, 0.9, True), (3.0, 0.999999, True)])
+@pytest.mark.parametrize(
+    "scale, top_p, sorts", [(8.0, 0.9, False), (0.5, 0.9, True), (3.0, 0.999999, True)]
+)
 def test_top_p_sorts_the_vocabulary_only_where_it_must(scale, top_p, sorts, monkeypatch):
-    """Among 20,000 tokens: the kept ones are those of a whole sort, whose probability in fp64 is summed up to top_p."""
+    """Among 20,000 tokens: the kept ones are those of a whole sort, whose probability in fp64 is
+    summed up to top_p."""
     logits = torch.randn(4, 20_000, generator=torch.Generator().manual_seed(0)) * scale
     calls, truncate = [], decoding.truncate
-    monkeypatch.setattr(decoding, "truncate", lambda *args: calls.append(args[1]) or truncate(*args))
+    monkeypatch.setattr(
+        decoding, "truncate", lambda *args: calls.append(args[1]) or truncate(*args)
+    )
     got = decoding.truncate(logits, 0, top_p)
     assert calls == [0, 20_000][: 1 + sorts]
     ranked, order = logits.double().sort(dim=-1, descending=True)
     p = ranked.softmax(-1)
     want = torch.zeros_like(p).scatter(-1, order, (p.cumsum(-1) - p < top_p).double()).bool()
-    assert (got.isfinite() != want).sum() <= 4 and torch.equal(got[got.isfinite()], logits[got.isfinite()])
+    assert (got.isfinite() != want).sum() <= 4 and torch.equal(
+        got[got.isfinite()], logits[got.isfinite()]
+    )
 
 
 def test_rows_end_at_eot_and_the_loop_ends_with_the_last_row(model):
@@ -153,17 +181,20 @@ def test_rows_end_at_eot_and_the_loop_ends_with_the_last_row(model):
     assert len(forwards) == stop[0]
 
 
-@pytest.mark.parametrize("prompts, options, message", [
-    ([], {}, "no prompts"),
-    ([[1], []], {}, "prompt 1 is empty"),
-    ([[1, 97]], {}, "prompt 0 has token id 97, but vocab_size is 97"),
-    ([[-1]], {}, "token id -1"),
-    ([[1] * 60], {}, "60 tokens and 5 new ones make 65, the model's max_seq_len is 64"),
-    ([[1]], {"max_new_tokens": 0}, "max_new_tokens is 0"),
-    ([[1]], {"temperature": -1}, "temperature is -1"),
-    ([[1]], {"top_k": -1}, "top_k is -1"),
-    ([[1]], {"top_p": 0}, "top_p is 0"),
-])
+@pytest.mark.parametrize(
+    "prompts, options, message",
+    [
+        ([], {}, "no prompts"),
+        ([[1], []], {}, "prompt 1 is empty"),
+        ([[1, 97]], {}, "prompt 0 has token id 97, but vocab_size is 97"),
+        ([[-1]], {}, "token id -1"),
+        ([[1] * 60], {}, "60 tokens and 5 new ones make 65, the model's max_seq_len is 64"),
+        ([[1]], {"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ([[1]], {"temperature": -1}, "temperature is -1"),
+        ([[1]], {"top_k": -1}, "top_k is -1"),
+        ([[1]], {"top_p": 0}, "top_p is 0"),
+    ],
+)
 def test_errors(model, prompts, options, message):
     refuses(message, generate, model, prompts, **{"max_new_tokens": 5} | options)
 
@@ -175,13 +206,15 @@ TEXT = "def f(x):\n    return 'naïve', '日本語', '🙂🙃'  # für alle\n"
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """Bytes and a few merges; like those of the built-in corpus, most non-English characters have several tokens."""
+    """Bytes and a few merges; like those of the built-in corpus, most non-English characters have
+    several tokens."""
     return bpe(TEXT[:25], 280, ["<|endoftext|>"])
 
 
 @pytest.fixture
 def run_folder(tmp_path, tokenizer, monkeypatch):
-    """A run folder with a tokenizer; the model is made in this file. test_checkpoint.py reads real checkpoints."""
+    """A run folder with a tokenizer; the model is made in this file. test_checkpoint.py reads real
+    checkpoints."""
     step = tmp_path / "run" / "checkpoints" / "step-3"
     step.mkdir(parents=True)
     tokenizer.save(str(step / "tokenizer.json"))
@@ -189,9 +222,20 @@ def run_folder(tmp_path, tokenizer, monkeypatch):
     write_manifest(str(step), checksums(str(step), ["tokenizer.json", "state.json"]), step=3)
     (tmp_path / "run" / "config.json").write_text('{"seq_len": 64}')
     torch.manual_seed(1)
-    config = Llama3Config(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=64, vocab_size=280, max_seq_len=256)
+    config = Llama3Config(
+        dim=32,
+        n_layers=2,
+        n_heads=4,
+        n_kv_heads=2,
+        head_dim=8,
+        ffn_dim=64,
+        vocab_size=280,
+        max_seq_len=256,
+    )
     model = Llama3(config)
-    monkeypatch.setattr(generate_module, "load_model", lambda folder, device, dtype: (model, {"step": 3}))
+    monkeypatch.setattr(
+        generate_module, "load_model", lambda folder, device, dtype: (model, {"step": 3})
+    )
     return tmp_path / "run"
 
 
@@ -216,8 +260,12 @@ def test_the_command_line(run_folder, capsys):
 
 def test_sample_at_the_end_of_a_run_goes_on_from_its_own_data(run_folder, tmp_path, capsys):
     """From the beginning of the validation text, or without validation of the training text."""
-    (tmp_path / "a.txt").write_text("Good morning, it's a fine day today.\n" * 300 + "It's now getting rather late\n" * 40)
-    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "\n  Long ago \n and far away " * 60}) + "\n")
+    (tmp_path / "a.txt").write_text(
+        "Good morning, it's a fine day today.\n" * 300 + "It's now getting rather late\n" * 40
+    )
+    (tmp_path / "b.jsonl").write_text(
+        json.dumps({"text": "\n  Long ago \n and far away " * 60}) + "\n"
+    )
     for name, words in ("a.txt", "It's now getting rather"), ("b.jsonl", "Long ago"):
         data = open_data(DataConfig(data=str(tmp_path / name), cache_dir=str(tmp_path)), 16)
         assert (data.n_val_samples > 0) == (name == "a.txt")

@@ -1,7 +1,9 @@
-"""GRPO, against grpo.py: every known slip of policy-gradient code has a test here; layouts and resumed runs equal one process.
+"""GRPO, against grpo.py: every known slip of policy-gradient code has a test here; layouts and
+resumed runs equal one process.
 
 The slips were made by public implementations: each test names the slip to be caught.
 """
+
 import json
 import math
 import os
@@ -17,7 +19,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from layouts import drawn_adapters
-from policy import TINY, assert_close, assert_same, full_logprobs, gradients, run, samples_of, sharp_model, steps_of, trainer_of
+from policy import (
+    TINY,
+    assert_close,
+    assert_same,
+    full_logprobs,
+    gradients,
+    run,
+    samples_of,
+    sharp_model,
+    steps_of,
+    trainer_of,
+)
 from pool import pool
 from runs import REPO, Job, metrics
 
@@ -41,7 +54,9 @@ def test_uniform_model_and_finite_difference():
     assert (logprobs + math.log(24)).abs().max() < 1e-6 > (entropy - math.log(24)).abs().max()
     model, s = sharp_model(), dict(prompt=[3, 1], ids=[7, 9])
     trainer = trainer_of()
-    _, packed = next(trainer.microbatches([s | dict(logprobs=[0.0] * 2, mask=[1.0] * 2, advantage=1.0)]))
+    _, packed = next(
+        trainer.microbatches([s | dict(logprobs=[0.0] * 2, mask=[1.0] * 2, advantage=1.0)])
+    )
     assert packed["tokens"].tolist() == [[3, 1, 7]] and packed["labels"].tolist() == [[1, 7, 9]]
     assert packed["mask"].tolist() == [[0, 1, 1]]
     lp, _ = trainer.model(packed["tokens"], labels=packed["labels"], positions=packed["positions"])
@@ -51,24 +66,37 @@ def test_uniform_model_and_finite_difference():
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_token_logprobs_and_gradient_equal_autograd(temperature, monkeypatch):
     monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 1)
-    h = torch.randn(700, 8, dtype=torch.float32, requires_grad=True)  # three chunks of 256 rows at most
-    w, labels, g = torch.randn(24, 8, requires_grad=True), torch.randint(24, (700,)), torch.randn(700)
+    # three chunks of 256 rows at most
+    h = torch.randn(700, 8, dtype=torch.float32, requires_grad=True)
+    w, labels, g = (
+        torch.randn(24, 8, requires_grad=True),
+        torch.randint(24, (700,)),
+        torch.randn(700),
+    )
     reference = (h @ w.T / temperature).log_softmax(-1)
     want = torch.autograd.grad((reference.gather(1, labels[:, None])[:, 0] * g).sum(), (h, w))
     lp, entropy = token_logprobs(h, w, labels, temperature)
     assert torch.allclose(lp, reference.gather(1, labels[:, None])[:, 0], atol=1e-5)
-    assert torch.allclose(entropy, -(reference.exp() * reference).sum(-1), atol=1e-4) and not entropy.requires_grad
+    assert (
+        torch.allclose(entropy, -(reference.exp() * reference).sum(-1), atol=1e-4)
+        and not entropy.requires_grad
+    )
     for a, b in zip(torch.autograd.grad((lp * g).sum(), (h, w)), want):
         assert torch.allclose(a, b, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_log_softmax_is_in_fp32_on_both_sides(dtype):
-    lp, entropy = token_logprobs(torch.randn(3, 8, dtype=dtype), torch.randn(24, 8, dtype=dtype), torch.tensor([1, 2, 3]))
+    lp, entropy = token_logprobs(
+        torch.randn(3, 8, dtype=dtype), torch.randn(24, 8, dtype=dtype), torch.tensor([1, 2, 3])
+    )
     assert lp.dtype == entropy.dtype == torch.float32
     h, w = torch.randn(3, 1, 8, dtype=dtype), torch.randn(24, 8, dtype=dtype)
     logits = decoding.column_logits(h, w, column=torch.zeros(3).long())
-    assert logits.dtype == torch.float32 and decoding.draw(logits, torch.rand(3), 1.0)[1].dtype == torch.float32
+    assert (
+        logits.dtype == torch.float32
+        and decoding.draw(logits, torch.rand(3), 1.0)[1].dtype == torch.float32
+    )
 
 
 # ---------------------------------------------------------------- advantages and losses
@@ -76,14 +104,23 @@ def test_log_softmax_is_in_fp32_on_both_sides(dtype):
 
 def test_advantages():
     """Groups of one, of equal rewards, biased standard deviation."""
-    assert advantages([1.0], True) == [0.0] and advantages([0.3] * 4, True) == [0.0] * 4 and advantages([1.0], False) == [0.0]
+    assert (
+        advantages([1.0], True) == [0.0]
+        and advantages([0.3] * 4, True) == [0.0] * 4
+        and advantages([1.0], False) == [0.0]
+    )
     assert advantages([1.0, 0.0, 0.0, 0.0], False) == [0.75, -0.25, -0.25, -0.25]
     a = torch.tensor(advantages([1.0, 0.0, 0.0, 0.0], True))
     assert abs(a.square().mean() - 1) < 1e-4 and abs(a.sum()) < 1e-6
 
 
 def test_overlong_penalty():
-    assert [overlong_penalty(n, 20, 10) for n in (5, 10, 15, 20)] == [0, 0, -0.5, -1] and overlong_penalty(20, 20, 0) == 0
+    assert [overlong_penalty(n, 20, 10) for n in (5, 10, 15, 20)] == [
+        0,
+        0,
+        -0.5,
+        -1,
+    ] and overlong_penalty(20, 20, 0) == 0
 
 
 def by_hand(kind, samples, model, clip):
@@ -98,17 +135,25 @@ def by_hand(kind, samples, model, clip):
         elif kind == "cispo":
             total += (r.detach().clamp(max=1 + clip[1]) * A * lp).sum() / tokens
         else:
-            weight = {"grpo": 1 / n / len(samples), "dr_grpo": 1 / (len(samples) * 9), "dapo": 1 / tokens}[kind]
-            total += sum(torch.min(x * A, x.clamp(1 - clip[0], 1 + clip[1]) * A) for x in r) * weight
+            weight = {
+                "grpo": 1 / n / len(samples),
+                "dr_grpo": 1 / (len(samples) * 9),
+                "dapo": 1 / tokens,
+            }[kind]
+            total += (
+                sum(torch.min(x * A, x.clamp(1 - clip[0], 1 + clip[1]) * A) for x in r) * weight
+            )
     return -total
 
 
 def train_by(want, trainer, samples, model) -> dict:
-    """Numbers of train_on(samples), whose loss and gradients must be those of `want`, computed with the plain model."""
+    """Numbers of train_on(samples), whose loss and gradients must be those of `want`, computed with
+    the plain model."""
     want.backward()
     found = trainer.train_on(samples)
     assert found["loss"] == pytest.approx(want.item(), abs=1e-5)
-    got = {fqn: g / trainer.denominator for fqn, g in gradients(trainer).items()}  # the Trainer divides in optim_step
+    # the Trainer divides in optim_step
+    got = {fqn: g / trainer.denominator for fqn, g in gradients(trainer).items()}
     assert_close(got, {fqn: p.grad for fqn, p in model.named_parameters()}, 1e-4)
     return found
 
@@ -131,23 +176,38 @@ def test_clipped_tokens_have_no_gradient_on_one_side_only():
     A, one, zero = torch.tensor([[1.0, -1.0, 1.0, -1.0, 1.0]]), torch.ones(1, 5), torch.zeros(1, 5)
     loss, clipped = policy_loss("dapo", lp, zero, zero, A, one, one, (0.2, 0.28))
     loss.sum().backward()
-    assert (lp.grad != 0).tolist() == [[False, True, True, False, True]] and clipped.tolist() == [[1, 0, 0, 1, 0]]
+    assert (lp.grad != 0).tolist() == [[False, True, True, False, True]] and clipped.tolist() == [
+        [1, 0, 0, 1, 0]
+    ]
 
 
-@pytest.mark.parametrize("cap, mode, weights", [
-    (2.0, "token_truncate", [1.0, 2.0, 0.5 / 0.9]), (2.0, "token_mask", [1.0, 0.0, 0.5 / 0.9]),
-    (2.0, "sequence_truncate", [2.0] * 3), (2.0, "sequence_mask", [0.0] * 3), (3.0, "sequence_mask", [0.5**3 / 0.045] * 3),
-])
+@pytest.mark.parametrize(
+    "cap, mode, weights",
+    [
+        (2.0, "token_truncate", [1.0, 2.0, 0.5 / 0.9]),
+        (2.0, "token_mask", [1.0, 0.0, 0.5 / 0.9]),
+        (2.0, "sequence_truncate", [2.0] * 3),
+        (2.0, "sequence_mask", [0.0] * 3),
+        (3.0, "sequence_mask", [0.5**3 / 0.045] * 3),
+    ],
+)
 def test_importance_sampling_weighs_the_gradient(cap, mode, weights):
-    """The modes are those of TRL's vllm_importance_sampling_mode. The last token is not of the sample."""
+    """The modes are those of TRL's vllm_importance_sampling_mode. The last token is not of the
+    sample."""
     lp = torch.log(torch.tensor([[0.5, 0.5, 0.5, 0.5]])).requires_grad_()
-    mu, mask = torch.log(torch.tensor([[0.5, 0.1, 0.9, 1e-9]])), torch.tensor([[1.0, 1.0, 1.0, 0.0]])
-    policy_loss("dapo", lp, lp.detach(), mu, torch.ones(1, 4), mask, 3, (0.2, 0.28), (cap, mode))[0].sum().backward()
+    mu, mask = (
+        torch.log(torch.tensor([[0.5, 0.1, 0.9, 1e-9]])),
+        torch.tensor([[1.0, 1.0, 1.0, 0.0]]),
+    )
+    policy_loss("dapo", lp, lp.detach(), mu, torch.ones(1, 4), mask, 3, (0.2, 0.28), (cap, mode))[
+        0
+    ].sum().backward()
     assert torch.allclose(-lp.grad, torch.tensor([[*weights, 0.0]]))
 
 
 def test_several_updates_keep_the_policy_before_the_first():
-    """--tis with --minibatches: the ratio of later updates is against the first policy, not against the current policy."""
+    """--tis with --minibatches: the ratio of later updates is against the first policy, not against
+    the current policy."""
     trainer, samples = trainer_of(tis=2.0, minibatches=2, loss="dapo"), samples_of(sharp_model())
     for s in samples:
         s["logprobs"] = [lp - 0.4 for lp in s["logprobs"]]  # a sampler that was less sure
@@ -155,8 +215,11 @@ def test_several_updates_keep_the_policy_before_the_first():
     for s in samples:
         assert torch.allclose(torch.tensor(s["old"]), full_logprobs(sharp_model(), s), atol=1e-4)
     first = trainer.train_on(samples)
-    assert first["clip_share"] == 0  # the ratio is 1; against the sampler it would be 1.5, and clipped
-    want = -sum(math.exp(0.4) * s["advantage"] * len(s["ids"]) for s in samples) / sum(len(s["ids"]) for s in samples)
+    # the ratio is 1; against the sampler it would be 1.5, and clipped
+    assert first["clip_share"] == 0
+    want = -sum(math.exp(0.4) * s["advantage"] * len(s["ids"]) for s in samples) / sum(
+        len(s["ids"]) for s in samples
+    )
     assert first["loss"] == pytest.approx(want, rel=1e-3)
     trainer.optim_step(0.02)
     assert trainer.train_on(samples)["clip_share"] > 0
@@ -174,14 +237,21 @@ def test_kl_to_the_reference_is_k3():
         d = full_logprobs(other, s).detach() - full_logprobs(plain, s)
         total += (d.exp() - d - 1).sum()
     want = 0.5 * total / sum(len(s["ids"]) for s in samples)
-    assert train_by(want, trainer, samples, plain)["kl"] == pytest.approx(2 * want.item(), rel=1e-4) and want > 0
+    assert (
+        train_by(want, trainer, samples, plain)["kl"] == pytest.approx(2 * want.item(), rel=1e-4)
+        and want > 0
+    )
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "dapo"])
 def test_many_calls_and_microbatches_are_one(kind):
-    """The denominator is one per optimizer step: not one per micro-batch, per call, or per step divided again."""
+    """The denominator is one per optimizer step: not one per micro-batch, per call, or per step
+    divided again."""
     samples = samples_of(sharp_model(), n_prompts=7)
-    whole, parts = trainer_of(loss=kind, local_batch_size=64), trainer_of(loss=kind, local_batch_size=2)
+    whole, parts = (
+        trainer_of(loss=kind, local_batch_size=64),
+        trainer_of(loss=kind, local_batch_size=2),
+    )
     whole.train_on(samples)
     for part in (samples[:4], samples[4:5], samples[5:]):
         parts.train_on(part)
@@ -195,18 +265,27 @@ def test_many_calls_and_microbatches_are_one(kind):
 
 
 def test_groups_of_equal_rewards_may_be_left_out():
-    """A = 0 exactly: without such groups in the forward, but counted in the denominator, loss and gradient stay the same."""
+    """A = 0 exactly: without such groups in the forward, but counted in the denominator, loss and
+    gradient stay the same."""
     samples = samples_of(sharp_model(), n_prompts=6)
     for s in samples[6:15]:
         s["advantage"] = 0.0
     whole, kept = trainer_of(loss="dr_grpo"), trainer_of(loss="dr_grpo")
     a, b = whole.train_on(samples), kept.train_on(samples[:6] + samples[15:], counted=samples)
     assert_close(gradients(kept), gradients(whole), 1e-5)
-    assert a["loss"] == pytest.approx(b["loss"], rel=1e-4) and whole.denominator == kept.denominator == 18 * 9
+    assert (
+        a["loss"] == pytest.approx(b["loss"], rel=1e-4)
+        and whole.denominator == kept.denominator == 18 * 9
+    )
 
 
 def mask_truncated(samples):
-    return [s | dict(mask=[0.0] * len(s["ids"]), sampled=s["mask"], advantage=0.0) if s["truncated"] else s for s in samples]
+    return [
+        s | dict(mask=[0.0] * len(s["ids"]), sampled=s["mask"], advantage=0.0)
+        if s["truncated"]
+        else s
+        for s in samples
+    ]
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "dapo", "gspo", "cispo"])
@@ -215,20 +294,28 @@ def test_truncated_samples_leave_numerator_and_denominator_together(kind):
     samples = samples_of(sharp_model(), n_prompts=6)
     cut, rest = [s for s in samples if s["truncated"]], [s for s in samples if not s["truncated"]]
     assert cut and rest
-    plain, trainer = sharp_model(), trainer_of(loss=kind, clip_low=0.2, clip_high=0.28, local_batch_size=4)
-    found = train_by(by_hand(kind, rest, plain, (0.2, 0.28)), trainer, mask_truncated(samples), plain)
+    plain, trainer = (
+        sharp_model(),
+        trainer_of(loss=kind, clip_low=0.2, clip_high=0.28, local_batch_size=4),
+    )
+    found = train_by(
+        by_hand(kind, rest, plain, (0.2, 0.28)), trainer, mask_truncated(samples), plain
+    )
     assert found["tokens"] == sum(len(s["ids"]) for s in samples)
     whole = trainer_of(loss=kind).train_on(samples)
     for name in ("logprob_k3", "logprob_max_diff", "ratio_outside", "entropy"):
         assert found[name] == pytest.approx(whole[name], rel=1e-3, abs=1e-5)
-    assert trainer_of().train_on(mask_truncated(cut))["loss"] == 0  # nothing left, and nothing to divide by
+    # nothing left, and nothing to divide by
+    assert trainer_of().train_on(mask_truncated(cut))["loss"] == 0
 
 
 def test_wrong_old_logprobs_are_noticed():
-    """A ratio of 1 by construction hides such errors; the proof compares with the generator's numbers. Negative tests."""
+    """A ratio of 1 by construction hides such errors; the proof compares with the generator's
+    numbers. Negative tests."""
     samples = samples_of(sharp_model(), n_prompts=6)
     assert trainer_of().train_on(samples)["logprob_max_diff"] < 1e-4
-    for wrong in (trainer_of(seed=1), trainer_of(temperature=0.9)):  # stale weights, another temperature
+    # stale weights, another temperature
+    for wrong in (trainer_of(seed=1), trainer_of(temperature=0.9)):
         found = wrong.train_on(samples)
         assert found["logprob_max_diff"] > 0.02 and found["logprob_k3"] > 1e-4
     shifted = [s | dict(logprobs=s["logprobs"][1:] + s["logprobs"][:1]) for s in samples]
@@ -237,25 +324,63 @@ def test_wrong_old_logprobs_are_noticed():
 
 @pytest.mark.slow
 def test_metrics_are_those_of_the_whole_step(tmp_path):
-    """With lr 0 every part of a step is trained by one policy: logged numbers depend neither on the number of parts, nor on a
-    forward for groups of equal rewards, whose gradient is 0."""
-    flags = ["--lr", 0, "--steps", 2, "--eval_every", 0, "--checkpoint_every", 0, "--clip_low", 0, "--clip_high", 0,
-             "--async_steps", 1, "--temperature", 0.9, "--prompts_per_step", 8, "--group_size", 2, "--proof_share", 1]
+    """With lr 0 every part of a step is trained by one policy: logged numbers depend neither on the
+    number of parts, nor on a forward for groups of equal rewards, whose gradient is 0."""
+    flags = [
+        "--lr",
+        0,
+        "--steps",
+        2,
+        "--eval_every",
+        0,
+        "--checkpoint_every",
+        0,
+        "--clip_low",
+        0,
+        "--clip_high",
+        0,
+        "--async_steps",
+        1,
+        "--temperature",
+        0.9,
+        "--prompts_per_step",
+        8,
+        "--group_size",
+        2,
+        "--proof_share",
+        1,
+    ]
     runs = {}
-    for name, more in {"plain": [], "parts": ["--minibatches", 4], "all": ["--kl_coef", 1e-12]}.items():
+    for name, more in {
+        "plain": [],
+        "parts": ["--minibatches", 4],
+        "all": ["--kl_coef", 1e-12],
+    }.items():
         run(1, *TINY, *flags, *more, "--out", tmp_path / name)
         runs[name] = steps_of(tmp_path / name)
     assert any(0 < step["zero_variance_groups"] < 1 for step in runs["plain"])
-    assert all("kl" not in step for step in runs["plain"]) and all(abs(step["kl"]) < 1e-9 for step in runs["all"])
+    assert all("kl" not in step for step in runs["plain"]) and all(
+        abs(step["kl"]) < 1e-9 for step in runs["all"]
+    )
     for name in ("parts", "all"):
         for a, b in zip(runs["plain"], runs[name], strict=True):
             assert a["tokens_hash"] == b["tokens_hash"]
-            assert all(a[key] == pytest.approx(b[key], rel=1e-4) for key in ("entropy", "ratio_outside"))
-            assert a["loss"] == pytest.approx(b["loss"], abs=1e-6) and a["logprob_max_diff"] < 1e-4 > b["logprob_max_diff"]
+            assert all(
+                a[key] == pytest.approx(b[key], rel=1e-4) for key in ("entropy", "ratio_outside")
+            )
+            assert (
+                a["loss"] == pytest.approx(b["loss"], abs=1e-6)
+                and a["logprob_max_diff"] < 1e-4 > b["logprob_max_diff"]
+            )
 
 
 def test_a_trained_model_has_a_learning_rate_of_its_own():
-    given = {}, dict(init_from="hf"), dict(init_from="hf", lora_rank=8), dict(init_from="hf", lr=5e-4)
+    given = (
+        {},
+        dict(init_from="hf"),
+        dict(init_from="hf", lora_rank=8),
+        dict(init_from="hf", lr=5e-4),
+    )
     assert [grpo.Config(**flags).lr for flags in given] == [5e-4, 1e-6, 1e-5, 5e-4]
 
 
@@ -264,17 +389,27 @@ def test_steps_that_teach_little_are_told(capsys, equal, n, told):
     recent = [dict(zero_variance_groups=equal, all_failed_groups=0.5, truncated=0.25)] * n
     warn_of_equal_rewards(recent)
     said = capsys.readouterr().out
-    assert said.count("75% of the groups had equal rewards (50% all 0), 25% of the samples were cut") == told == (not recent)
+    assert (
+        said.count("75% of the groups had equal rewards (50% all 0), 25% of the samples were cut")
+        == told
+        == (not recent)
+    )
 
 
 def test_numbers_of_a_step_are_weighted():
     parts = [dict(loss=1.0, clip=0.5, n=10), dict(loss=4.0, clip=0.0, n=30)]
-    assert grpo.weighted_mean(parts, "loss", "n") == 3.25 and grpo.weighted_mean(parts, "clip", "n") == 0.125
+    assert (
+        grpo.weighted_mean(parts, "loss", "n") == 3.25
+        and grpo.weighted_mean(parts, "clip", "n") == 0.125
+    )
     trainer, samples = trainer_of(), samples_of(sharp_model(), n_prompts=6)
     whole = trainer.train_on(samples)
-    pieces = [trainer.score(samples[:5]), trainer.train_on(samples[5:])]  # forwarded only, and trained
+    # forwarded only, and trained
+    pieces = [trainer.score(samples[:5]), trainer.train_on(samples[5:])]
     for name in ("logprob_k3", "ratio_outside", "entropy"):
-        assert grpo.weighted_mean(pieces, name, "tokens") == pytest.approx(whole[name], rel=1e-4, abs=1e-9)
+        assert grpo.weighted_mean(pieces, name, "tokens") == pytest.approx(
+            whole[name], rel=1e-4, abs=1e-9
+        )
     assert 0 < max(p["logprob_max_diff"] for p in pieces) < 1e-4
 
 
@@ -285,10 +420,14 @@ def test_some_samples_without_a_gradient_stand_for_all():
         s |= dict(advantage=0.0, logprobs=[x - 0.3 for x in s["logprobs"]])
     for share in (1.0, 0.5, 0.01):
         trainer = trainer_of(group_size=2, proof_share=share, abort_k3=0.0)
-        found.append(grpo.update_policy(trainer, [samples[i : i + 2] for i in range(0, 16, 2)], 0.0))
+        found.append(
+            grpo.update_policy(trainer, [samples[i : i + 2] for i in range(0, 16, 2)], 0.0)
+        )
         assert found[-1]["logprob_k3"] == pytest.approx(found[0]["logprob_k3"], rel=1e-3)
     assert found[0]["proven"] == 1 > found[1]["proven"] > found[2]["proven"] > 0
-    assert found[0]["logprob_k3"] > 0.01 and found[0]["grad_norm"] == pytest.approx(found[2]["grad_norm"])
+    assert found[0]["logprob_k3"] > 0.01 and found[0]["grad_norm"] == pytest.approx(
+        found[2]["grad_norm"]
+    )
 
 
 # ---------------------------------------------------------------- several ranks
@@ -304,32 +443,52 @@ def ranks_train(flags: dict, samples):
     env = environments.open_env("reverse")
     cfg = replace(trainer.cfg, prompts_per_step=5, group_size=3)
     with rollouts.whole_weights(trainer.model):
-        batch = rollouts.make_batch(cfg, env, grpo.Text("", alphabet=env.ALPHABET), trainer.layout, trainer.model, 0, 1)
+        batch = rollouts.make_batch(
+            cfg, env, grpo.Text("", alphabet=env.ALPHABET), trainer.layout, trainer.model, 0, 1
+        )
     again = trainer.train_on([s | {"advantage": 0.5} for s in batch["samples"]])
     dist.barrier()
     return found, grads, norm, [s["ids"] for s in batch["samples"]], again
 
 
 LORA = dict(lora_rank=4, lora_on=["wq", "wo", "w1"], init_from="not read here", kl_coef=0.5)
-LAYOUTS = [(2, {"dp_shard": 2}), (2, {"tp": 2}), (2, {"cp": 2, "loss": "gspo"}), (2, LORA | {"dp_shard": 2})]
-LARGE = [(2, {"tp": 2, "unknown": [13, 19, 23]}), (4, {"dp_shard": 2, "tp": 2}), (4, {"dp_replicate": 2, "cp": 2}),
-         (4, {"dp_replicate": 2, "dp_shard": 2, "loss": "grpo"}), (2, LORA | {"tp": 2}), (4, LORA | {"dp_shard": 2, "cp": 2})]
+LAYOUTS = [
+    (2, {"dp_shard": 2}),
+    (2, {"tp": 2}),
+    (2, {"cp": 2, "loss": "gspo"}),
+    (2, LORA | {"dp_shard": 2}),
+]
+LARGE = [
+    (2, {"tp": 2, "unknown": [13, 19, 23]}),
+    (4, {"dp_shard": 2, "tp": 2}),
+    (4, {"dp_replicate": 2, "cp": 2}),
+    (4, {"dp_replicate": 2, "dp_shard": 2, "loss": "grpo"}),
+    (2, LORA | {"tp": 2}),
+    (4, LORA | {"dp_shard": 2, "cp": 2}),
+]
 
 
-@pytest.mark.parametrize("n, flags", LAYOUTS + [pytest.param(*x, marks=pytest.mark.slow) for x in LARGE], ids=str)
+@pytest.mark.parametrize(
+    "n, flags", LAYOUTS + [pytest.param(*x, marks=pytest.mark.slow) for x in LARGE], ids=str
+)
 def test_layouts_equal_one_process(n, flags):
-    """Gradients summed, not averaged, over ranks with unequal tokens; empty ranks take part; tp ranks sample alike."""
+    """Gradients summed, not averaged, over ranks with unequal tokens; empty ranks take part; tp
+    ranks sample alike."""
     samples = mask_truncated(samples_of(sharp_model(), n_prompts=5, group_size=1))
-    assert {sum(s["mask"]) > 0 for s in samples} == {True, False}  # 5 samples: micro-batches of 3 and of 2, or of 3, 2, 0, 0
+    # 5 samples: micro-batches of 3 and of 2, or of 3, 2, 0, 0
+    assert {sum(s["mask"]) > 0 for s in samples} == {True, False}
     flags = {"loss": "dapo"} | flags
     alone = {name: value for name, value in flags.items() if name not in AXES}
     want = pool(1).run(ranks_train, alone, samples)[0]
-    for rank, (found, grads, norm, ids, again) in enumerate(pool(n).run(ranks_train, flags, samples)):
+    for rank, (found, grads, norm, ids, again) in enumerate(
+        pool(n).run(ranks_train, flags, samples)
+    ):
         for name in ("loss", "entropy", "clip_share", "ratio_outside"):
             assert found[name] == pytest.approx(want[0][name], abs=2e-5), (rank, name)
         assert_close(grads, want[1], 1e-4)
         assert norm == pytest.approx(want[2], rel=1e-4)
-        assert ids == want[3] and again["logprob_max_diff"] < 1e-4  # the same rollouts, and trained as sampled
+        # the same rollouts, and trained as sampled
+        assert ids == want[3] and again["logprob_max_diff"] < 1e-4
 
 
 # ---------------------------------------------------------------- whole runs
@@ -339,16 +498,31 @@ def test_a_run_and_its_folder(tmp_path):
     out = tmp_path / "run"
     stdout = run(1, *TINY, "--steps", 3, "--out", out)
     steps, evals = steps_of(out), [line for line in metrics(out) if "eval_reward" in line]
-    assert [line["step"] for line in steps] == [1, 2, 3] == [line["policy_version"] for line in steps]
+    assert (
+        [line["step"] for line in steps] == [1, 2, 3] == [line["policy_version"] for line in steps]
+    )
     assert [line["step"] for line in evals] == [0, 2, 3]
     assert all(line["grad_norm"] > 0 for line in steps)  # with rewards
-    assert all(line["logprob_max_diff"] < 1e-4 and line["logprob_k3"] < 1e-6 and line["staleness"] == 0 for line in steps)
+    assert all(
+        line["logprob_max_diff"] < 1e-4 and line["logprob_k3"] < 1e-6 and line["staleness"] == 0
+        for line in steps
+    )
     shown = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
-    assert {s["step"] for s in shown} == {0, 1, 2, 3} and set(shown[0]) >= {"prompt", "completion", "reward", "answer", "ids"}
-    assert [s["group"] for s in shown if not s["evaluation"]][::4] == [1, 2, 3]  # not always the first
-    assert "reward   . training   o validation" in stdout and (out / "checkpoints" / "step-3").is_dir()
+    assert {s["step"] for s in shown} == {0, 1, 2, 3} and set(shown[0]) >= {
+        "prompt",
+        "completion",
+        "reward",
+        "answer",
+        "ids",
+    }
+    # not always the first
+    assert [s["group"] for s in shown if not s["evaluation"]][::4] == [1, 2, 3]
+    assert (
+        "reward   . training   o validation" in stdout and (out / "checkpoints" / "step-3").is_dir()
+    )
     code = json.loads((out / "checkpoints" / "step-3" / "code.json").read_bytes())
-    assert {"grpo.py", "models/llama3.py", "tests/env_counting.py"} <= code.keys()  # the user's reward, too
+    # the user's reward, too
+    assert {"grpo.py", "models/llama3.py", "tests/env_counting.py"} <= code.keys()
     assert json.loads((out / "config.json").read_bytes())["_run"]["code"].keys() == code.keys()
     assert stdout.startswith("flags: ") and f" --out {out} " in stdout.splitlines()[0]
     before = [(out / name).read_bytes() for name in ("metrics.jsonl", "config.json")]
@@ -356,17 +530,22 @@ def test_a_run_and_its_folder(tmp_path):
     assert [(out / name).read_bytes() for name in ("metrics.jsonl", "config.json")] == before
 
 
-# The first steps of a run, by several processes and by one: the same tokens and rewards, losses and norms to fp32 rounding.
+# The first steps of a run, by several processes and by one: the same tokens and rewards, losses and
+# norms to fp32 rounding.
 TURNS = ["--env", REPO / "tests" / "env_turns.py", "--max_new_tokens", 24, "--seq_len", 32]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes, flags, one", [
-    (4, ["--dp_shard", 2, "--tp", 2], []),
-    (2, ["--cp", 2, "--loss", "gspo"], ["--loss", "gspo"]),
-    (2, ["--flavor", "debug_moe", "--ep", 2], ["--flavor", "debug_moe"]),
-    (2, ["--dp_shard", 2, *TURNS], TURNS),
-], ids=str)
+@pytest.mark.parametrize(
+    "processes, flags, one",
+    [
+        (4, ["--dp_shard", 2, "--tp", 2], []),
+        (2, ["--cp", 2, "--loss", "gspo"], ["--loss", "gspo"]),
+        (2, ["--flavor", "debug_moe", "--ep", 2], ["--flavor", "debug_moe"]),
+        (2, ["--dp_shard", 2, *TURNS], TURNS),
+    ],
+    ids=str,
+)
 def test_processes_take_the_steps_of_one(tmp_path, processes, flags, one):
     extra = ["n_layers=2,dim=32,moe_ffn_dim=32"] if "debug_moe" in flags else [policy.SMALL]
     run(processes, *policy.SAME, "--model_args", *extra, *flags, "--out", tmp_path / "many")
@@ -377,72 +556,166 @@ def test_processes_take_the_steps_of_one(tmp_path, processes, flags, one):
 @pytest.mark.slow
 @pytest.mark.parametrize("start", ["warm-up", "own run"])
 def test_the_reference_is_saved_once(tmp_path, start):
-    """--kl_coef: a continued run, also with --load_step or in another layout, keeps the initial policy as its reference."""
-    flags = [*TINY, "--steps", 4, "--checkpoint_every", 2, "--eval_every", 0, "--kl_coef", 0.1, "--compute_dtype", "float32"]
+    """--kl_coef: a continued run, also with --load_step or in another layout, keeps the initial
+    policy as its reference."""
+    flags = [
+        *TINY,
+        "--steps",
+        4,
+        "--checkpoint_every",
+        2,
+        "--eval_every",
+        0,
+        "--kl_coef",
+        0.1,
+        "--compute_dtype",
+        "float32",
+    ]
     if start == "own run":
         run(1, *TINY, "--steps", 1, "--eval_every", 0, "--out", tmp_path / "first")
         del flags[2:4]  # without --model_args
         flags += ["--init_from", tmp_path / "first"]
     out = tmp_path / "run"
     run(1, *flags, "--out", out)
-    saved = {path: path.stat().st_mtime_ns for path in (out / "reference").rglob("*") if path.is_file()}
+    saved = {
+        path: path.stat().st_mtime_ns for path in (out / "reference").rglob("*") if path.is_file()
+    }
     whole = steps_of(out)
     for processes, tolerance in ((1, 0.0), (2, 1e-5)):
         said = run(processes, *flags, "--load_step", 2, "--out", out)
-        assert "supervised warm-up" not in said and saved == {path: path.stat().st_mtime_ns for path in saved}
+        assert "supervised warm-up" not in said and saved == {
+            path: path.stat().st_mtime_ns for path in saved
+        }
         assert_same(steps_of(out), whole, tolerance)
     shutil.rmtree(out / "reference")
-    assert "has not kept its initial policy: it was begun without this flag" in run(1, *flags, "--out", out, status=2)
+    assert "has not kept its initial policy: it was begun without this flag" in run(
+        1, *flags, "--out", out, status=2
+    )
 
 
 @pytest.mark.parametrize("kind", ["qwen3", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 def test_from_a_hugging_face_folder_and_back(tmp_path, kind):
-    """A tiny random model with a real tokenizer and chat template: trained, exported, and transformers reads it."""
+    """A tiny random model with a real tokenizer and chat template: trained, exported, and
+    transformers reads it."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     policy.hf_folder(tmp_path / "hf", kind)
-    flags = [*TINY[:2], *TINY[4:], "--seq_len", 64, "--steps", 2, "--kl_coef", 0.1, "--minibatches", 2]
-    run(1, "--init_from", tmp_path / "hf", *flags, "--out", tmp_path / "run", "--export_hf", tmp_path / "back")
+    flags = [
+        *TINY[:2],
+        *TINY[4:],
+        "--seq_len",
+        64,
+        "--steps",
+        2,
+        "--kl_coef",
+        0.1,
+        "--minibatches",
+        2,
+    ]
+    run(
+        1,
+        "--init_from",
+        tmp_path / "hf",
+        *flags,
+        "--out",
+        tmp_path / "run",
+        "--export_hf",
+        tmp_path / "back",
+    )
     steps = steps_of(tmp_path / "run")
-    assert len(steps) == 2 and all(line["grad_norm"] > 0 and 0 < line["logprob_max_diff"] < 1e-4 for line in steps)
+    assert len(steps) == 2 and all(
+        line["grad_norm"] > 0 and 0 < line["logprob_max_diff"] < 1e-4 for line in steps
+    )
     shown = json.loads((tmp_path / "run" / "samples.jsonl").read_text().splitlines()[0])
-    assert shown["prompt"].startswith("<|im_start|>user\n") and shown["prompt"].endswith("><|im_end|>\n<|im_start|>assistant\n")
-    model, again = AutoModelForCausalLM.from_pretrained(tmp_path / "back"), AutoTokenizer.from_pretrained(tmp_path / "back")
+    assert shown["prompt"].startswith("<|im_start|>user\n") and shown["prompt"].endswith(
+        "><|im_end|>\n<|im_start|>assistant\n"
+    )
+    model, again = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "back"),
+        AutoTokenizer.from_pretrained(tmp_path / "back"),
+    )
     before = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     ids = again("Sum the digits of 123", return_tensors="pt").input_ids
-    assert torch.isfinite(model(ids).logits).all() and not torch.equal(model(ids).logits, before(ids).logits)
+    assert torch.isfinite(model(ids).logits).all() and not torch.equal(
+        model(ids).logits, before(ids).logits
+    )
     ours, _ = load_hf_model(str(tmp_path / "back"))
     assert torch.allclose(ours(ids), model(ids).logits, atol=1e-4)
 
 
 def test_own_checkpoints_keep_the_chat_template_and_the_ends(tmp_path, capsys):
-    """Template and end tokens of a Hugging Face folder are in the run's checkpoint, for --init_from and generate.py --chat."""
+    """Template and end tokens of a Hugging Face folder are in the run's checkpoint, for --init_from
+    and generate.py --chat."""
     policy.hf_folder(tmp_path / "hf", "qwen3")
     (tmp_path / "hf" / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 0]}))
-    flags = [*TINY[:2], *TINY[4:], "--seq_len", 64, "--eval_every", 0, "--steps", 1, "--init_from", tmp_path / "hf"]
+    flags = [
+        *TINY[:2],
+        *TINY[4:],
+        "--seq_len",
+        64,
+        "--eval_every",
+        0,
+        "--steps",
+        1,
+        "--init_from",
+        tmp_path / "hf",
+    ]
     run(1, *flags, "--out", tmp_path / "run")
-    theirs, ours = (grpo.Text(folder, chat=open_chat(folder, grpo.Config())) for folder in (
-        str(tmp_path / "hf"), str(tmp_path / "run")))
+    theirs, ours = (
+        grpo.Text(folder, chat=open_chat(folder, grpo.Config()))
+        for folder in (str(tmp_path / "hf"), str(tmp_path / "run"))
+    )
     assert theirs.ends == [2, 0] and sorted(ours.ends) == [0, 2] and theirs.bos and ours.bos
-    assert theirs.prompt("12>") == ours.prompt("12>") and "user" in ours.tokenizer.decode(ours.prompt("12>"))
-    generate.main(["--checkpoint", f"{tmp_path}/run", "--chat", "--prompt", "12>", "--max_new_tokens", "4", "--device", "cpu"])
+    assert theirs.prompt("12>") == ours.prompt("12>") and "user" in ours.tokenizer.decode(
+        ours.prompt("12>")
+    )
+    generate.main(
+        [
+            "--checkpoint",
+            f"{tmp_path}/run",
+            "--chat",
+            "--prompt",
+            "12>",
+            "--max_new_tokens",
+            "4",
+            "--device",
+            "cpu",
+        ]
+    )
     assert capsys.readouterr().out.endswith("\n")
 
 
 @pytest.mark.slow
 def test_dynamic_sampling_fills_the_batch(tmp_path):
-    """DAPO: groups of further prompts replace groups of equal rewards; the cursor counts all prompts drawn."""
+    """DAPO: groups of further prompts replace groups of equal rewards; the cursor counts all
+    prompts drawn."""
     (tmp_path / "coin.py").write_text(
         "ALPHABET = '0123456789'\nmake = lambda rng: (str(rng.randrange(10**6)), '1')\n"
-        "reward = lambda prompt, completion: float(sum(map(ord, completion)) % 2 and int(prompt) % 3 > 0)\n")
-    flags = ["--env", tmp_path / "coin.py", "--steps", 4, "--loss", "dapo", "--overlong_tokens", 4, "--dynamic_sampling", 40]
+        "reward = lambda prompt, completion: float(sum(map(ord, completion)) % 2 and int(prompt) "
+        "% 3 > 0)\n"
+    )
+    flags = [
+        "--env",
+        tmp_path / "coin.py",
+        "--steps",
+        4,
+        "--loss",
+        "dapo",
+        "--overlong_tokens",
+        4,
+        "--dynamic_sampling",
+        40,
+    ]
     run(1, *TINY, *flags, "--out", tmp_path / "run")
     steps = steps_of(tmp_path / "run")
     assert all(line["zero_variance_groups"] == 0 and line["prompts_drawn"] > 4 for line in steps)
     assert any(line["prompts_drawn"] % 4 for line in steps)  # no more than are likely to suffice
     run(1, *TINY, *flags[:-2], "--out", tmp_path / "without")
     without = steps_of(tmp_path / "without")
-    failed, equal = (sum(line[name] for line in without) for name in ("all_failed_groups", "zero_variance_groups"))
+    failed, equal = (
+        sum(line[name] for line in without)
+        for name in ("all_failed_groups", "zero_variance_groups")
+    )
     assert failed > equal / 2 > 0 and {line["prompts_drawn"] for line in without} == {4}
 
 
@@ -485,20 +758,36 @@ def hang(self, *args, **options):
 grpo.Trainer.optim_step = hang
 grpo.run(grpo.main, grpo.Config)
 """
-LONG = [*TINY[2:], "--steps", 6, "--eval_every", 0, "--checkpoint_every", 100, "--compute_dtype", "float32"]
+LONG = [
+    *TINY[2:],
+    "--steps",
+    6,
+    "--eval_every",
+    0,
+    "--checkpoint_every",
+    100,
+    "--compute_dtype",
+    "float32",
+]
 
 
 @pytest.fixture
 def start(tmp_path):
-    """start(processes, flag, ...) -> Job with the task of env.py, which waits if the test writes no other; remaining processes
-    are killed at the end of the test."""
+    """start(processes, flag, ...) -> Job with the task of env.py, which waits if the test writes no
+    other; remaining processes are killed at the end of the test."""
     jobs = []
     (tmp_path / "env.py").write_text(WAITS)
 
     def start(processes, *flags, program="grpo.py", **env):
         files = ["--env", tmp_path / "env.py", "--out", tmp_path / "run"]
-        jobs.append(Job(policy.launch(processes, *LONG, *files, *flags, program=program), tmp_path / "run",
-                        tmp_path / f"log {len(jobs)}", **env))
+        jobs.append(
+            Job(
+                policy.launch(processes, *LONG, *files, *flags, program=program),
+                tmp_path / "run",
+                tmp_path / f"log {len(jobs)}",
+                **env,
+            )
+        )
         return jobs[-1]
 
     yield start
@@ -509,30 +798,44 @@ def start(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("where, flags", [("rollout", []), ("training", ["--async_steps", 3])])
 def test_killed_and_continued_is_undisturbed(tmp_path, start, where, flags):
-    """kill -9 inside the rollouts of step 4, or in its update: the run goes on from step 2, with the same rewards."""
+    """kill -9 inside the rollouts of step 4, or in its update: the run goes on from step 2, with
+    the same rewards."""
     flags = ["--steps", 5, "--checkpoint_every", 2, "--eval_every", 2, *flags]
     if where == "rollout":
-        job = start(1, *flags, WAITS_AT=str(3 * 16 + 2 * 3 * 8))  # rewards of three steps and two evaluations
+        # rewards of three steps and two evaluations
+        job = start(1, *flags, WAITS_AT=str(3 * 16 + 2 * 3 * 8))
     else:
         (tmp_path / "hangs.py").write_text(HANGS.format(repo=str(REPO)))
         job = start(1, *flags, program=tmp_path / "hangs.py", WAITS_AT="-1", HANGS_AT="0, 4")
     job.until((tmp_path / "waiting").exists)
     job.kill_everything()
     (tmp_path / "go").touch()
-    assert [line["step"] for line in steps_of(job.out)] == [1, 2, 3] and os.listdir(job.out / "checkpoints") == ["step-2"]
+    assert [line["step"] for line in steps_of(job.out)] == [1, 2, 3] and os.listdir(
+        job.out / "checkpoints"
+    ) == ["step-2"]
     again = start(1, *flags)
     assert again.end() == 0 and "continuing from" in again.text()
     run(1, *LONG, "--env", tmp_path / "env.py", *flags, "--out", tmp_path / "whole")
     assert_same(steps_of(job.out), steps_of(tmp_path / "whole"), 0.0)
     for name in ("eval_reward", "eval_greedy"):
-        assert [x[name] for x in metrics(job.out) if name in x] == [x[name] for x in metrics(tmp_path / "whole") if name in x]
+        assert [x[name] for x in metrics(job.out) if name in x] == [
+            x[name] for x in metrics(tmp_path / "whole") if name in x
+        ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes, how, steps_ahead", [
-    (1, "SIGTERM", 0), (1, "SIGTERM", 1), (2, "SIGTERM to the workers", 1), (2, "SIGINT to all", 0)])
+@pytest.mark.parametrize(
+    "processes, how, steps_ahead",
+    [
+        (1, "SIGTERM", 0),
+        (1, "SIGTERM", 1),
+        (2, "SIGTERM to the workers", 1),
+        (2, "SIGINT to all", 0),
+    ],
+)
 def test_a_signal_saves_and_ends(tmp_path, start, processes, how, steps_ahead):
-    """In place and with a generator rank, in step and one ahead: the step is finished and saved, and the run can go on."""
+    """In place and with a generator rank, in step and one ahead: the step is finished and saved,
+    and the run can go on."""
     flags = ["--async_steps", steps_ahead] + ["--gen_ranks", 1] * (processes > 1)
     job = start(processes, *flags)
     job.until((tmp_path / "waiting").exists)
@@ -540,10 +843,14 @@ def test_a_signal_saves_and_ends(tmp_path, start, processes, how, steps_ahead):
         if pid != job.launcher.pid or "workers" not in how:
             os.kill(pid, signal.SIGINT if "SIGINT" in how else signal.SIGTERM)
     (tmp_path / "go").touch()
-    assert job.end(within=60) == (75 if processes == 1 else 1)  # torchrun's own status, for a signal or for a worker's 75, is 1
+    # torchrun's own status, for a signal or for a worker's 75, is 1
+    assert job.end(within=60) == (75 if processes == 1 else 1)
     said = job.text()
     assert "stopped after step" in said and "error on rank" not in said
-    assert os.listdir(job.out / "checkpoints") == [f"step-{job.last_step()}"] and 3 <= job.last_step() <= 4
+    assert (
+        os.listdir(job.out / "checkpoints") == [f"step-{job.last_step()}"]
+        and 3 <= job.last_step() <= 4
+    )
     again = start(processes, *flags)
     assert again.end() == 0 and "continuing from" in again.text()
     run(1, *LONG, "--env", tmp_path / "env.py", "--out", tmp_path / "whole", *flags[:2])
@@ -562,7 +869,8 @@ def test_a_signal_without_checkpoints_ends_as_well(tmp_path, start):
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_trainer_and_generator_end_together(tmp_path, start, rank):
-    """If one dies, the other ends as well, even without help of a launcher: torchrun is stopped in this test."""
+    """If one dies, the other ends as well, even without help of a launcher: torchrun is stopped in
+    this test."""
     job = start(2, "--gen_ranks", 1)
     job.until((tmp_path / "waiting").exists)
     os.kill(job.launcher.pid, signal.SIGSTOP)
@@ -573,17 +881,33 @@ def test_trainer_and_generator_end_together(tmp_path, start, rank):
         return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0] == "Z"
 
     others = [pid for pid, env in job.processes().items() if env.get("RANK") == str(1 - rank)]
-    job.until(lambda: all(not Path("/proc", str(pid)).exists() or zombie(pid) for pid in others), timeout=30)
-
+    job.until(
+        lambda: all(not Path("/proc", str(pid)).exists() or zombie(pid) for pid in others),
+        timeout=30,
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes, late, samplers, flags", [
-    (2, 1, 2, ["--dp_shard", 2]), (3, 2, 1, ["--gen_ranks", 1])], ids=str)
+@pytest.mark.parametrize(
+    "processes, late, samplers, flags",
+    [(2, 1, 2, ["--dp_shard", 2]), (3, 2, 1, ["--gen_ranks", 1])],
+    ids=str,
+)
 def test_rewards_may_take_longer_than_training(tmp_path, start, processes, late, samplers, flags):
-    """--train_timeout_s is for collectives in training: other ranks, and trainers of generators, wait for a slow reward."""
-    job = start(processes, "--steps", 4, "--checkpoint_every", 0, "--train_timeout_s", 6, *flags, LATE=str(late),
-                WAITS_AT=str(2 * 16 // samplers))  # in step 3
+    """--train_timeout_s is for collectives in training: other ranks, and trainers of generators,
+    wait for a slow reward."""
+    job = start(
+        processes,
+        "--steps",
+        4,
+        "--checkpoint_every",
+        0,
+        "--train_timeout_s",
+        6,
+        *flags,
+        LATE=str(late),
+        WAITS_AT=str(2 * 16 // samplers),
+    )  # in step 3
     job.until((tmp_path / "waiting").exists)
     time.sleep(9)
     (tmp_path / "go").touch()
@@ -594,6 +918,8 @@ def test_rewards_may_take_longer_than_training(tmp_path, start, processes, late,
 @pytest.mark.slow
 def test_a_hang_in_training_still_ends_the_run(tmp_path, start):
     (tmp_path / "hangs.py").write_text(HANGS.format(repo=str(REPO)))
-    job = start(2, "--dp_shard", 2, "--train_timeout_s", 6, program=tmp_path / "hangs.py", HANGS_AT="1, 3")
+    job = start(
+        2, "--dp_shard", 2, "--train_timeout_s", 6, program=tmp_path / "hangs.py", HANGS_AT="1, 3"
+    )
     job.until(lambda: "error on rank 0" in job.text())
     assert job.last_step() == 2 and "imed out" in job.text()

@@ -1,8 +1,10 @@
-"""The proof of the proof: mistakes that users of other trainers have met are seeded here, and the comparison of
-test_parallel.py must catch each one and name the parameter.
+"""The proof of the proof: mistakes that users of other trainers have met are seeded here, and the
+comparison of test_parallel.py must catch each one and name the parameter.
 
-The mistakes are the bugs of exercises/. A mutant makes a context manager that plants one inside the workers, and mends it.
+The mistakes are the bugs of exercises/. A mutant makes a context manager that plants one inside the
+workers, and mends it.
 """
+
 import ast
 from functools import partial
 from pathlib import Path
@@ -26,7 +28,11 @@ def changed_functions(bug) -> dict:
     for file, text in planted_bug(bug).items():
         before = functions(Path(REPO, file).read_text())
         after = functions(text)
-        found[file] = {name: source_of(text, name) for name in before if ast.dump(after[name]) != ast.dump(before[name])}
+        found[file] = {
+            name: source_of(text, name)
+            for name in before
+            if ast.dump(after[name]) != ast.dump(before[name])
+        }
     return found
 
 
@@ -41,7 +47,9 @@ class PlainStyle(torch.distributed.tensor.parallel.ParallelStyle):
 class Waiting(parallel.VocabEmbedding):
     def _apply(self, module, mesh):
         module = super(parallel.VocabEmbedding, self)._apply(module, mesh)
-        module.register_forward_hook(lambda module, args, out: out.wait() if hasattr(out, "wait") else out)
+        module.register_forward_hook(
+            lambda module, args, out: out.wait() if hasattr(out, "wait") else out
+        )
         return module
 
 
@@ -49,12 +57,20 @@ BY_HAND = {
     "norm_without_all_reduce": partial(mock.patch.dict, "parallel.TP_STYLES", sequence=PlainStyle),
     "waiting_embedding": partial(mock.patch.dict, "parallel.TP_STYLES", vocab_embedding=Waiting),
 }
-# mutant -> (what the report must name; the seam, and the function or style, that test_where.py finds)
-NAMED = {name: words for name, *words in (
-    line.split(" | ") for line in Path(__file__).with_name("mutants.txt").read_text().splitlines()[1:])}
+# mutant -> (what the report must name; the seam, and the function or style, that test_where.py
+# finds)
+NAMED = {
+    name: words
+    for name, *words in (
+        line.split(" | ")
+        for line in Path(__file__).with_name("mutants.txt").read_text().splitlines()[1:]
+    )
+}
 # name -> (the mutant, the first layout of the bug's check)
-MUTANTS = {bug.mutant: (BY_HAND.get(bug.mutant) or partial(replaced, changed_functions(bug)), bug.rows[0])
-           for bug in BUGS.values()}
+MUTANTS = {
+    bug.mutant: (BY_HAND.get(bug.mutant) or partial(replaced, changed_functions(bug)), bug.rows[0])
+    for bug in BUGS.values()
+}
 
 
 @pytest.mark.parametrize("name", MUTANTS)

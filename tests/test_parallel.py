@@ -1,9 +1,11 @@
 """The proof, against parallel.py: every layout trains the model that one process trains.
 
-Each row of layouts.txt runs two AdamW steps through parallel.py on real gloo processes (with experts one: layouts.n_steps),
-with ragged masks, and is compared with plain torch in one process (layouts.reference): loss atol 1e-5, every gradient rel 1e-4,
-grad norm rtol 2e-5, the validation loss, the weights. docs/parallelism.md draws its support matrix from this table.
+Each row of layouts.txt runs two AdamW steps through parallel.py on real gloo processes (with
+experts one: layouts.n_steps), with ragged masks, and is compared with plain torch in one process
+(layouts.reference): loss atol 1e-5, every gradient rel 1e-4, grad norm rtol 2e-5, the validation
+loss, the weights. docs/parallelism.md draws its support matrix from this table.
 """
+
 import math
 from collections import defaultdict
 from contextlib import ExitStack, contextmanager
@@ -15,7 +17,19 @@ import dry
 import layouts
 import pytest
 import torch
-from layouts import KINDS, build, compare, config, full, global_batch, layouts_of, local_batch, reference, row_name, train
+from layouts import (
+    KINDS,
+    build,
+    compare,
+    config,
+    full,
+    global_batch,
+    layouts_of,
+    local_batch,
+    reference,
+    row_name,
+    train,
+)
 from pool import pool
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,25 +49,36 @@ MOE, MTP = KINDS["qwen3_moe"], KINDS["mtp"]
 def axes_of(row) -> list[str]:
     """Axes that have more than one rank."""
     processes, flags, _ = row
-    degrees = {axis: flags.get(axis, 1) for axis in AXES} | {axis: flags.get(axis, 1) for axis in ("ep", "etp")}
-    degrees["dp_shard"] = processes // math.prod(degrees[axis] for axis in AXES if axis != "dp_shard")
+    degrees = {axis: flags.get(axis, 1) for axis in AXES} | {
+        axis: flags.get(axis, 1) for axis in ("ep", "etp")
+    }
+    degrees["dp_shard"] = processes // math.prod(
+        degrees[axis] for axis in AXES if axis != "dp_shard"
+    )
     return [axis for axis in degrees if degrees[axis] > 1]
 
 
 def shows(row) -> set[tuple]:
-    """What a row is there for: its axis or its pairs of axes with this kind of model, its other flags, its model's fields."""
+    """What a row is there for: its axis or its pairs of axes with this kind of model, its other
+    flags, its model's fields."""
     _, flags, problem = row
     kind, axes = problem.get("model", "llama3") + "_moe" * ("n_experts" in problem), axes_of(row)
     alone = {(kind, axis) for axis in axes} if len(axes) == 1 else set()
-    # a Qwen3 without experts is a Llama 3 with norms of heads, which meet all pairs of axes in the rows with experts
+    # a Qwen3 without experts is a Llama 3 with norms of heads, which meet all pairs of axes in the
+    # rows with experts
     pairs = {(kind, *pair) for pair in combinations(axes, 2)} if kind != "qwen3" else set()
     others = {item for item in flags.items() if item[0] not in (*AXES, "ep", "etp")}
-    return alone | pairs | others | {(kind, *item) for item in problem.items() if item[0] not in ("n", "b", "model")}
+    return (
+        alone
+        | pairs
+        | others
+        | {(kind, *item) for item in problem.items() if item[0] not in ("n", "b", "model")}
+    )
 
 
 def covering(rows: list) -> list:
-    """The quick ones: rows that together show all that the table shows. Rows on few processes come first, and a row stays if
-    it shows something that the others do not."""
+    """The quick ones: rows that together show all that the table shows. Rows on few processes come
+    first, and a row stays if it shows something that the others do not."""
     kept = sorted(rows, key=lambda row: row[0])
     for row in sorted(rows, key=lambda row: -row[0]):
         others = [other for other in kept if other is not row]
@@ -71,35 +96,59 @@ def test_the_quick_layouts_have_every_axis_and_every_pair_of_axes_with_every_kin
     assert shown == set().union(*map(shows, LAYOUTS))
     for kind in ("llama3", "qwen3", "qwen3_moe", "deepseek"):
         axes = [*AXES, "ep", "etp"] if kind in ("qwen3_moe", "deepseek") else AXES
-        assert [axis for axis in AXES if (kind, axis) not in shown] == []  # ep and etp borrow the ranks of another axis
+        # ep and etp borrow the ranks of another axis
+        assert [axis for axis in AXES if (kind, axis) not in shown] == []
         pairs = map(set, combinations(axes, 2)) if kind != "qwen3" else ()
-        assert [pair for pair in pairs if not any(pair == set(x[1:]) for x in shown if x[0] == kind)] == []
+        assert [
+            pair for pair in pairs if not any(pair == set(x[1:]) for x in shown if x[0] == kind)
+        ] == []
 
 
-@pytest.mark.parametrize("row", [
-    *QUICK, COMPILED[0], *(pytest.param(row, marks=pytest.mark.slow) for row in [*SLOW, *COMPILED[1:]])], ids=row_name)
+@pytest.mark.parametrize(
+    "row",
+    [
+        *QUICK,
+        COMPILED[0],
+        *(pytest.param(row, marks=pytest.mark.slow) for row in [*SLOW, *COMPILED[1:]]),
+    ],
+    ids=row_name,
+)
 def test_layout_equals_one_process(row):
     assert compare(*row) == ""
 
 
-@pytest.mark.parametrize("processes, flags", [
-    (2, {}), (4, dict(dp_replicate=2)), pytest.param(4, dict(tp=2), marks=pytest.mark.slow), (2, dict(cp=2)), (2, dict(pp=2))])
+@pytest.mark.parametrize(
+    "processes, flags",
+    [
+        (2, {}),
+        (4, dict(dp_replicate=2)),
+        pytest.param(4, dict(tp=2), marks=pytest.mark.slow),
+        (2, dict(cp=2)),
+        (2, dict(pp=2)),
+    ],
+)
 def test_bf16_compute_stays_near_fp32(processes, flags):
-    """Parameters, sums over ranks and the optimizer in fp32, matmuls in bf16: loss within 4e-3, gradient norm within 2 %."""
+    """Parameters, sums over ranks and the optimizer in fp32, matmuls in bf16: loss within 4e-3,
+    gradient norm within 2 %."""
     want = reference(config(), 8)
     for got in pool(processes).run(train, config(), flags | {"compute_dtype": "bfloat16"}, 8, 2):
         for g, w in zip(got[:-1], want[:-1], strict=True):
             assert abs(g["loss"] - w["loss"]) < 4e-3 * w["loss"]
             assert abs(g["norm"] - w["norm"]) < 2e-2 * w["norm"]
         assert all(weight.dtype == torch.float32 for weight in got[-1]["weights"].values())
-        assert any(g["loss"] != w["loss"] for g, w in zip(got[:-1], want[:-1], strict=True))  # it did compute in bf16
+        # it did compute in bf16
+        assert any(g["loss"] != w["loss"] for g, w in zip(got[:-1], want[:-1], strict=True))
 
 
 @pytest.mark.slow
 def test_two_runs_are_equal_to_the_last_bit():
-    first, second = (pool(4).run(train, config(), dict(tp=2, deterministic=True), 8, 2)[0] for _ in range(2))
+    first, second = (
+        pool(4).run(train, config(), dict(tp=2, deterministic=True), 8, 2)[0] for _ in range(2)
+    )
     assert [s["loss"] for s in first[:-1]] == [s["loss"] for s in second[:-1]]
-    assert all(torch.equal(w, second[-1]["weights"][fqn]) for fqn, w in first[-1]["weights"].items())
+    assert all(
+        torch.equal(w, second[-1]["weights"][fqn]) for fqn, w in first[-1]["weights"].items()
+    )
 
 
 def clipped(max_norm: float) -> tuple[float, float]:
@@ -107,7 +156,9 @@ def clipped(max_norm: float) -> tuple[float, float]:
     stages, layout = build(config(), {}, 4, 2)
     parallel.forward_backward(stages, local_batch(global_batch(0, 4, False), layout), layout)
     norm = parallel.clip_grad_norm(stages, max_norm, layout)
-    return norm.item(), torch.stack([full(p.grad).norm() for p in stages[0].parameters()]).norm().item()
+    return norm.item(), torch.stack(
+        [full(p.grad).norm() for p in stages[0].parameters()]
+    ).norm().item()
 
 
 @pytest.mark.parametrize("max_norm, is_scaled", [(0.0, False), (0.1, True), (1e9, False)])
@@ -121,18 +172,31 @@ def test_gradients_are_scaled_down_to_max_norm(max_norm, is_scaled):
 
 
 def gradients_between(problem: dict, flags: dict, n: int, b: int):
-    """(bytes of whole gradients, bytes of sharded ones) of this rank ahead of each micro-batch, the loss, the gradients."""
+    """(bytes of whole gradients, bytes of sharded ones) of this rank ahead of each micro-batch, the
+    loss, the gradients."""
     stages, layout = build(config(**problem), flags, n, b)
-    groups = [group for module in stages[0].modules() if isinstance(module, parallel.FSDPModule)
-              for group in module._get_fsdp_state()._fsdp_param_groups]
+    groups = [
+        group
+        for module in stages[0].modules()
+        if isinstance(module, parallel.FSDPModule)
+        for group in module._get_fsdp_state()._fsdp_param_groups
+    ]
     seen = []
 
     def look(*args):
-        params, partial_sums = [p for g in groups for p in g.fsdp_params], [g._partial_reduce_output for g in groups]
+        params, partial_sums = (
+            [p for g in groups for p in g.fsdp_params],
+            [g._partial_reduce_output for g in groups],
+        )
         whole = [p.unsharded_accumulated_grad for p in params]
         whole += [p._unsharded_param.grad for p in params if hasattr(p, "_unsharded_param")]
         parts = [*partial_sums, *(p.sharded_param.grad for p in params)]
-        seen.append(tuple(sum(local_tensor(t).nbytes for t in some if t is not None) for some in (whole, parts)))
+        seen.append(
+            tuple(
+                sum(local_tensor(t).nbytes for t in some if t is not None)
+                for some in (whole, parts)
+            )
+        )
 
     stages[0].register_forward_pre_hook(look)
     loss = parallel.forward_backward(stages, local_batch(global_batch(0, n, False), layout), layout)
@@ -141,25 +205,49 @@ def gradients_between(problem: dict, flags: dict, n: int, b: int):
     return seen, loss.item(), grads, sum(local_tensor(p).nbytes for p in stages[0].parameters())
 
 
-@pytest.mark.parametrize("processes, flags, problem", [
-    (2, {}, {}), (2, dict(compute_dtype="bfloat16"), {}), *[pytest.param(4, flags, problem, marks=pytest.mark.slow)
-     for flags, problem in ((dict(ep=2), MOE), (dict(dp_replicate=2), {}), (dict(tp=2), {}))]], ids=str)
-def test_gradients_that_are_reduced_after_every_micro_batch_are_never_whole(processes, flags, problem):
+@pytest.mark.parametrize(
+    "processes, flags, problem",
+    [
+        (2, {}, {}),
+        (2, dict(compute_dtype="bfloat16"), {}),
+        *[
+            pytest.param(4, flags, problem, marks=pytest.mark.slow)
+            for flags, problem in ((dict(ep=2), MOE), (dict(dp_replicate=2), {}), (dict(tp=2), {}))
+        ],
+    ],
+    ids=str,
+)
+def test_gradients_that_are_reduced_after_every_micro_batch_are_never_whole(
+    processes, flags, problem
+):
     n = 3 * processes // flags.get("tp", 1)
-    always, last = (pool(processes).run(gradients_between, problem, flags | dict(reduce_grads=when), n, 1)
-                    for when in ("always", "last"))
+    always, last = (
+        pool(processes).run(gradients_between, problem, flags | dict(reduce_grads=when), n, 1)
+        for when in ("always", "last")
+    )
     for a, z in zip(always, last, strict=True):
         held = a[3] + 4 * config(**problem).dim * 8  # FSDP pads what its ranks do not divide
         assert a[0][0] == z[0][0] == (0, 0)
         assert all(whole == 0 and 0 < parts <= held for whole, parts in a[0][1:])
-        assert all(whole >= 1.9 * a[3] and parts == 0 for whole, parts in z[0][1:])  # two ranks hold what each holds whole
+        # two ranks hold what each holds whole
+        assert all(whole >= 1.9 * a[3] and parts == 0 for whole, parts in z[0][1:])
         assert a[1] == z[1]
         assert all(layouts.relative(a[2][fqn], z[2][fqn]) < 1e-6 for fqn in z[2])
 
 
-@pytest.mark.parametrize("flavor, ranks, GB, flags, always", [
-    ("8B", 8, 85, {}, True), ("8B", 8, 150, {}, False), ("8B", 1, 85, {}, False), ("70B", 64, 192, {}, True),
-    ("8B", 8, 85, dict(param_dtype="bfloat16"), False), ("8B", 8, 0, {}, False), ("1B", 8, 85, {}, False)], ids=str)
+@pytest.mark.parametrize(
+    "flavor, ranks, GB, flags, always",
+    [
+        ("8B", 8, 85, {}, True),
+        ("8B", 8, 150, {}, False),
+        ("8B", 1, 85, {}, False),
+        ("70B", 64, 192, {}, True),
+        ("8B", 8, 85, dict(param_dtype="bfloat16"), False),
+        ("8B", 8, 0, {}, False),
+        ("1B", 8, 85, {}, False),
+    ],
+    ids=str,
+)
 def test_gradients_are_kept_whole_where_they_fit(flavor, ranks, GB, flags, always):
     layout = Layout(dp_shard=ranks, global_batch_size=2 * ranks, memory=int(GB * 1e9))
     found = reduces_always(layouts.on_meta(llama3.FLAVORS[flavor]), layout, ParallelConfig(**flags))
@@ -167,7 +255,8 @@ def test_gradients_are_kept_whole_where_they_fit(flavor, ranks, GB, flags, alway
 
 
 def test_experts_are_shared_between_fewer_ranks_than_the_rest():
-    """30B-A3B on 8 ranks with --ep 8: each rank holds 16 of 128 experts whole, 58 GB of states, beside 14 GB of gradients."""
+    """30B-A3B on 8 ranks with --ep 8: each rank holds 16 of 128 experts whole, 58 GB of states,
+    beside 14 GB of gradients."""
     config = qwen3.FLAVORS["30B-A3B"]
     with torch.device("meta"):
         model = qwen3.Qwen3(config)
@@ -179,12 +268,14 @@ def test_experts_are_shared_between_fewer_ranks_than_the_rest():
 
 @contextmanager
 def watch_dtypes(seen: dict[str, set], off: dict[str, float]):
-    """seen: what reaches attention, rotation, routers and the choice of experts, by dtype; off: how far each norm's output is
+    """seen: what reaches attention, rotation, routers and the choice of experts, by dtype; off: how
+    far each norm's output is
     from the same in fp32, in units of one rounding to the output's dtype."""
     from models import attention, deepseek, llama3, moe, qwen3
 
     def watched(real, **picks):
         """real, noting the dtypes of these arguments by number."""
+
         def run(*args, **kwargs):
             for name, numbers in picks.items():
                 seen[name] |= {args[i].dtype for i in numbers}
@@ -200,14 +291,30 @@ def watch_dtypes(seen: dict[str, set], off: dict[str, float]):
         if isinstance(module, torch.nn.RMSNorm):
             x, weight, got = (local_tensor(t).detach() for t in (args[0], module.weight, out))
             seen["norms"] |= {x.dtype, weight.dtype, got.dtype}
-            want = x.double() / (x.double().square().mean(-1, keepdim=True) + module.eps).sqrt() * weight.double()
-            error = (got.double() - want).abs() / want.abs().clamp(min=1e-30) / torch.finfo(got.dtype).eps
+            want = (
+                x.double()
+                / (x.double().square().mean(-1, keepdim=True) + module.eps).sqrt()
+                * weight.double()
+            )
+            error = (
+                (got.double() - want).abs()
+                / want.abs().clamp(min=1e-30)
+                / torch.finfo(got.dtype).eps
+            )
             off["norms"] = max(off.get("norms", 0.0), error.max().item())
 
     hook = torch.nn.modules.module.register_module_forward_hook(norm_forward)
-    rotate, sdpa = watched(llama3.rotate, rotated=[0], angles=[1, 2]), watched(attention.sdpa, attention=[0, 1, 2])
-    apply_experts, add_loss = watched(moe.apply_experts, inputs=[1]), watched(moe.Balance.add_loss, weights=[1])
-    places = [(m, "rotate", rotate) for m in (llama3, qwen3, deepseek)] + [(m, "sdpa", sdpa) for m in (attention, parallel)]
+    rotate, sdpa = (
+        watched(llama3.rotate, rotated=[0], angles=[1, 2]),
+        watched(attention.sdpa, attention=[0, 1, 2]),
+    )
+    apply_experts, add_loss = (
+        watched(moe.apply_experts, inputs=[1]),
+        watched(moe.Balance.add_loss, weights=[1]),
+    )
+    places = [(m, "rotate", rotate) for m in (llama3, qwen3, deepseek)] + [
+        (m, "sdpa", sdpa) for m in (attention, parallel)
+    ]
     places += [(m, "apply_experts", apply_experts) for m in (qwen3, deepseek)]
     places += [(moe.Balance, "choose", choose), (moe.Balance, "add_loss", add_loss)]
     try:
@@ -223,24 +330,48 @@ def dtypes_of_a_step(problem: dict, flags: dict) -> tuple[dict, dict, dict]:
     n = 8
     stages, layout = build(config(**problem), flags | {"compute_dtype": "bfloat16"}, n, 2)
     for stage in stages:
-        for norm in (m for m in stage.modules() if isinstance(m, torch.nn.RMSNorm)):  # ones would hide their rounding
+        # ones would hide their rounding
+        for norm in (m for m in stage.modules() if isinstance(m, torch.nn.RMSNorm)):
             local_tensor(norm.weight.data).uniform_(0.5, 2.0)
     seen, off = defaultdict(set), {}
     with watch_dtypes(seen, off):
         parallel.forward_backward(stages, local_batch(global_batch(0, n, False), layout), layout)
-    grads = {str(p.grad.dtype) for stage in stages for p in stage.parameters() if p.grad is not None}
+    grads = {
+        str(p.grad.dtype) for stage in stages for p in stage.parameters() if p.grad is not None
+    }
     return dict(seen), off, grads
 
 
-BF16 = [(1, {}), (2, dict(tp=2)), (2, dict(cp=2)), (2, dict(cp=2, cp_method="alltoall")), (2, dict(pp=2)),
-        (2, dict(cpu_offload=True)), (2, dict(ac="full")), (2, dict(ep=2)), (2, dict(tp=2, etp=2))]
+BF16 = [
+    (1, {}),
+    (2, dict(tp=2)),
+    (2, dict(cp=2)),
+    (2, dict(cp=2, cp_method="alltoall")),
+    (2, dict(pp=2)),
+    (2, dict(cpu_offload=True)),
+    (2, dict(ac="full")),
+    (2, dict(ep=2)),
+    (2, dict(tp=2, etp=2)),
+]
 
 
-@pytest.mark.parametrize("processes, flags, kind", [
-    pytest.param(processes, flags, kind, marks=[] if flags in ({}, {"pp": 2}) or kind == "llama3" else pytest.mark.slow)
-    for processes, flags in BF16 for kind in KINDS], ids=str)
+@pytest.mark.parametrize(
+    "processes, flags, kind",
+    [
+        pytest.param(
+            processes,
+            flags,
+            kind,
+            marks=[] if flags in ({}, {"pp": 2}) or kind == "llama3" else pytest.mark.slow,
+        )
+        for processes, flags in BF16
+        for kind in KINDS
+    ],
+    ids=str,
+)
 def test_what_a_bf16_run_computes_in_fp32(kind, processes, flags):
-    """docs/numerics.md: cos and sin, scores of the router and the weights of a token's experts are fp32 in bf16 runs, too."""
+    """docs/numerics.md: cos and sin, scores of the router and the weights of a token's experts are
+    fp32 in bf16 runs, too."""
     experts = "n_experts" in KINDS[kind] or "deepseek" in KINDS[kind].values()
     if not experts and ("ep" in flags or "etp" in flags):
         pytest.skip("has no experts")
@@ -250,7 +381,8 @@ def test_what_a_bf16_run_computes_in_fp32(kind, processes, flags):
         want |= {"scores": fp32, "inputs": bf16, "weights": fp32}
     for seen, off, grads in pool(processes).run(dtypes_of_a_step, KINDS[kind], flags):
         assert seen == want
-        assert off["norms"] < 0.51  # one rounding at the end; rounding in between, too, would make it 1 to 2
+        # one rounding at the end; rounding in between, too, would make it 1 to 2
+        assert off["norms"] < 0.51
         assert grads == {"torch.float32"}
 
 
@@ -258,7 +390,8 @@ def test_what_a_bf16_run_computes_in_fp32(kind, processes, flags):
 
 
 class Gain(nn.Module):
-    """What docs/fork_me.md advises: a bare parameter in a module of its own, so that tp_plan has a name to give a style to."""
+    """What docs/fork_me.md advises: a bare parameter in a module of its own, so that tp_plan has a
+    name to give a style to."""
 
     def __init__(self, *shape):
         super().__init__()
@@ -314,12 +447,22 @@ class Fork(llama3.Llama3):
 layouts.MODELS[ForkConfig] = Fork
 
 
-@pytest.mark.parametrize("processes, flags", [
-    (2, dict(tp=2)), (2, {}), pytest.param(2, dict(pp=2), marks=pytest.mark.slow),
-    pytest.param(4, dict(tp=2, cp=2), marks=pytest.mark.slow), pytest.param(4, dict(tp=4), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "processes, flags",
+    [
+        (2, dict(tp=2)),
+        (2, {}),
+        pytest.param(2, dict(pp=2), marks=pytest.mark.slow),
+        pytest.param(4, dict(tp=2, cp=2), marks=pytest.mark.slow),
+        pytest.param(4, dict(tp=4), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_a_forks_own_parameters_under_every_layout(processes, flags):
     fork = ForkConfig(**layouts.SMALL)
-    results = pool(processes).run(train, fork, flags, 4, 4 if "pp" in flags else 2 // (2 if flags == {} else 1))
+    results = pool(processes).run(
+        train, fork, flags, 4, 4 if "pp" in flags else 2 // (2 if flags == {} else 1)
+    )
     want = reference(fork, 4)
     assert [layouts.first_difference(got, want) for got in results] == [""] * processes
     for name in ("residual", "attn.sharpness", "attn.per_head"):
@@ -337,7 +480,11 @@ def test_three_views_of_one_grid():
 
     with dry.world(dp_shard=2, cp=2, tp=2) as dense:
         pass
-    assert groups(dense.mesh, "tp") == groups(dense.full_mesh, "tp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert (
+        groups(dense.mesh, "tp")
+        == groups(dense.full_mesh, "tp")
+        == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    )
     assert groups(dense.full_mesh, "cp") == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert groups(dense.mesh, "fsdp") == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert dense.expert_mesh is None
@@ -354,32 +501,45 @@ def step_with(flags: dict, problem: dict) -> tuple[dict[str, int], float]:
     """({op: how often it ran within the backward}, loss) of one step."""
     counts = defaultdict(int)
 
-    class Count(TorchDispatchMode):  # entered before the checkpoint's modes: it sees what they let through
+    # entered before the checkpoint's modes: it sees what they let through
+    class Count(TorchDispatchMode):
         def __torch_dispatch__(self, op, types, args=(), kwargs=None):
             if torch._C._current_graph_task_id() != -1:
                 counts[op._opname if hasattr(op, "_opname") else str(op)] += 1
             return op(*args, **(kwargs or {}))
 
-    stages, layout = build(config(**problem), flags, 4, 4 // (2 if "ep" in flags or "dp_replicate" in flags else 1))
+    stages, layout = build(
+        config(**problem), flags, 4, 4 // (2 if "ep" in flags or "dp_replicate" in flags else 1)
+    )
     with Count():
-        loss = parallel.forward_backward(stages, local_batch(global_batch(0, 4, False), layout), layout)
+        loss = parallel.forward_backward(
+            stages, local_batch(global_batch(0, 4, False), layout), layout
+        )
     return dict(counts), parallel.reduce_loss(loss, layout)[0].item()
 
 
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 
-@pytest.mark.parametrize("processes, flags, problem, kept", [
-    (1, dict(compute_dtype="bfloat16"), MOE, [ATTENTION, "_grouped_mm", "topk", "sort"]),
-    (1, dict(compute_dtype="bfloat16"), MTP, [ATTENTION, "_grouped_mm", "topk", "sort"]),
-    (2, dict(ep=2), MOE, [ATTENTION, "_grouped_mm", "all_to_all_single", "topk", "sort"]),
-    (2, dict(dp_replicate=2), MOE, [ATTENTION, "_grouped_mm", "topk", "sort"]),
-    (2, dict(tp=2, etp=2), MOE, [ATTENTION, "_grouped_mm", "reduce_scatter_tensor"]),
-    (2, dict(cp=2, cp_method="alltoall"), {}, [ATTENTION, "all_to_all_single"]),
-], ids=str)
+@pytest.mark.parametrize(
+    "processes, flags, problem, kept",
+    [
+        (1, dict(compute_dtype="bfloat16"), MOE, [ATTENTION, "_grouped_mm", "topk", "sort"]),
+        (1, dict(compute_dtype="bfloat16"), MTP, [ATTENTION, "_grouped_mm", "topk", "sort"]),
+        (2, dict(ep=2), MOE, [ATTENTION, "_grouped_mm", "all_to_all_single", "topk", "sort"]),
+        (2, dict(dp_replicate=2), MOE, [ATTENTION, "_grouped_mm", "topk", "sort"]),
+        (2, dict(tp=2, etp=2), MOE, [ATTENTION, "_grouped_mm", "reduce_scatter_tensor"]),
+        (2, dict(cp=2, cp_method="alltoall"), {}, [ATTENTION, "all_to_all_single"]),
+    ],
+    ids=str,
+)
 def test_ac_op_keeps_what_is_dear_to_compute_or_send_again(processes, flags, problem, kept):
-    """Within the backward, these ops run as often as without checkpointing, where --ac full runs them again."""
-    steps = {ac: pool(processes).run(step_with, flags | {"ac": ac}, problem)[0] for ac in ("none", "op", "full")}
+    """Within the backward, these ops run as often as without checkpointing, where --ac full runs
+    them again."""
+    steps = {
+        ac: pool(processes).run(step_with, flags | {"ac": ac}, problem)[0]
+        for ac in ("none", "op", "full")
+    }
     (none, loss), (op, op_loss), (full, full_loss) = steps.values()
     for name in kept:
         assert none.get(name, 0) == op.get(name, 0) < full[name], name
@@ -395,7 +555,12 @@ def test_ac_op_keeps_float8_matmuls():
     with recompute:
         again = torch._scaled_mm(x, x.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
     assert again.data_ptr() == kept.data_ptr()
-    assert {"aten::_scaled_mm_v2", "aten::_scaled_grouped_mm", "aten::_scaled_grouped_mm_v2"} <= KEPT  # of GPUs only
+    # of GPUs only
+    assert {
+        "aten::_scaled_mm_v2",
+        "aten::_scaled_grouped_mm",
+        "aten::_scaled_grouped_mm_v2",
+    } <= KEPT
     assert "flex_attention" in KEPT
 
 
@@ -406,7 +571,9 @@ def where_it_fails(flags: dict) -> str:
     with mock.patch.object(Fork, "tp_plan", own), mock.patch.dict(parallel.TP_STYLES, styles):
         stages, layout = build(ForkConfig(**layouts.SMALL), flags, 4, 4)
         try:
-            parallel.forward_backward(stages, local_batch(global_batch(0, 4, False), layout), layout)
+            parallel.forward_backward(
+                stages, local_batch(global_batch(0, 4, False), layout), layout
+            )
         except RuntimeError as error:
             return failed_module(error)
 
@@ -423,4 +590,6 @@ def test_an_error_names_the_module_in_which_it_happened():
     model.register_forward_pre_hook(mock.Mock(side_effect=RuntimeError("Tensor and DTensor")))
     with pytest.raises(RuntimeError) as found:
         model(1)
-    assert 'a "head" is given to self.token_loss(..., kernel=YOURS), not called' in failed_module(found.value)
+    assert 'a "head" is given to self.token_loss(..., kernel=YOURS), not called' in failed_module(
+        found.value
+    )

@@ -1,8 +1,10 @@
-"""The recipes as a user runs them: every command line of README.md and of the docstrings, and whole runs against each other.
+"""The recipes as a user runs them: every command line of README.md and of the docstrings, and whole
+runs against each other.
 
-A command is taken as it is written, in an empty folder, with flags appended that make it small. Runs are compared through
-metrics.jsonl alone.
+A command is taken as it is written, in an empty folder, with flags appended that make it small.
+Runs are compared through metrics.jsonl alone.
 """
+
 import ast
 import dataclasses
 import importlib
@@ -27,34 +29,65 @@ from distributed.layout import AXES
 from docs.flags import document
 from models.llama3 import FLAVORS
 from storage.resume import list_warnings
-from support.config import option_groups, override_fields, parse_config, trailing_comments
+from support.config import field_comments, option_groups, override_fields, parse_config
 
 RECIPES = sorted(path.name for path in REPO.glob("train_*.py"))
 TRAINING = [*RECIPES, "finetune.py"]
-DOCUMENTED = [REPO / name for name in (*TRAINING, "grpo.py", "generate.py", "evaluate.py", "data.py", "checkpoint.py")]
+DOCUMENTED = [
+    REPO / name
+    for name in (*TRAINING, "grpo.py", "generate.py", "evaluate.py", "data.py", "checkpoint.py")
+]
 SMALL = ["--seq_len", 32, "--log_every", 1, "--val_batches", 1, "--device", "cpu"]
 TINY = ["--model_args", MODEL, *SMALL]
-TRAIN_KEYS = {"step", "loss", "loss_max", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", "memory_gib", "step_time_s",
-              "data_time_s", "tokens_hash"}
+TRAIN_KEYS = {
+    "step",
+    "loss",
+    "loss_max",
+    "grad_norm",
+    "lr",
+    "tokens",
+    "tokens_per_second",
+    "mfu",
+    "memory_gib",
+    "step_time_s",
+    "data_time_s",
+    "tokens_hash",
+}
 MOE_KEYS = {"moe_load_max_over_mean", "moe_dead_experts"}
 VAL_KEYS = {"step", "val_loss", "val_bits_per_byte"}
 
 
 def tiny(script: str) -> list:
-    return SMALL if script == "finetune.py" else ["--model_args", MLA, *SMALL] if "deepseek" in script else TINY
+    return (
+        SMALL
+        if script == "finetune.py"
+        else ["--model_args", MLA, *SMALL]
+        if "deepseek" in script
+        else TINY
+    )
 
 
 # ---------------------------------------------------------------- the command lines that we publish
 
 
 def commands_in(text: str) -> list[str]:
-    return [line.strip() for line in text.replace("\\\n", "").splitlines() if re.match(r"\s*(python|torchrun) ", line)]
+    return [
+        line.strip()
+        for line in text.replace("\\\n", "").splitlines()
+        if re.match(r"\s*(python|torchrun) ", line)
+    ]
 
 
 def published() -> list[str]:
     blocks = re.findall(r"^```\w*\n(.*?)^```", (REPO / "README.md").read_text(), re.M | re.S)
     texts = blocks + [ast.get_docstring(ast.parse(path.read_text())) or "" for path in DOCUMENTED]
-    return list(dict.fromkeys(shlex.join(shlex.split(line, comments=True)) for text in texts for line in commands_in(text)))
+    return list(
+        dict.fromkeys(
+            shlex.join(shlex.split(line, comments=True))
+            for text in texts
+            for line in commands_in(text)
+        )
+    )
 
 
 COMMANDS = published()
@@ -66,43 +99,75 @@ def name(command: str) -> str:
 
 
 def split_command(command: str) -> tuple[int, str, list[str]]:
-    """(processes, script, its arguments). Of more than four processes, only as many as the degrees need, or two."""
+    """(processes, script, its arguments). Of more than four processes, only as many as the degrees
+    need, or two."""
     program, *args = shlex.split(command)
     if program == "python":
         return 1, args[0], args[1:]
     processes = int(args.pop(args.index("--nproc_per_node") + 1))
     args.remove("--nproc_per_node")
     if processes > 4:
-        processes = max(2, math.prod(int(args[args.index(f"--{axis}") + 1]) for axis in AXES if f"--{axis}" in args))
+        processes = max(
+            2,
+            math.prod(
+                int(args[args.index(f"--{axis}") + 1]) for axis in AXES if f"--{axis}" in args
+            ),
+        )
     return processes, args[0], args[1:]
 
 
-# The first command of each program; all others run in make test-slow. So do those of train_qwen3.py, train_deepseek.py and
-# grpo.py, for 15 seconds each: the quick tests of flags and layouts run these recipes.
+# The first command of each program; all others run in make test-slow. So do those of
+# train_qwen3.py, train_deepseek.py and grpo.py, for 15 seconds each: the quick tests of flags and
+# layouts run these recipes.
 QUICK = {next(c for c in COMMANDS if split_command(c)[1] == path.name) for path in DOCUMENTED}
-QUICK = {c for c in QUICK if split_command(c)[1] not in ("train_qwen3.py", "train_deepseek.py", "grpo.py")}
+QUICK = {
+    c
+    for c in QUICK
+    if split_command(c)[1] not in ("train_qwen3.py", "train_deepseek.py", "grpo.py")
+}
 
 # Started as they stand. The others run in forks that have torch: see programs.py
-REAL = [next(c for c in COMMANDS if c.startswith(f"{program} ")) for program in ("python", "torchrun")]
+REAL = [
+    next(c for c in COMMANDS if c.startswith(f"{program} ")) for program in ("python", "torchrun")
+]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """What the commands find: a finished run in runs/llama3, a text or two, a tokenizer.json, token shards in tokens."""
+    """What the commands find: a finished run in runs/llama3, a text or two, a tokenizer.json, token
+    shards in tokens."""
     folder = tmp_path_factory.mktemp("user")
     lines = [f"line {i} of {i * i}\n" for i in range(3000)]
     (folder / "a.txt").write_text("".join(lines))
     (folder / "b.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     (folder / "book.txt").write_text("".join(lines[:100]))
     questions = [{"question": f"line {i} of", "answer": f"{i * i}"} for i in range(200)]
-    chats = [{"messages": [{"role": "user", "content": q["question"]}, {"role": "assistant", "content": q["answer"]}]}
-             for q in questions]
+    chats = [
+        {
+            "messages": [
+                {"role": "user", "content": q["question"]},
+                {"role": "assistant", "content": q["answer"]},
+            ]
+        }
+        for q in questions
+    ]
     choices = [q | {"choices": ["3", q["answer"]]} for q in questions[2:4]]
-    for name, records in {"questions": questions[:20], "test": questions[20:24], "choices": choices, "chat": chats}.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    made = open_data(DataConfig(data=str(folder / "a.txt"), cache_dir=str(folder / "cache")), 32).folder
+    for name, records in {
+        "questions": questions[:20],
+        "test": questions[20:24],
+        "choices": choices,
+        "chat": chats,
+    }.items():
+        (folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps(record) + "\n" for record in records)
+        )
+    made = open_data(
+        DataConfig(data=str(folder / "a.txt"), cache_dir=str(folder / "cache")), 32
+    ).folder
     (folder / "tokenizer.json").write_bytes((made / "tokenizer.json").read_bytes())
-    build_shards([folder / "a.txt"], find_tokenizer(str(folder / "tokenizer.json")), folder / "tokens")
+    build_shards(
+        [folder / "a.txt"], find_tokenizer(str(folder / "tokenizer.json")), folder / "tokens"
+    )
     run(launch(1, REPO / "train_llama3.py", *TINY, "--steps", 4, "--checkpoint_every", 2), folder)
     return folder
 
@@ -130,7 +195,10 @@ def fine_tune(folder: Path):
 
 def run_published(command: str, folder: Path, out: str, *more) -> tuple[str, Path]:
     processes, script, args = split_command(command)
-    args = [re.sub(r"step-\d+", "step-4", arg).replace("STEP_FOLDER", "runs/llama3/checkpoints/step-4") for arg in args]
+    args = [
+        re.sub(r"step-\d+", "step-4", arg).replace("STEP_FOLDER", "runs/llama3/checkpoints/step-4")
+        for arg in args
+    ]
     args = [hugging_face_folder(folder) if arg == "HUGGING_FACE_FOLDER" else arg for arg in args]
     args = [out if arg == "OUT" else arg for arg in args]  # each command writes a folder of its own
     # README's fine-tuning has --lora_rank
@@ -142,10 +210,34 @@ def run_published(command: str, folder: Path, out: str, *more) -> tuple[str, Pat
     if "--dry_run" in args:
         pass  # as it stands: it is for models of any size
     elif script in TRAINING:
-        args += [*tiny(script), "--steps", 4, "--local_batch_size", 4 if "--pp_schedule" in args else 2, "--out", out]
+        args += [
+            *tiny(script),
+            "--steps",
+            4,
+            "--local_batch_size",
+            4 if "--pp_schedule" in args else 2,
+            "--out",
+            out,
+        ]
     elif script == "grpo.py":
-        args += ["--steps", 2, "--prompts_per_step", 4, "--group_size", 2, "--sft_steps", 2, "--eval_n", 8, "--eval_k", 2,
-                 "--device", "cpu", "--out", out]
+        args += [
+            "--steps",
+            2,
+            "--prompts_per_step",
+            4,
+            "--group_size",
+            2,
+            "--sft_steps",
+            2,
+            "--eval_n",
+            8,
+            "--eval_k",
+            2,
+            "--device",
+            "cpu",
+            "--out",
+            out,
+        ]
     elif script == "evaluate.py":
         args += ["--device", "cpu", *["--max_new_tokens", 8] * ("questions.jsonl" in args)]
     elif script == "generate.py":
@@ -154,38 +246,58 @@ def run_published(command: str, folder: Path, out: str, *more) -> tuple[str, Pat
         args += ["--workers", 1, "--out", out]
     elif args[0] == "tokenizer":
         args += ["--out", f"{out}.json"]
-    return run(launch(processes, REPO / script, *args, *more), folder, real=command in REAL), folder / out
+    return run(
+        launch(processes, REPO / script, *args, *more), folder, real=command in REAL
+    ), folder / out
 
 
 def check_run_folder(out: Path, script: str):
     """DESIGN's contract of a run folder, after 4 steps that were all logged."""
     lines = metrics(out)
-    train, val = [line for line in lines if "loss" in line], [line for line in lines if "val_loss" in line]
-    assert [line["step"] for line in train] == [1, 2, 3, 4] and [line["step"] for line in val] == [4]
-    assert all(math.isfinite(line["loss"]) and line["tokens"] == line["step"] * train[0]["tokens"] for line in train)
+    train, val = (
+        [line for line in lines if "loss" in line],
+        [line for line in lines if "val_loss" in line],
+    )
+    assert [line["step"] for line in train] == [1, 2, 3, 4] and [line["step"] for line in val] == [
+        4
+    ]
+    assert all(
+        math.isfinite(line["loss"]) and line["tokens"] == line["step"] * train[0]["tokens"]
+        for line in train
+    )
     Config = importlib.import_module(script.removesuffix(".py")).Config
     saved = json.loads((out / "config.json").read_text())
     keys = TRAIN_KEYS | (MOE_KEYS if saved["_run"]["model"].get("n_experts") else set())
     late = {"slowest_rank", "slowest_host", "slowest_by_s"}  # only in lines with a late rank
-    assert all(set(line) - late == keys for line in train) and all(set(line) == VAL_KEYS for line in val)
+    assert all(set(line) - late == keys for line in train) and all(
+        set(line) == VAL_KEYS for line in val
+    )
     assert set(saved) == {field.name for field in dataclasses.fields(Config)} | {"_run"}
     again = dataclasses.asdict(parse_config(Config, ["--config", str(out / "config.json")]))
     assert again == {k: v for k, v in saved.items() if k != "_run"}
     assert checkpoint.verify(out / "checkpoints" / "step-4")["step"] == 4
-    assert (out / "checkpoints" / "step-4" / "recipe.py").read_bytes() == (REPO / script).read_bytes()
+    assert (out / "checkpoints" / "step-4" / "recipe.py").read_bytes() == (
+        REPO / script
+    ).read_bytes()
 
 
 def test_commands_were_found():
-    """The collector sees all of them: README and every documented file have some, and each names a file that is there."""
+    """The collector sees all of them: README and every documented file have some, and each names a
+    file that is there."""
     scripts = [split_command(command)[1] for command in COMMANDS]
     assert set(scripts) == {path.name for path in DOCUMENTED}
     assert [name for name in TRAINING if scripts.count(name) < 2] == []
 
 
-@pytest.mark.parametrize("command", [pytest.param(c, marks=[] if c in QUICK else pytest.mark.slow) for c in COMMANDS], ids=name)
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(c, marks=[] if c in QUICK else pytest.mark.slow) for c in COMMANDS],
+    ids=name,
+)
 def test_published_command(command, folder):
     script = split_command(command)[1]
-    compiled = ["--no-compile"] if "--compile" in command else []  # minutes: test_published_command_compiled
+    # minutes: test_published_command_compiled
+    compiled = ["--no-compile"] if "--compile" in command else []
     stdout, out = run_published(command, folder, f"out/{COMMANDS.index(command)}", *compiled)
     if "--check_parity" in command:
         assert "check_parity: equal" in stdout
@@ -193,18 +305,28 @@ def test_published_command(command, folder):
         assert "fits" in stdout and "bubble" in stdout
     elif script in TRAINING:
         check_run_folder(out, script)
-        assert "loss   . training" in stdout and f"checkpoint: out/{COMMANDS.index(command)}/checkpoints/step-4" in stdout
+        assert (
+            "loss   . training" in stdout
+            and f"checkpoint: out/{COMMANDS.index(command)}/checkpoints/step-4" in stdout
+        )
         assert "sample (" in stdout  # the curve, the checkpoint, a sample: how every run ends
     elif script == "grpo.py":
         lines = [line for line in metrics(out) if "reward_mean" in line]
-        assert [line["step"] for line in lines] == [1, 2] == [line["policy_version"] for line in lines]
+        assert (
+            [line["step"] for line in lines] == [1, 2] == [line["policy_version"] for line in lines]
+        )
         assert all(TRAIN_KEYS | {"logprob_max_diff", "logprob_k3"} <= set(line) for line in lines)
-        assert sum("eval_reward" in line for line in metrics(out)) == 2 and "reward   . training   o validation" in stdout
+        assert (
+            sum("eval_reward" in line for line in metrics(out)) == 2
+            and "reward   . training   o validation" in stdout
+        )
         assert checkpoint.verify(out / "checkpoints" / "step-2")["step"] == 2
     elif script == "evaluate.py":
         assert re.search(r"(bits_per_byte|acc|exact_match) [\d.]+.* lines?, ", stdout)
     elif script == "generate.py":
-        prompts = [b for a, b in zip(shlex.split(command), shlex.split(command)[1:]) if a == "--prompt"]
+        prompts = [
+            b for a, b in zip(shlex.split(command), shlex.split(command)[1:]) if a == "--prompt"
+        ]
         assert all(prompt in stdout for prompt in prompts) or "--chat" in command and stdout.strip()
     elif " tokenizer " in command:
         assert Path(f"{out}.json").is_file()
@@ -214,7 +336,10 @@ def test_published_command(command, folder):
         assert re.search(r"train: [\d,]+ tokens", stdout) and "sha256" in stdout
         assert (out / "index.json").exists() or "prepare" not in command
     else:
-        assert re.search(r"complete|is good|0 of \d+ tensors differ|checkpoint: (exported|saved) |sources of ", stdout)
+        assert re.search(
+            r"complete|is good|0 of \d+ tensors differ|checkpoint: (exported|saved) |sources of ",
+            stdout,
+        )
 
 
 @pytest.mark.slow
@@ -233,7 +358,7 @@ CONFIGS = [*TRAINING, "grpo.py", "generate.py", "evaluate.py"]
 def test_every_flag_has_a_help_text(script):
     Config = importlib.import_module(script.removesuffix(".py")).Config
     for group, fields in option_groups(Config).items():
-        comments = trailing_comments(group)
+        comments = field_comments(group)
         assert [field.name for field in fields if len(comments.get(field.name, "")) < 5] == []
 
 
@@ -251,18 +376,39 @@ EXACT = ["--compute_dtype", "float32", "--local_batch_size", 2, "--global_batch_
 def assert_same_training(a: list[dict], b: list[dict]):
     assert [line["step"] for line in a] == [line["step"] for line in b]
     for x, y in zip(a, b):
-        assert {k: x[k] for k in ("tokens", "lr", "tokens_hash")} == {k: y[k] for k in ("tokens", "lr", "tokens_hash")}
-        assert abs(x["loss"] - y["loss"]) <= 1e-5 and abs(x["grad_norm"] - y["grad_norm"]) <= 1e-4 * y["grad_norm"]
+        assert {k: x[k] for k in ("tokens", "lr", "tokens_hash")} == {
+            k: y[k] for k in ("tokens", "lr", "tokens_hash")
+        }
+        assert (
+            abs(x["loss"] - y["loss"]) <= 1e-5
+            and abs(x["grad_norm"] - y["grad_norm"]) <= 1e-4 * y["grad_norm"]
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_stopped_by_sigterm_and_continued_by_two_processes(tmp_path, recipe):
-    """4 processes until SIGTERM, then 2, against 1 that nobody disturbs: the same tokens, the same losses."""
-    # the schedule has a length of its own, so that the last step can be chosen when it is known where the first part ended
-    common = [REPO / recipe, *tiny(recipe), *EXACT, "--schedule_steps", 10, "--val_every", 0, "--checkpoint_every", 1_000_000]
+    """4 processes until SIGTERM, then 2, against 1 that nobody disturbs: the same tokens, the same
+    losses."""
+    # the schedule has a length of its own, so that the last step can be chosen when it is known
+    # where the first part ended
+    common = [
+        REPO / recipe,
+        *tiny(recipe),
+        *EXACT,
+        "--schedule_steps",
+        10,
+        "--val_every",
+        0,
+        "--checkpoint_every",
+        1_000_000,
+    ]
     out = tmp_path / "stopped"
-    job = Job(launch(4, *common, "--dp_replicate", 2, "--steps", 1_000_000, "--out", out), out, tmp_path / "log")
+    job = Job(
+        launch(4, *common, "--dp_replicate", 2, "--steps", 1_000_000, "--out", out),
+        out,
+        tmp_path / "log",
+    )
     job.until_step(3)
     job.launcher.send_signal(signal.SIGTERM)
     job.end()  # its status is torchrun's, which is always 1 after a signal
@@ -281,7 +427,9 @@ def test_stopped_by_sigterm_and_continued_by_two_processes(tmp_path, recipe):
 
     # a finished run: the same command says so, and changes nothing
     def files():
-        return [(tmp_path / "whole" / name).read_bytes() for name in ("metrics.jsonl", "config.json")]
+        return [
+            (tmp_path / "whole" / name).read_bytes() for name in ("metrics.jsonl", "config.json")
+        ]
 
     before = files()
     assert f"is finished: {steps} of {steps} steps are done" in run([*whole, "--lr", "0.1"])
@@ -291,51 +439,122 @@ def test_stopped_by_sigterm_and_continued_by_two_processes(tmp_path, recipe):
 @pytest.mark.slow
 def test_other_data_in_the_middle_of_a_run(folder, tmp_path):
     """As docs/fork_me.md says: not under the same name, but from its weights, with its ids."""
-    flags = [*TINY, "--steps", 2, "--local_batch_size", 2, "--val_every", 0, "--cache_dir", tmp_path / "cache"]
+    flags = [
+        *TINY,
+        "--steps",
+        2,
+        "--local_batch_size",
+        2,
+        "--val_every",
+        0,
+        "--cache_dir",
+        tmp_path / "cache",
+    ]
     source, book = folder / "runs" / "llama3", ["--data", folder / "a.txt"]
     command = launch(1, REPO / "train_llama3.py", *flags, *book, "--steps", 8, "--out", source)
-    assert "use --out NEW to train another model, or give the old values" in ended(command, folder, status=2).stderr
-    stdout = run(launch(1, REPO / "train_llama3.py", *flags, *book, "--init_from", source, "--out", tmp_path / "new"), folder)
+    assert (
+        "use --out NEW to train another model, or give the old values"
+        in ended(command, folder, status=2).stderr
+    )
+    stdout = run(
+        launch(
+            1,
+            REPO / "train_llama3.py",
+            *flags,
+            *book,
+            "--init_from",
+            source,
+            "--out",
+            tmp_path / "new",
+        ),
+        folder,
+    )
     assert f"step 0, with the weights of {source}/checkpoints/step-4" in stdout
-    tokenizers = [path / "tokenizer.json" for path in (source / "checkpoints" / "step-4", tmp_path / "new/checkpoints/step-2")]
+    tokenizers = [
+        path / "tokenizer.json"
+        for path in (source / "checkpoints" / "step-4", tmp_path / "new/checkpoints/step-2")
+    ]
     assert tokenizers[0].read_bytes() == tokenizers[1].read_bytes()
     assert train_lines(tmp_path / "new")[0]["loss"] < math.log(4096) + 0.1
 
 
-# ---------------------------------------------------------------- options of the loop, in whole runs
+# --------------------------------------------------------------- options of the loop, in whole runs
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_other_rounding_and_processes_and_the_same_batch(tmp_path):
-    """As a user gets it, with torchao's compiled step: one process, then two with torch's, which go on learning."""
-    flags = [*TINY, "--val_every", 0, "--checkpoint_every", 4, "--warmup_steps", 2, "--local_batch_size", 16, "--out", tmp_path,
-             "--param_dtype", "bfloat16"]
+    """As a user gets it, with torchao's compiled step: one process, then two with torch's, which go
+    on learning."""
+    flags = [
+        *TINY,
+        "--val_every",
+        0,
+        "--checkpoint_every",
+        4,
+        "--warmup_steps",
+        2,
+        "--local_batch_size",
+        16,
+        "--out",
+        tmp_path,
+        "--param_dtype",
+        "bfloat16",
+    ]
     run(launch(1, "train_llama3.py", *flags, "--steps", 4, "--optimizer", "adamw_sr"))
     stdout = run(launch(2, "train_llama3.py", *flags, "--steps", 8))
-    assert "the global batch stays 16 sequences" in stdout and "--local_batch_size 16 becomes 8 on 2 data ranks" in stdout
-    assert "steps 4 -> 8" in stdout and "local_batch_size 16 -> 8" in stdout and "optimizer adamw_sr -> adamw" in stdout
+    assert (
+        "the global batch stays 16 sequences" in stdout
+        and "--local_batch_size 16 becomes 8 on 2 data ranks" in stdout
+    )
+    assert (
+        "steps 4 -> 8" in stdout
+        and "local_batch_size 16 -> 8" in stdout
+        and "optimizer adamw_sr -> adamw" in stdout
+    )
     lines = train_lines(tmp_path)
     assert {line["tokens"] / line["step"] for line in lines} == {16 * 32}
     assert len(lines) == 8 and lines[7]["loss"] < lines[4]["loss"] < lines[0]["loss"]
-    saved = [json.loads(path.read_text()) for path in (tmp_path / "config.json", tmp_path / "checkpoints/step-8/config.json")]
+    saved = [
+        json.loads(path.read_text())
+        for path in (tmp_path / "config.json", tmp_path / "checkpoints/step-8/config.json")
+    ]
     assert [config["global_batch_size"] for config in saved] == [16, 16]
 
 
 @pytest.mark.slow
 def test_memory_that_readme_promises_is_that_of_the_dry_run():
-    """"in 27 GiB", "--ac op (21 GiB)": each is the peak of the command beside it."""
+    """ "in 27 GiB", "--ac op (21 GiB)": each is the peak of the command beside it."""
     text = (REPO / "README.md").read_text()
-    one, eight = (re.search(rf"\*\*{title}.*?```bash\n(.*?)\n```", text, re.S) for title in ("One GPU", "Eight GPUs"))
-    numbers = re.search(r"in (\d+) GiB\. .* `--ac op` \((\d+) GiB\), or `--ac full` \((\d+) GiB\).*?`(--flavor 8B .*?)` takes "
-                        r"(\d+) GiB", one[0])
+    one, eight = (
+        re.search(rf"\*\*{title}.*?```bash\n(.*?)\n```", text, re.S)
+        for title in ("One GPU", "Eight GPUs")
+    )
+    numbers = re.search(
+        r"in (\d+) GiB\. .* `--ac op` \((\d+) GiB\), or `--ac full` \((\d+) GiB\).*?`(--flavor 8B .*?)` takes "
+        r"(\d+) GiB",
+        one[0],
+    )
     base = shlex.split(one[1])[2:]
-    rows = [(base, numbers[1]), ([*base, "--ac", "op"], numbers[2]), ([*base, "--ac", "full"], numbers[3]),
-            ([*shlex.split(numbers[4]), "--compile"], numbers[5]),  # in place of the size in the command
-            ([*shlex.split(eight[1])[4:], "--dp_shard", "8"], re.search(r"in (\d+) GiB on each", eight[0])[1])]
+    rows = [
+        (base, numbers[1]),
+        ([*base, "--ac", "op"], numbers[2]),
+        ([*base, "--ac", "full"], numbers[3]),
+        # in place of the size in the command
+        ([*shlex.split(numbers[4]), "--compile"], numbers[5]),
+        (
+            [*shlex.split(eight[1])[4:], "--dp_shard", "8"],
+            re.search(r"in (\d+) GiB on each", eight[0])[1],
+        ),
+    ]
     for flags, promised in rows:
         said = run([sys.executable, "train_llama3.py", *flags, "--dry_run"])
-        assert abs(float(re.search(r"Peak ([\d.]+) GiB", said)[1]) - int(promised)) <= 1, (flags, promised)
+        assert abs(float(re.search(r"Peak ([\d.]+) GiB", said)[1]) - int(promised)) <= 1, (
+            flags,
+            promised,
+        )
 
 
 def test_every_flag_is_in_a_document():
-    assert (REPO / "docs" / "flags.md").read_text() == document(), "python docs/flags.py > docs/flags.md"
+    assert (REPO / "docs" / "flags.md").read_text() == document(), (
+        "python docs/flags.py > docs/flags.md"
+    )

@@ -1,4 +1,5 @@
 """Count a training step while it runs: memory, FLOPs, and the collectives between ranks."""
+
 import traceback
 import weakref
 from collections import Counter
@@ -17,12 +18,15 @@ OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "recv
 
 
 def sdpa_flops(q, k, v, *rest, **kwargs) -> int:
-    return 4 * q.shape[:3].numel() * k.shape[2] * q.shape[3]  # q k^T, and the probabilities times v; the mask saves nothing
+    # q k^T, and the probabilities times v; the mask saves nothing
+    return 4 * q.shape[:3].numel() * k.shape[2] * q.shape[3]
 
 
 FLOPS = {  # of operations that torch's flop_registry lacks, called as its functions are
     "_scaled_dot_product_flash_attention_for_cpu": sdpa_flops,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": lambda grad, *qkv, **kwargs: 2 * sdpa_flops(*qkv),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": lambda grad, *qkv, **kwargs: (
+        2 * sdpa_flops(*qkv)
+    ),
     # (N, in) x (E, in, out), or for the weights' gradient (in, N) x (N, out)
     "_grouped_mm": lambda x, w, *rest, **kwargs: 2 * x.numel() * w.shape[-1],
 }
@@ -34,7 +38,8 @@ def tensors_in(tree) -> list[torch.Tensor]:
 
 
 def unwatched(function):
-    """Return the function, made to run outside of all dispatch modes: on real values, and counted by no Watch."""
+    """Return the function, made to run outside of all dispatch modes: on real values, and counted
+    by no Watch."""
     return _disable_current_modes()(function)
 
 
@@ -42,7 +47,8 @@ class Watch(TorchDispatchMode):
     """Counts every operation inside the context, on real or fake tensors:
 
     moved: {(phase, axis, op, bytes of the largest tensor involved): number of calls}
-    flops: {phase: FLOPs of matmuls and attention}; the key "attention" has the FLOPs of attention in all phases;
+    flops: {phase: FLOPs of matmuls and attention}; the key "attention" has the FLOPs of attention
+    in all phases;
            phases are forward, backward, recompute, update
     live, peak: bytes of the tensors made inside, now and at the worst moment
     """
@@ -50,17 +56,30 @@ class Watch(TorchDispatchMode):
     def __init__(self, layout=None):
         super().__init__()
         self.moved, self.flops, self.live, self.peak, self.sizes = Counter(), Counter(), 0, 0, {}
-        self.outside = "forward"  # phase of operations that autograd does not run: forward, backward (of a pipeline), update
-        # {name of a process group: axes}. Axes over the same ranks may share a group; an axis over all ranks uses the world's.
+        # phase of operations that autograd does not run: forward, backward (of a pipeline), update
+        self.outside = "forward"
+        # {name of a process group: axes}. Axes over the same ranks may share a group; an axis over
+        # all ranks uses the world's.
         self.axes = {}
-        for mesh in [m for m in layout and (layout.expert_mesh, layout.full_mesh, layout.mesh) or () if m is not None]:
+        for mesh in [
+            m
+            for m in layout and (layout.expert_mesh, layout.full_mesh, layout.mesh) or ()
+            if m is not None
+        ]:
             for axis in mesh.mesh_dim_names:
-                self.axes.setdefault(mesh.get_group(axis).group_name, []).extend([axis] * (mesh[axis].size() > 1))
-        if layout and layout.world_size > 1 and not self.axes.get(world := dist.group.WORLD.group_name):
+                self.axes.setdefault(mesh.get_group(axis).group_name, []).extend(
+                    [axis] * (mesh[axis].size() > 1)
+                )
+        if (
+            layout
+            and layout.world_size > 1
+            and not self.axes.get(world := dist.group.WORLD.group_name)
+        ):
             self.axes[world] = ["world"]
 
     def __enter__(self):
-        resize = torch.UntypedStorage.resize_  # how FSDP frees a block's weights, and takes the memory again
+        # how FSDP frees a block's weights, and takes the memory again
+        resize = torch.UntypedStorage.resize_
 
         def counted(storage, size):
             if storage._cdata in self.sizes:
@@ -69,9 +88,12 @@ class Watch(TorchDispatchMode):
 
         self.patches = ExitStack()
         self.patches.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", counted))
-        # DTensor finds shapes by running operations on whole tensors: not work of the device, so not counted
+        # DTensor finds shapes by running operations on whole tensors: not work of the device, so
+        # not counted
         unseen = unwatched(ShardingPropagator._propagate_tensor_meta_non_cached)
-        self.patches.enter_context(mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen))
+        self.patches.enter_context(
+            mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen)
+        )
         return super().__enter__()
 
     def __exit__(self, *error):
@@ -80,7 +102,9 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # DTensor then runs the op and its collectives on local tensors, and each comes here again
+            # DTensor then runs the op and its collectives on local tensors, and each comes here
+            # again
+            return NotImplemented
         kwargs = kwargs or {}
         out = self.run(func, *args, **kwargs)
         known = {t.untyped_storage()._cdata for t in tensors_in((args, kwargs))}
@@ -102,14 +126,24 @@ class Watch(TorchDispatchMode):
         """values: all arguments and results of the call; the process group is among the values."""
         group = next((v for v in reversed(values) if isinstance(v, str) and v in self.axes), None)
         if group is None:
-            objects = [v for v in values if isinstance(v, torch.ScriptObject) and v._type().name() == "ProcessGroup"]
+            objects = [
+                v
+                for v in values
+                if isinstance(v, torch.ScriptObject) and v._type().name() == "ProcessGroup"
+            ]
             group = dist.ProcessGroup.unbox(objects[0]).group_name if objects else None
         axes = self.axes.get(group, [group])
         if not axes:
             return  # a group of one rank: nothing travels
-        if len(axes) > 1 and op != "all_reduce":  # axes share the group: the call stack tells whether FSDP issued the call
-            fsdp = any("_fully_shard" in frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
-            axes = [a for a in axes if (a in ("dp_replicate", "dp_shard", "fsdp", "efsdp")) == fsdp] or axes
+        # axes share the group: the call stack tells whether FSDP issued the call
+        if len(axes) > 1 and op != "all_reduce":
+            fsdp = any(
+                "_fully_shard" in frame.f_code.co_filename
+                for frame, _ in traceback.walk_stack(None)
+            )
+            axes = [
+                a for a in axes if (a in ("dp_replicate", "dp_shard", "fsdp", "efsdp")) == fsdp
+            ] or axes
         size = max(t.numel() * t.element_size() for t in values if isinstance(t, torch.Tensor))
         self.moved[self.phase(), axes[-1], op, size] += 1
 

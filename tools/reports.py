@@ -1,8 +1,10 @@
-"""Reports on a recipe in place of its training: --dry_run, --check_parity, --explain, and --plot of a layout.
+"""Reports on a recipe in place of its training: --dry_run, --check_parity, --explain, and --plot of
+a layout.
 
-A recipe knows nothing of its reports. distributed.launch.run hands a command line over to run_report when the command line has
-a flag that the recipe's Config does not have.
+A recipe knows nothing of its reports. distributed.launch.run hands a command line over to
+run_report when the command line has a flag that the recipe's Config does not have.
 """
+
 import os
 import shlex
 import sys
@@ -25,7 +27,9 @@ WHERE = Need("without --check_parity --where", lambda c: c.where)
 @dataclass(kw_only=True)
 class PlotConfig:
     TITLE = "a picture"
-    plot: bool = False  # draw the curves of the run, <out>/loss.png; of several processes, without torchrun: mesh and schedule
+    # draw the curves of the run, <out>/loss.png; of several processes, without torchrun: mesh and
+    # schedule
+    plot: bool = False
 
 
 @dataclass(kw_only=True)
@@ -37,25 +41,38 @@ class GrpoReports(PlotConfig):
 @dataclass(kw_only=True)
 class ReportConfig(PlotConfig):
     TITLE = "in place of training"  # of the section of --help
-    dry_run: bool = False  # no device, no launcher: report memory, collectives, FLOPs and bubble of the layout
-    machine: Literal["H100", "H200", "B200"] = flag("H100", DRY_RUN)  # the device whose peak bounds the time of a step
-    best: int = flag(0, DRY_RUN)  # in place of one layout: the ten fastest layouts of this many devices, by dry runs
-    explain: bool = False  # a page on one block: how each parameter is split, and which collectives run when, and why
-    html: str = flag("", EXPLAIN)  # a file: a web page to hover and step through, with the tensors and sends of every rank
-    check_parity: bool = False  # train 3 steps on one process and on the layout, in fp32, and compare; start it with python
-    where: bool = flag(False, PARITY)  # in a single step, compare every activation and gradient, and name the first difference
-    advice: bool = flag(True, WHERE, Need("with --against", lambda c: not c.against))  # say which functions to look at
-    against: str = flag("", WHERE)  # a Hugging Face folder: compare with transformers, module by module, in place of a layout
+    # no device, no launcher: report memory, collectives, FLOPs and bubble of the layout
+    dry_run: bool = False
+    # the device whose peak bounds the time of a step
+    machine: Literal["H100", "H200", "B200"] = flag("H100", DRY_RUN)
+    # in place of one layout: the ten fastest layouts of this many devices, by dry runs
+    best: int = flag(0, DRY_RUN)
+    # a page on one block: how each parameter is split, and which collectives run when, and why
+    explain: bool = False
+    # a file: a web page to hover and step through, with the tensors and sends of every rank
+    html: str = flag("", EXPLAIN)
+    # train 3 steps on one process and on the layout, in fp32, and compare; start it with python
+    check_parity: bool = False
+    # in a single step, compare every activation and gradient, and name the first difference
+    where: bool = flag(False, PARITY)
+    # say which functions to look at
+    advice: bool = flag(True, WHERE, Need("with --against", lambda c: not c.against))
+    # a Hugging Face folder: compare with transformers, module by module, in place of a layout
+    against: str = flag("", WHERE)
 
 
 def with_report_flags(Config, Reports=ReportConfig) -> type:
     """Config with the flags of Reports after its own."""
-    return dataclass(kw_only=True)(type("Config", (Config, Reports), {"__module__": Config.__module__}))
+    return dataclass(kw_only=True)(
+        type("Config", (Config, Reports), {"__module__": Config.__module__})
+    )
 
 
 def run_report(main, Config, argv=None) -> int:
-    """Parse a command line with the flags of Config and of reports, report or train, and return the exit status."""
-    is_recipe = "open_data" in main.__globals__  # a program that trains in another way has no layouts to report on
+    """Parse a command line with the flags of Config and of reports, report or train, and return the
+    exit status."""
+    # a program that trains in another way has no layouts to report on
+    is_recipe = "open_data" in main.__globals__
     if not is_recipe and not issubclass(Config, MetricsConfig):
         main(parse_config(Config, argv))
         return 0
@@ -64,7 +81,9 @@ def run_report(main, Config, argv=None) -> int:
         Reports, report = GrpoReports, report_grpo_or_train
     given = vars(parse_config(with_report_flags(Config, Reports), argv))
     options = Reports(**{field.name: given[field.name] for field in fields(Reports)})
-    return report(main, Config(**{field.name: given[field.name] for field in fields(Config)}), options)
+    return report(
+        main, Config(**{field.name: given[field.name] for field in fields(Config)}), options
+    )
 
 
 def train(main, cfg, options: PlotConfig) -> int:
@@ -72,15 +91,25 @@ def train(main, cfg, options: PlotConfig) -> int:
     say_flags(cfg)
     status = main(cfg) or 0
     if options.plot and own_rank() == 0:
-        print(draw_curves(panels_of(read_lines(f"{cfg.out}/metrics.jsonl")), f"{cfg.out}/loss.png"), flush=True)
+        print(
+            draw_curves(panels_of(read_lines(f"{cfg.out}/metrics.jsonl")), f"{cfg.out}/loss.png"),
+            flush=True,
+        )
     return status
 
 
 def report_grpo_or_train(main, cfg, options: GrpoReports) -> int:
     if not options.dry_run:
         return train(main, cfg, options)
-    refuse([("RANK" in os.environ, "--dry_run starts from one process: use python, not torchrun"),
-            (options.plot, "--plot draws the curves of a run, and --dry_run trains nothing: leave one out")])
+    refuse(
+        [
+            ("RANK" in os.environ, "--dry_run starts from one process: use python, not torchrun"),
+            (
+                options.plot,
+                "--plot draws the curves of a run, and --dry_run trains nothing: leave one out",
+            ),
+        ]
+    )
     from tools.dry_grpo import dry_run
 
     dry_run(main, cfg)
@@ -91,23 +120,46 @@ def panels_of(lines) -> list[tuple[str, dict]]:
     """Curves of losses, and of rewards if there are any, see draw_curves."""
     units = {"nats per token": ("loss", "val_loss"), "reward": ("reward_mean", "eval_reward")}
     points = points_of(lines, *sum(units.values(), ()))
-    panels = [(unit, {name: [tuple(zip(*points[name]))] for name in names if points[name]}) for unit, names in units.items()]
+    panels = [
+        (unit, {name: [tuple(zip(*points[name]))] for name in names if points[name]})
+        for unit, names in units.items()
+    ]
     return [(unit, curves) for unit, curves in panels if curves]
 
 
 def report_or_train(main, cfg, options: ReportConfig) -> int:
-    """Run the reports of the options, or train if there are none. Returns the exit status. Raises ValueError."""
+    """Run the reports of the options, or train if there are none. Returns the exit status. Raises
+    ValueError."""
     launched, shows = "RANK" in os.environ, options.dry_run or options.explain
-    refuse([
-        *((True, text) for text in no_effect(options, SimpleNamespace(**vars(options)))),
-        (launched and (options.check_parity or shows),
-         "--check_parity, --dry_run and --explain start from one process: use python, not torchrun"),
-        (options.best and (options.explain or options.plot),
-         "--best compares layouts, and --explain and --plot show one: ask for one after the other"),
-        (options.html and (os.path.isdir(options.html) or not os.path.isdir(os.path.dirname(options.html) or ".")),
-         f"--html {options.html}: need the name of a file, such as layout.html, in a folder that exists"),
-        (options.check_parity and shows,
-         "--check_parity trains, and --dry_run and --explain do not: ask for one after the other")])
+    refuse(
+        [
+            *((True, text) for text in no_effect(options, SimpleNamespace(**vars(options)))),
+            (
+                launched and (options.check_parity or shows),
+                "--check_parity, --dry_run and --explain start from one process: use python, not "
+                "torchrun",
+            ),
+            (
+                options.best and (options.explain or options.plot),
+                "--best compares layouts, and --explain and --plot show one: ask for one after "
+                "the other",
+            ),
+            (
+                options.html
+                and (
+                    os.path.isdir(options.html)
+                    or not os.path.isdir(os.path.dirname(options.html) or ".")
+                ),
+                f"--html {options.html}: need the name of a file, such as layout.html, in a "
+                "folder that exists",
+            ),
+            (
+                options.check_parity and shows,
+                "--check_parity trains, and --dry_run and --explain do not: ask for one after the "
+                "other",
+            ),
+        ]
+    )
     if options.against:
         from tools.transformers_parity import check_against
 
@@ -134,7 +186,9 @@ def report_layout(main, cfg, options: ReportConfig) -> int:
     from tools.dryrun import make_report, print_report
 
     if cfg.float8 != "off":
-        raise ValueError(f"--float8 {cfg.float8} is not in the dry run, which would count bf16; leave it out")
+        raise ValueError(
+            f"--float8 {cfg.float8} is not in the dry run, which would count bf16; leave it out"
+        )
     if options.best:
         return print_best(main, cfg, options.best, options.machine)
     if options.dry_run or options.plot or options.html:
@@ -146,7 +200,13 @@ def report_layout(main, cfg, options: ReportConfig) -> int:
         if counted or not options.html:
             explain(cfg, counted)
         if options.html:
-            write_page(options.html, cfg, found, counted, shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]))
+            write_page(
+                options.html,
+                cfg,
+                found,
+                counted,
+                shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
+            )
     if options.plot:
         plot(cfg, found)
     return 0

@@ -1,19 +1,27 @@
 """The pipeline's schedule: the order of each rank's work, the duration, and the time spent waiting."""
+
 from collections import Counter
 
 from distributed.pipeline import ONE_STAGE_PER_RANK, csv_rows
 
 LETTERS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
-DOES = {"F": "forward", "B": "backward", "I": "backward of the inputs", "W": "backward of the weights"}
+DOES = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward of the inputs",
+    "W": "backward of the weights",
+}
 
 
 def rows_of(cfg, pp: int, n: int, n_stages: int) -> list[list[tuple[str, int, int]]]:
-    """Per pipeline rank the actions in order: (F forward | B backward | I, W halves of a backward, stage, micro-batch)."""
+    """Per pipeline rank the actions in order: (F forward | B backward | I, W halves of a backward,
+    stage, micro-batch)."""
     if pp == 1:
         return [[(kind, 0, m) for m in range(n) for kind in "FB"]]
     if cfg.pp_schedule_csv:
         return csv_rows(cfg.pp_schedule_csv)
-    if cfg.pp_schedule in ONE_STAGE_PER_RANK:  # by hand: torch's order of 1F1B is one off on the last rank
+    # by hand: torch's order of 1F1B is one off on the last rank
+    if cfg.pp_schedule in ONE_STAGE_PER_RANK:
         rows = []
         for rank in range(pp):
             ahead = n if cfg.pp_schedule == "GPipe" else min(n, pp - rank)
@@ -27,23 +35,35 @@ def rows_of(cfg, pp: int, n: int, n_stages: int) -> list[list[tuple[str, int, in
     rows = []
     for ops in get_schedule_ops(cfg.pp_schedule, pp, n, n_stages // pp):
         flat = [a for op in ops if op is not None for a in (op.sub_actions or (op,))]
-        rows.append([(LETTERS.get(a.computation_type.name), a.stage_index, a.microbatch_index) for a in flat])
+        rows.append(
+            [
+                (LETTERS.get(a.computation_type.name), a.stage_index, a.microbatch_index)
+                for a in flat
+            ]
+        )
         rows[-1] = [a for a in rows[-1] if a[0]]  # not REDUCE_GRAD
     return rows
 
 
 def simulate(rows, cost=lambda kind, stage: 2 if kind == "B" else 1) -> list[list[tuple]]:
-    """Per rank (start, end, kind, stage, micro-batch): an action starts after the previous action of the row and after its
-    inputs."""
+    """Per rank (start, end, kind, stage, micro-batch): an action starts after the previous action
+    of the row and after its inputs."""
     last = max(stage for row in rows for _, stage, _ in row)
-    done, times, waiting, clock = {}, [[] for _ in rows], [list(row) for row in rows], [0] * len(rows)
+    done, times, waiting, clock = (
+        {},
+        [[] for _ in rows],
+        [list(row) for row in rows],
+        [0] * len(rows),
+    )
     while any(waiting):
         moved = False
         for rank, row in enumerate(waiting):
             while row:
                 kind, stage, m = row[0]
                 backward = [("F", stage, m)] + [("B", stage + 1, m)] * (stage < last)
-                needs = {"F": [("F", stage - 1, m)] if stage else [], "W": [("B", stage, m)]}.get(kind, backward)
+                needs = {"F": [("F", stage - 1, m)] if stage else [], "W": [("B", stage, m)]}.get(
+                    kind, backward
+                )
                 if any(need not in done for need in needs):
                     break
                 start = max([clock[rank], *(done[need] for need in needs)])
@@ -65,7 +85,8 @@ def bubble(times) -> float:
 
 
 def in_flight(row, ids: list[int], step: Counter) -> int:
-    """Most bytes of activations on a rank with the stages `ids`, which keeps them from forward to the end of backward."""
+    """Most bytes of activations on a rank with the stages `ids`, which keeps them from forward to
+    the end of backward."""
     now = most = 0
     for kind, stage, _ in row:
         now += {"F": 1, "I": 0}.get(kind, -1) * step["activations", ids.index(stage)]

@@ -1,28 +1,35 @@
-"""Is a variant better, and by how much? Paired differences, Student's t, simultaneous intervals, and looks that are paid for.
+"""Is a variant better, and by how much? Paired differences, Student's t, simultaneous intervals,
+and looks that are paid for.
 
-Two runs of a seed start from the same weights and see the same batches. The effect of the seed on both falls out of the
-difference, so n seeds give n independent differences d, with mean m and standard deviation s. The interval of the true
-difference is m +- t * s / sqrt(n), with the t of Student's distribution of n - 1 degrees of freedom.
+Two runs of a seed start from the same weights and see the same batches. The effect of the seed on
+both falls out of the difference, so n seeds give n independent differences d, with mean m and
+standard deviation s. The interval of the true difference is m +- t * s / sqrt(n), with the t of
+Student's distribution of n - 1 degrees of freedom.
 
-A person who looks after every seed and stops when the difference "is significant" has many chances to be wrong. So a study
-keeps a list of its looks, [pairs, share]: at the look at so many pairs, the share of ALPHA that is spent so far. Each look may
-be wrong in the share that it adds, so all looks together are wrong in ALPHA of the studies at most (Bonferroni). The last look
-of a plan has half of the plan's share: simulated with 3 to 12 pairs, a difference as large as the noise is found in 80 % of
-studies. Equal shares find 56 %, and shares with boundaries from simulated studies 76 %.
+A person who looks after every seed and stops when the difference "is significant" has many chances
+to be wrong. So a study keeps a list of its looks, [pairs, share]: at the look at so many pairs, the
+share of ALPHA that is spent so far. Each look may be wrong in the share that it adds, so all looks
+together are wrong in ALPHA of the studies at most (Bonferroni). The last look of a plan has half of
+the plan's share: simulated with 3 to 12 pairs, a difference as large as the noise is found in 80 %
+of studies. Equal shares find 56 %, and shares with boundaries from simulated studies 76 %.
 """
+
 import math
 from functools import cache
 
 import numpy as np
 
-ALPHA = 0.05  # how often a study of equal variants may find a difference, whatever the number of variants
-LATER = 0.1  # the first plan of a study spends ALPHA, and each later plan half of what is left of 0.1 ALPHA: 5.5 % in all
+# how often a study of equal variants may find a difference, whatever the number of variants
+ALPHA = 0.05
+# the first plan of a study spends ALPHA, and each later plan half of what is left of 0.1 ALPHA: 5.5
+# % in all
+LATER = 0.1
 
 
 @cache
 def t_quantile(alpha: float, df: int) -> float:
-    """The t with P(|Student's t| > t) = alpha. With t = sqrt(df) tan(angle), the density of the angle is cos(angle)^(df - 1),
-    which we add up over a fine grid."""
+    """The t with P(|Student's t| > t) = alpha. With t = sqrt(df) tan(angle), the density of the
+    angle is cos(angle)^(df - 1), which we add up over a fine grid."""
     angle = np.linspace(0, math.pi / 2, 20_001)
     density = np.cos(angle) ** (df - 1)
     within = np.append(0, np.cumsum(density[1:] + density[:-1]))
@@ -30,31 +37,51 @@ def t_quantile(alpha: float, df: int) -> float:
 
 
 def add_looks(looks: list, first: int, most: int, least: int = 2) -> list:
-    """The looks of a study with those of a new plan, after first, first + 1, ... most pairs. Pairs that an earlier plan has
-    looked at cost nothing. least: pairs that say anything."""
+    """The looks of a study with those of a new plan, after first, first + 1, ... most pairs. Pairs
+    that an earlier plan has looked at cost nothing. least: pairs that say anything."""
     pairs, spent = looks[-1] if looks else (0, 0.0)
-    share, new = (1 + LATER - spent) / 2 if looks else 1.0, range(max(first, pairs + 1, least), most + 1)
-    return looks + [[n, spent + share * (1 if n == most else (i + 1) / len(new) / 2)] for i, n in enumerate(new)]
+    share, new = (
+        (1 + LATER - spent) / 2 if looks else 1.0,
+        range(max(first, pairs + 1, least), most + 1),
+    )
+    return looks + [
+        [n, spent + share * (1 if n == most else (i + 1) / len(new) / 2)] for i, n in enumerate(new)
+    ]
 
 
-def interval(d: list[float], alpha: float, looks: list, noise: dict | None = None) -> tuple[float, float, float]:
-    """(low, high, level): interval of the true difference. All intervals of one study at alpha = ALPHA / variants, at all its
-    looks, are right in 95 % of studies (Bonferroni).
+def interval(
+    d: list[float], alpha: float, looks: list, noise: dict | None = None
+) -> tuple[float, float, float]:
+    """(low, high, level): interval of the true difference. All intervals of one study at alpha =
+    ALPHA / variants, at all its looks, are right in 95 % of studies (Bonferroni).
 
-    d: a number per pair; inf or -inf if only one run of the pair survived. looks: see add_looks. (-inf, inf): nothing is
-    known, with a single pair, with pairs that no look was planned for, or if all differences are equal: equal numbers of a
-    coarse metric say nothing about noise. If a run died there is no mean. Of two equal variants that die with chance p, one
-    certain run alone survives with chance p (1 - p) <= 1/4 in each pair; so if that happens in all pairs, and they are enough,
-    both ends are inf or -inf.
+    d: a number per pair; inf or -inf if only one run of the pair survived. looks: see add_looks.
+    (-inf, inf): nothing is
+    known, with a single pair, with pairs that no look was planned for, or if all differences are
+    equal: equal numbers of a coarse metric say nothing about noise. If a run died there is no mean.
+    Of two equal variants that die with chance p, one certain run alone survives with chance p (1 -
+    p) <= 1/4 in each pair; so if that happens in all pairs, and they are enough, both ends are inf
+    or -inf.
 
-    noise: {"sd", "df"}, measured before in another study: its degrees of freedom are added to those of d. Noise of d above
+    noise: {"sd", "df"}, measured before in another study: its degrees of freedom are added to those
+    of d. Noise of d above
     twice the other study's is another noise: then d counts alone.
     """
     n, shares = len(d), dict(looks)
-    level = 1 - alpha * (shares.get(n, 1) - max((share for pairs, share in looks if pairs < n), default=0))
-    own, extra = float(np.std(d, ddof=1)) if n > 1 and np.isfinite(d).all() else 0.0, noise["df"] if noise else 0
+    level = 1 - alpha * (
+        shares.get(n, 1) - max((share for pairs, share in looks if pairs < n), default=0)
+    )
+    own, extra = (
+        float(np.std(d, ddof=1)) if n > 1 and np.isfinite(d).all() else 0.0,
+        noise["df"] if noise else 0,
+    )
     extra = extra if noise and own <= 2 * noise["sd"] else 0
-    if n not in shares or np.isfinite(d).all() and np.ptp(d) <= 1e-9 * abs(np.mean(d)) and (n > 1 or not extra):
+    if (
+        n not in shares
+        or np.isfinite(d).all()
+        and np.ptp(d) <= 1e-9 * abs(np.mean(d))
+        and (n > 1 or not extra)
+    ):
         return -math.inf, math.inf, level
     if not np.isfinite(d).all():
         sure = len(set(d)) == 1 and 2 / 4**n <= 1 - level
@@ -65,8 +92,13 @@ def interval(d: list[float], alpha: float, looks: list, noise: dict | None = Non
 
 
 def seeds_to_show(difference: float, d: list[float], alpha: float) -> int | None:
-    """Pairs with which a look at alpha finds a true difference in 80 % of studies; None above 1,000. The noise of few pairs may
-    be too small by chance, so the noise of d counts for more, by Student's t against the normal distribution at 80 %."""
+    """Pairs with which a look at alpha finds a true difference in 80 % of studies; None above
+    1,000. The noise of few pairs may be too small by chance, so the noise of d counts for more, by
+    Student's t against the normal distribution at 80 %."""
     s = np.std(d, ddof=1) * t_quantile(0.2, len(d) - 1) / 1.2816
-    needed = (n for n in range(2, 1001) if (t_quantile(alpha, n - 1) + t_quantile(0.4, n - 1)) * s / math.sqrt(n) <= difference)
+    needed = (
+        n
+        for n in range(2, 1001)
+        if (t_quantile(alpha, n - 1) + t_quantile(0.4, n - 1)) * s / math.sqrt(n) <= difference
+    )
     return next(needed, None)

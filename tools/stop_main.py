@@ -1,28 +1,34 @@
-"""Run a recipe's main up to a certain call, to get the objects made by the recipe: for reports and for ablate.py."""
+"""Run a recipe's main up to a certain call, to get the objects made by the recipe: for reports and
+for ablate.py."""
+
 from functools import partial
 from unittest import mock
 
 from storage import resume
 
-LOOKS_AT_RUN = ("check_run", "wait_for_run", "lock_run", "continued_folder")  # functions of storage/resume.py on --out
+# functions of storage/resume.py on --out
+LOOKS_AT_RUN = ("check_run", "wait_for_run", "lock_run", "continued_folder")
 
 
 class Stopped(BaseException):
-    """Raised to end a recipe's main early; a BaseException, so that main's own `except Exception` lets it pass."""
+    """Raised to end a recipe's main early; a BaseException, so that main's own `except Exception`
+    lets it pass."""
 
 
 def do_nothing(*args, **kwargs):
     """Stand-in for functions without use in a report."""
 
 
-# Returns a context that neither reads nor locks the folder --out while a recipe's main runs for a report
+# Returns a context that neither reads nor locks the folder --out while a recipe's main runs for a
+# report
 no_earlier_run = partial(mock.patch.multiple, resume, **dict.fromkeys(LOOKS_AT_RUN, do_nothing))
 
 
 def stop_main(main, cfg, last: str, **stand_ins) -> tuple[tuple, dict]:
     """Run main(cfg) up to the call of the function `last`; return the call's (args, kwargs).
 
-    last, stand_ins: functions to replace, by their names in the recipe; names unknown to the recipe are skipped.
+    last, stand_ins: functions to replace, by their names in the recipe; names unknown to the recipe
+    are skipped.
     """
 
     def stop(*args, **kwargs):
@@ -30,7 +36,10 @@ def stop_main(main, cfg, last: str, **stand_ins) -> tuple[tuple, dict]:
 
     names = main.__globals__
     replaced = dict.fromkeys(LOOKS_AT_RUN, do_nothing) | stand_ins | {last: stop}
-    with mock.patch.dict(names, {name: value for name, value in replaced.items() if name in names}), no_earlier_run():
+    with (
+        mock.patch.dict(names, {name: value for name, value in replaced.items() if name in names}),
+        no_earlier_run(),
+    ):
         try:
             main(cfg)
         except Stopped as stopped:

@@ -1,4 +1,5 @@
 """Answers to exercise 5."""
+
 RIGHT = [
     """
 def tp_plan(self):
@@ -36,8 +37,10 @@ def tp_plan(self):
 def plan(**changes) -> str:
     """The usual plan with some of its rows changed, or with None left out."""
     rows = {"tok_embeddings": "vocab_embedding", "norm": "sequence", "head": "vocab_head"}
-    for module, styles in (("attn", dict(wq="colwise", wk="colwise", wv="colwise", wo="rowwise")),
-                           ("ffn", dict(w1="colwise", w3="colwise", w2="rowwise"))):
+    for module, styles in (
+        ("attn", dict(wq="colwise", wk="colwise", wv="colwise", wo="rowwise")),
+        ("ffn", dict(w1="colwise", w3="colwise", w2="rowwise")),
+    ):
         rows |= {f"blocks.*.{module}_norm": "sequence", f"blocks.*.{module}": "gather_sequence"}
         rows |= {f"blocks.*.{module}.{name}": style for name, style in styles.items()}
     rows = {name: changes.get(name.split(".")[-1], style) for name, style in rows.items()}
@@ -49,11 +52,16 @@ def tp_plan(self):
 
 
 WRONG = [  # answer, what the feedback must say
-    (plan(attn_norm=None, ffn_norm=None, norm=None),
-     "on tp 2 its gradient is not whole: it saw half of the tokens; who adds up the other half?"),
+    (
+        plan(attn_norm=None, ffn_norm=None, norm=None),
+        "on tp 2 its gradient is not whole: it saw half of the tokens; who adds up the other half?",
+    ),
     (plan(norm=None), "norm.weight has no style"),
     (plan(attn=None, ffn=None), "Where a rank has T/tp of the tokens and where all T?"),
-    (plan(ffn=None, w1="sequence_linear", w3="sequence_linear", w2="sequence_linear"), "holds all of blocks.0.ffn.w1"),
+    (
+        plan(ffn=None, w1="sequence_linear", w3="sequence_linear", w2="sequence_linear"),
+        "holds all of blocks.0.ffn.w1",
+    ),
     (plan().replace("blocks.*", "blocks.0"), "blocks.1"),
     (plan(w2="row"), "asks for style 'row'"),
 ]

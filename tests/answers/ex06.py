@@ -1,5 +1,6 @@
 """Answers to exercise 6."""
-HEAD = '''
+
+HEAD = """
 def vocab_parallel_loss(h, weight, labels, denom, *, mesh, loss=linear_cross_entropy, **options):
     group = mesh.get_group()
     # h as a DTensor, which knows by itself how to gather and how to add up the gradients
@@ -13,17 +14,19 @@ def vocab_parallel_loss(h, weight, labels, denom, *, mesh, loss=linear_cross_ent
 
     start = mesh.get_local_rank() * -(-weight.shape[0] // mesh.size())
     return loss(h, weight.to_local(), labels, denom, reduce, vocab_start=start, **options)
-'''
-BY_SUM = '''
+"""
+BY_SUM = """
 def vocab_parallel_loss(h, weight, labels, denom, *, mesh, loss=linear_cross_entropy, **options):
     def all_reduce(x, op):
         dist.all_reduce(x, {}op=dist.ReduceOp.{}, group=mesh.get_group())
         return x
     h = {}
     return loss(h, weight.to_local(), labels, denom, all_reduce{}, **options)
-'''.replace("{}op", "op").replace("ReduceOp.{}", "ReduceOp.MAX if op == 'max' else dist.ReduceOp.SUM")
+""".replace("{}op", "op").replace(
+    "ReduceOp.{}", "ReduceOp.MAX if op == 'max' else dist.ReduceOp.SUM"
+)
 GATHER, START = "AllGather.apply(h, 1, mesh.get_group())", ", vocab_start=local_slice(weight)[1][0]"
-LOSSES = '''
+LOSSES = """
 def token_losses(logits, labels, vocab_start, group):
     # each rank's log-sum-exp, and of these the log-sum-exp: numbers of size tp, one after the other
     V, n = logits.shape[1], dist.get_world_size(group)
@@ -36,8 +39,8 @@ def token_losses(logits, labels, vocab_start, group):
     dist.all_reduce(target, group=group)
     valid = (labels != IGNORE).float()
     return (whole - target) * valid, ((logits - whole[:, None]).exp() - one_hot) * valid[:, None]
-'''
-BY_HAND = '''
+"""
+BY_HAND = """
 def token_losses(logits, labels, vocab_start, group):
     V = logits.shape[1]
     top = logits.amax(1)
@@ -54,17 +57,34 @@ def token_losses(logits, labels, vocab_start, group):
     gradient = exp / both[0][:, None]
     gradient[mine, local[mine]] -= 1
     return loss, {gradient}
-'''
-USUAL = dict(max="dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)", gradient="gradient * valid[:, None]",
-             target="target = torch.zeros_like(top)\n    target[mine] = logits[mine, local[mine]]")
+"""
+USUAL = dict(
+    max="dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)",
+    gradient="gradient * valid[:, None]",
+    target="target = torch.zeros_like(top)\n    target[mine] = logits[mine, local[mine]]",
+)
 RIGHT = [LOSSES + HEAD, BY_HAND.format(**USUAL) + BY_SUM.format(GATHER, START)]
 WRONG = [  # answer, what the feedback must say
-    (BY_HAND.format(**USUAL | dict(max="")), "each rank has subtracted the largest of its own logits"),
-    (BY_HAND.format(**USUAL | dict(max="top = torch.zeros_like(top)")), "exp(100) is infinite in fp32"),
-    (BY_HAND.format(**USUAL | dict(target="target = logits[torch.arange(len(labels)), local % V]")),
-     "It belongs to one rank, and the others add 0"),
-    (BY_HAND.format(**USUAL | dict(gradient="gradient")), "the token without a loss has a gradient"),
-    ('''
+    (
+        BY_HAND.format(**USUAL | dict(max="")),
+        "each rank has subtracted the largest of its own logits",
+    ),
+    (
+        BY_HAND.format(**USUAL | dict(max="top = torch.zeros_like(top)")),
+        "exp(100) is infinite in fp32",
+    ),
+    (
+        BY_HAND.format(
+            **USUAL | dict(target="target = logits[torch.arange(len(labels)), local % V]")
+        ),
+        "It belongs to one rank, and the others add 0",
+    ),
+    (
+        BY_HAND.format(**USUAL | dict(gradient="gradient")),
+        "the token without a loss has a gradient",
+    ),
+    (
+        """
 def token_losses(logits, labels, vocab_start, group):
     parts = [torch.empty_like(logits) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, logits, group=group)
@@ -72,19 +92,33 @@ def token_losses(logits, labels, vocab_start, group):
     losses = torch.nn.functional.cross_entropy(whole, labels, ignore_index=IGNORE, reduction="none")
     losses.sum().backward()
     return losses.detach(), whole.grad[:, vocab_start : vocab_start + logits.shape[1]]
-''', "Three numbers per token are enough"),
-    (LOSSES.replace("whole = torch.stack(every).logsumexp(0)", """parts = [torch.empty_like(logits) for _ in range(n)]
+""",
+        "Three numbers per token are enough",
+    ),
+    (
+        LOSSES.replace(
+            "whole = torch.stack(every).logsumexp(0)",
+            """parts = [torch.empty_like(logits) for _ in range(n)]
     dist.all_gather(parts, logits, group=group)
-    whole = torch.stack([part.logsumexp(1) for part in parts]).logsumexp(0)"""), "were logits gathered piece by piece?"),
+    whole = torch.stack([part.logsumexp(1) for part in parts]).logsumexp(0)""",
+        ),
+        "were logits gathered piece by piece?",
+    ),
     (LOSSES.replace("(target, group=group)", "(target)"), "get its group"),
     (BY_HAND.format(**USUAL).replace("zeros_like(top)", "zeros(6)"), "of the group and of logits"),
     (BY_SUM.format(GATHER, ""), "does the loss know (vocab_start)?"),
     (BY_SUM.format("h", START), "gather h, and multiply with this rank's rows"),
-    (BY_SUM.format("whole(h)", START).replace("    h = whole", '''
+    (
+        BY_SUM.format("whole(h)", START).replace(
+            "    h = whole",
+            """
     def whole(h):
         parts = [torch.empty_like(h) for _ in range(mesh.size())]
         dist.all_gather(parts, h.detach().contiguous(), group=mesh.get_group())
         parts[mesh.get_local_rank()] = h
         return torch.cat(parts, 1)
-    h = whole'''), "does the gather of h have a backward that does"),
+    h = whole""",
+        ),
+        "does the gather of h have a backward that does",
+    ),
 ]

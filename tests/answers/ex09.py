@@ -1,9 +1,13 @@
 """Answers to exercise 9."""
 
 
-def wrong(way_in="natural_order({}, 2, cp)", way_back="[x.index_select(2, sequence_index(T, cp, r)) for r in range(cp)]",
-          heads="x.transpose(0, 1).flatten(1, 2)", copies="x.repeat_interleave(cp // x.shape[1], dim=1)",
-          few="k.shape[1] % cp"):
+def wrong(
+    way_in="natural_order({}, 2, cp)",
+    way_back="[x.index_select(2, sequence_index(T, cp, r)) for r in range(cp)]",
+    heads="x.transpose(0, 1).flatten(1, 2)",
+    copies="x.repeat_interleave(cp // x.shape[1], dim=1)",
+    few="k.shape[1] % cp",
+):
     """The usual answer with one thing wrong."""
     arrived = "x.permute(1, 2, 0, 3, 4).reshape(B, H // cp, cp * T, K)"
     return f"""
@@ -51,12 +55,24 @@ def all_to_all_attention(positions, doc_ids=None, *, group):
 """
 RIGHT = [ONE]
 WRONG = [
-    (ONE.replace("        n =", "        AllGather.apply(q, 2, group)\n        n ="), "all-to-alls, and no all-gather"),
-    ("def all_to_all_attention(positions, doc_ids=None, *, group):\n"
-     "    return all_gather_attention(positions, doc_ids, group=group)\n", "was called: that is exercise 8's way"),
+    (
+        ONE.replace("        n =", "        AllGather.apply(q, 2, group)\n        n ="),
+        "all-to-alls, and no all-gather",
+    ),
+    (
+        "def all_to_all_attention(positions, doc_ids=None, *, group):\n"
+        "    return all_gather_attention(positions, doc_ids, group=group)\n",
+        "was called: that is exercise 8's way",
+    ),
     (wrong(way_in="{}", way_back="x.chunk(cp, 2)"), "So they arrive, rank by rank: natural_order"),
     (wrong(way_back="x.chunk(cp, 2)"), "On the way back a rank must get its own tokens"),
-    (wrong(heads="x.permute(1, 2, 0, 3, 4).flatten(1, 2)"), "head 1 of the result on rank 0 is head 2"),
-    (wrong(copies="x.repeat(1, cp // x.shape[1], 1, 1)"), "[0, 0, 1, 1]: repeat_interleave, not repeat"),
+    (
+        wrong(heads="x.permute(1, 2, 0, 3, 4).flatten(1, 2)"),
+        "head 1 of the result on rank 0 is head 2",
+    ),
+    (
+        wrong(copies="x.repeat(1, cp // x.shape[1], 1, 1)"),
+        "[0, 0, 1, 1]: repeat_interleave, not repeat",
+    ),
     (wrong(few="False"), "There are fewer key/value heads than ranks"),
 ]

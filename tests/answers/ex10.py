@@ -16,7 +16,8 @@ RIGHT = [
     bounds = [int(i * cost + 1e-9) - 1 for i in range(n_stages + 1)]
     bounds[0], bounds[-1] = 0, n_layers
     return [list(range(a, b)) for a, b in zip(bounds, bounds[1:])]
-""") + order("""
+""")
+    + order("""
     warm = min(n, pp - rank - 1)
     out = [("F", m) for m in range(warm)]
     for i in range(n - warm):
@@ -34,7 +35,8 @@ RIGHT = [
         stages.append([*range(next_layer, next_layer + size)])
         next_layer += size
     return stages
-""") + order("""
+""")
+    + order("""
     limit, forwards, backwards, out = pp - rank, 0, 0, []
     while backwards < n:
         if forwards < n and forwards - backwards < limit:
@@ -47,16 +49,35 @@ RIGHT = [
 """),
 ]
 WRONG = [
-    (split("""
+    (
+        split("""
     sizes = [n_layers // n_stages + (i < n_layers % n_stages) for i in range(n_stages)]
     return [list(range(sum(sizes[:i]), sum(sizes[: i + 1]))) for i in range(n_stages)]
-"""), "The first stage has the embedding as well"),
-    (split("    k = n_layers // n_stages\n    return [list(range(i * k, (i + 1) * k)) for i in range(n_stages)]\n"),
-     "[4, 5] are in no stage"),
+"""),
+        "The first stage has the embedding as well",
+    ),
+    (
+        split(
+            "    k = n_layers // n_stages\n    return [list(range(i * k, (i + 1) * k)) for i in "
+            "range(n_stages)]\n"
+        ),
+        "[4, 5] are in no stage",
+    ),
     (order("    return [(kind, m) for kind in 'FB' for m in range(n)]\n"), "This is GPipe's order"),
-    (order("    return [(kind, m) for m in range(n) for kind in 'FB']\n"), "Ranks wait more than they must"),
-    (order("    return [(kind, m) for m in range(n) for kind in 'BF']\n"), "backward of micro-batch 0 before its forward"),
-    (order("    F, B = [('F', m) for m in range(n)], [('B', m) for m in range(n)]\n"
-           "    return F[:1] + [x for pair in zip(B, F[1:]) for x in pair] + B[n - 1:] if rank < pp - 1 else F + B\n"),
-     "the ranks wait for each other forever. rank 0 waits for B0 of rank 1"),
+    (
+        order("    return [(kind, m) for m in range(n) for kind in 'FB']\n"),
+        "Ranks wait more than they must",
+    ),
+    (
+        order("    return [(kind, m) for m in range(n) for kind in 'BF']\n"),
+        "backward of micro-batch 0 before its forward",
+    ),
+    (
+        order(
+            "    F, B = [('F', m) for m in range(n)], [('B', m) for m in range(n)]\n"
+            "    return F[:1] + [x for pair in zip(B, F[1:]) for x in pair] + B[n - 1:] if rank < "
+            "pp - 1 else F + B\n"
+        ),
+        "the ranks wait for each other forever. rank 0 waits for B0 of rank 1",
+    ),
 ]

@@ -34,7 +34,8 @@ elif a is not None:
     dist.send(a.contiguous(), ranks[-1], group)
 """),
     # both directions, one after the other; the first stage begins
-    answer("""
+    answer(
+        """
 mine, peer = (a, ranks[-1]) if a is not None else (b, ranks[0])
 if mine is None:
     return
@@ -43,7 +44,9 @@ steps = [lambda: dist.send(own, peer, group), lambda: dist.recv(theirs, peer, gr
 for step in steps if a is not None else reversed(steps):
     step()
 torch.add(own, theirs, out=mine)
-""", both="total = a + b; a.copy_(total); b.copy_(total)"),
+""",
+        both="total = a + b; a.copy_(total); b.copy_(total)",
+    ),
 ]
 ONE_WAY = """
 if b is not None:
@@ -57,13 +60,19 @@ BOTH = "mine = a if a is not None else b\nif mine is not None:\n    dist.all_red
 WRONG = [
     (answer("pass"), "nothing has changed: each end has its own part"),
     (answer(ONE_WAY), "only the first stage has the sum"),
-    (answer(ONE_WAY + """
+    (
+        answer(
+            ONE_WAY
+            + """
     dist.send(a.contiguous(), ranks[-1], group)
 if b is not None:
     part = torch.zeros_like(b)
     dist.recv(part, ranks[0], group)
     b += part
-"""), "received a sum to which its own part had been added already"),
+"""
+        ),
+        "received a sum to which its own part had been added already",
+    ),
     (answer(BOTH + "    mine /= 2\n"), "it is the mean"),
     (answer(BOTH, group="dist.group.WORLD"), "the gradients of all pipelines are added up"),
     (answer(BOTH, both="a += b; b += a"), "a V schedule: rank 0 has the first and the last stage"),

@@ -1,8 +1,13 @@
 """Answers to exercise 12."""
 
 
-def answer(order="kind.argsort(stable=True)", undo="y[torch.argsort(order)]", home="received, sent",
-           sizes="arriving.view(ep, -1).sum(0)", travel="AllToAll.apply"):
+def answer(
+    order="kind.argsort(stable=True)",
+    undo="y[torch.argsort(order)]",
+    home="received, sent",
+    sizes="arriving.view(ep, -1).sum(0)",
+    travel="AllToAll.apply",
+):
     return f"""
 def exchange_tokens(experts, group, x, counts, shared=None, weigh=None, parts=1):
     def plain(x, group, sent=None, received=None):
@@ -43,10 +48,16 @@ def exchange_tokens(experts, group, x, counts, shared=None, weigh=None, parts=1)
 """,
 ]
 WRONG = [
-    (answer(order="torch.arange(len(x))"), "A A B A B with the counts [3, 2]: they are in the order of arrival"),
+    (
+        answer(order="torch.arange(len(x))"),
+        "A A B A B with the counts [3, 2]: they are in the order of arrival",
+    ),
     (answer(undo="y"), "Rows travel home in the order in which they arrived: undo the sort first"),
     (answer(undo="y[order]"), "undo the sort first"),
     (answer(home="sent, received"), "On the way back a rank sends what it had received"),
-    (answer(sizes="counts.view(ep, -1)[dist.get_rank(group)]"), "Of all senders together its experts have [3, 2] rows"),
+    (
+        answer(sizes="counts.view(ep, -1)[dist.get_rank(group)]"),
+        "Of all senders together its experts have [3, 2] rows",
+    ),
     (answer(travel="plain"), "the result is right, but x has no gradient"),
 ]

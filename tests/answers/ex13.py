@@ -30,7 +30,8 @@ assert CLIP.count("dist.all_reduce(squares)") == 1
 
 
 RIGHT = [
-    # whole gradients in place of parts: more bytes, nothing to divide; every rank of a stage then has the stage's sum
+    # whole gradients in place of parts: more bytes, nothing to divide; every rank of a stage then
+    # has the stage's sum
     """
 def clip_grad_norm(stages, max_norm, layout):
     params = [(s, p) for s in stages for p in s.parameters() if p.grad is not None]
@@ -52,26 +53,44 @@ WRONG = [
     (CLIP.replace("    dist.all_reduce(squares)\n", ""), "each rank has the norm of its own part"),
     (CLIP.replace(" / replicas(p.grad, layout)", ""), "also those that several ranks hold"),
     (CLIP.replace("if p is not tied_copy(stage)", "if True"), "the tied weight is counted twice"),
-    ("def replicas(grad, layout):\n"
-     "    return layout.world_size // layout.pp * local_tensor(grad).numel() // grad.numel()\n",
-     "replicas gives 0 for the gradient of tok_embeddings.weight on rank 1"),
-    ("def replicas(grad, layout):\n    n = max(local_tensor(grad).numel(), 1)\n"
-     "    return layout.world_size // layout.pp // round(grad.numel() / n)\n", "Numbers of elements do not tell"),
-    (CLIP.replace("            grads.append(local_tensor(p.grad))\n            if p is not tied_copy(stage):\n", """
+    (
+        "def replicas(grad, layout):\n"
+        "    return layout.world_size // layout.pp * local_tensor(grad).numel() // grad.numel()\n",
+        "replicas gives 0 for the gradient of tok_embeddings.weight on rank 1",
+    ),
+    (
+        "def replicas(grad, layout):\n    n = max(local_tensor(grad).numel(), 1)\n"
+        "    return layout.world_size // layout.pp // round(grad.numel() / n)\n",
+        "Numbers of elements do not tell",
+    ),
+    (
+        CLIP.replace(
+            "            grads.append(local_tensor(p.grad))\n            if p is not "
+            "tied_copy(stage):\n",
+            """
             if p is not tied_copy(stage):
                 grads.append(local_tensor(p.grad))
-"""), "It is the tied copy: it must stay equal to the original"),
-    ("""
+""",
+        ),
+        "It is the tied copy: it must stay equal to the original",
+    ),
+    (
+        """
 def clip_grad_norm(stages, max_norm, layout):
     grads = [p.grad for s in stages for p in s.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(grads).full_tensor()
     for grad in grads if max_norm > 0 else ():
         grad.mul_((max_norm / norm).clamp(max=1.0).item())
     return norm
-""", "experts have another one than the rest"),
-    ("""
+""",
+        "experts have another one than the rest",
+    ),
+    (
+        """
 def replicas(grad, layout):
     whole = not isinstance(grad, DTensor) or all(x.is_replicate() for x in grad.placements)
     return layout.world_size // layout.pp if whole else 1
-""", "4 ranks, dp_replicate 2 and dp_shard 2: two copies, each in two parts: replicas gives 1"),
+""",
+        "4 ranks, dp_replicate 2 and dp_shard 2: two copies, each in two parts: replicas gives 1",
+    ),
 ]

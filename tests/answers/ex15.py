@@ -60,18 +60,34 @@ OVERLAP = """
 """
 CUT = "    return whole[tuple(slice(o, o + n) for o, n in zip(offset, shape))]\n"
 WRONG = [
-    (answer("    whole = torch.cat([read(file) for file, _, _ in sorted(pieces)])\n" + CUT), "were read, and"),
+    (
+        answer("    whole = torch.cat([read(file) for file, _, _ in sorted(pieces)])\n" + CUT),
+        "were read, and",
+    ),
     (answer(OVERLAP.replace("PUT", "=").replace("return part", "return part[1:]")), "its shape is"),
-    (answer("    whole = torch.cat([torch.empty(0, *pieces[0][2][1:])] + [read(f) for f, s, z in sorted(pieces)\n"
-            "        if all(max(o, a) < min(o + n, a + m) for o, n, a, m in zip(offset, shape, s, z))])\n"
-            "    return whole[: shape[0]]\n"), "Only a piece's offset says where it belongs"),
+    (
+        answer(
+            "    whole = torch.cat([torch.empty(0, *pieces[0][2][1:])] + [read(f) for f, s, z in "
+            "sorted(pieces)\n"
+            "        if all(max(o, a) < min(o + n, a + m) for o, n, a, m in zip(offset, shape, s, "
+            "z))])\n"
+            "    return whole[: shape[0]]\n"
+        ),
+        "Only a piece's offset says where it belongs",
+    ),
     (answer(OVERLAP.replace("PUT", "+=")), "nothing is to be added up"),
-    (answer("""
+    (
+        answer(
+            """
     ends = [tuple(s + m for s, m in zip(start, size)) for _, start, size in pieces]
     whole = torch.empty([max(e) for e in zip(*ends)])
     for file, start, size in pieces:
         if all(max(o, s) < min(o + n, s + m) for o, n, s, m in zip(offset, shape, start, size)):
             whole[tuple(slice(s, s + m) for s, m in zip(start, size))] = read(file)
-""" + CUT), "copy each overlap directly into the part"),
+"""
+            + CUT
+        ),
+        "copy each overlap directly into the part",
+    ),
     (answer(OVERLAP.replace("PUT", "=")), "Keep account of what was written"),
 ]

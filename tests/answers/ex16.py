@@ -18,7 +18,8 @@ RIGHT = [
     too_far = ((advantage > 0) & (ratio > 1 + high)) | ((advantage < 0) & (ratio < 1 - low))
     bound = torch.where(advantage > 0, 1 + high, 1 - low)
     return -torch.where(too_far, bound, ratio) * advantage * mask
-""") + denominator("""
+""")
+    + denominator("""
     z = 0.0
     for s in samples:
         tokens = sum(s["mask"])
@@ -27,22 +28,57 @@ RIGHT = [
 """),
 ]
 WRONG = [
-    (losses(LOG_RATIO + "    return -ratio.clamp(1 - low, 1 + high) * advantage * mask\n"), "That is the clipped ratio alone"),
-    (losses(LOG_RATIO + "    return -torch.minimum(ratio, ratio.clamp(1 - low, 1 + high)) * advantage * mask\n"),
-     "That is the max of the two objectives -1.50 and -1.28"),
-    (losses(LOG_RATIO + "    loss = -torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage) * mask\n"
-            "    return loss / mask.sum(1, keepdim=True)\n"), "a mean of means is another number"),
-    (losses("    ratio = ((lp - old) * mask).sum(1, keepdim=True).div(mask.sum(1, keepdim=True)).exp()\n"
-            "    return -torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage) * mask\n"),
-     "a ratio of sequences or of means"),
-    (losses("    ratio = ((lp - old) * mask).exp()\n"
-            "    return -torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage) * mask\n"),
-     "is nan when a token that was not sampled"),
-    (denominator("    return sum(len(s['mask']) for s in samples) if kind in ('dapo', 'cispo', 'sft') else len(samples) * "
-                 "(max_new_tokens if kind == 'dr_grpo' else 1)\n"), "a sample without a trained token counts for nothing"),
-    (denominator("    samples = [s for s in samples if any(s['mask'])]\n"
-                 "    if kind in ('grpo', 'gspo'):\n        return len(samples)\n"
-                 "    if kind == 'dr_grpo':\n        return len(samples) * max_new_tokens\n"
-                 "    return sum(sum(s['mask']) for s in samples) / max(len(samples), 1)\n"),
-     "a mean cannot be added up over ranks"),
+    (
+        losses(LOG_RATIO + "    return -ratio.clamp(1 - low, 1 + high) * advantage * mask\n"),
+        "That is the clipped ratio alone",
+    ),
+    (
+        losses(
+            LOG_RATIO
+            + "    return -torch.minimum(ratio, ratio.clamp(1 - low, 1 + high)) * advantage * mask\n"
+        ),
+        "That is the max of the two objectives -1.50 and -1.28",
+    ),
+    (
+        losses(
+            LOG_RATIO
+            + "    loss = -torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage) * mask\n"
+            "    return loss / mask.sum(1, keepdim=True)\n"
+        ),
+        "a mean of means is another number",
+    ),
+    (
+        losses(
+            "    ratio = ((lp - old) * mask).sum(1, keepdim=True).div(mask.sum(1, "
+            "keepdim=True)).exp()\n"
+            "    return -torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * "
+            "advantage) * mask\n"
+        ),
+        "a ratio of sequences or of means",
+    ),
+    (
+        losses(
+            "    ratio = ((lp - old) * mask).exp()\n"
+            "    return -torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * "
+            "advantage) * mask\n"
+        ),
+        "is nan when a token that was not sampled",
+    ),
+    (
+        denominator(
+            "    return sum(len(s['mask']) for s in samples) if kind in ('dapo', 'cispo', 'sft') "
+            "else len(samples) * "
+            "(max_new_tokens if kind == 'dr_grpo' else 1)\n"
+        ),
+        "a sample without a trained token counts for nothing",
+    ),
+    (
+        denominator(
+            "    samples = [s for s in samples if any(s['mask'])]\n"
+            "    if kind in ('grpo', 'gspo'):\n        return len(samples)\n"
+            "    if kind == 'dr_grpo':\n        return len(samples) * max_new_tokens\n"
+            "    return sum(sum(s['mask']) for s in samples) / max(len(samples), 1)\n"
+        ),
+        "a mean cannot be added up over ranks",
+    ),
 ]

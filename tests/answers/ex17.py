@@ -1,4 +1,5 @@
 """Answers to exercise 17."""
+
 RING = """
 def ring_all_reduce(x, group):
     n, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -13,11 +14,25 @@ def ring_all_reduce(x, group):
 """
 RIGHT = [RING]
 WRONG = [  # answer, what the feedback must say
-    (RING.replace("    sums =", "    for _ in range(n - 1):\n        shift(x, group)\n    sums ="), "send a piece at a time"),
-    (RING.replace("    sums =", "    dist.all_reduce(x.clone(), group=group)\n    sums ="), "but by allreduce"),
+    (
+        RING.replace(
+            "    sums =", "    for _ in range(n - 1):\n        shift(x, group)\n    sums ="
+        ),
+        "send a piece at a time",
+    ),
+    (
+        RING.replace("    sums =", "    dist.all_reduce(x.clone(), group=group)\n    sums ="),
+        "but by allreduce",
+    ),
     (RING.replace("    sums =", "    return x.clone()\n    sums ="), "nothing was added"),
     (RING.replace("x.clone().view", "x.view"), "x was changed"),
-    (RING.replace("sums[(rank + 1 - step) % n] = part", "sums[(rank + 1) % n] = part"), "no piece is a whole sum"),
-    (RING.replace("dist.get_rank(group)", "dist.get_rank()"), "Does every collective get its group"),
+    (
+        RING.replace("sums[(rank + 1 - step) % n] = part", "sums[(rank + 1) % n] = part"),
+        "no piece is a whole sum",
+    ),
+    (
+        RING.replace("dist.get_rank(group)", "dist.get_rank()"),
+        "Does every collective get its group",
+    ),
     (RING.replace("range(1, n)", "range(1, 2)"), "no piece is a whole sum"),
 ]

@@ -1,4 +1,5 @@
 """Answers to exercise 19."""
+
 ONLINE = """
 def attend_blocks(q, blocks):
     # the logarithm of the sum in place of sum and largest score
@@ -14,13 +15,38 @@ def attend_blocks(q, blocks):
 """
 RIGHT = [ONLINE]
 WRONG = [  # answer, what the feedback must say
-    (ONLINE.replace("share = torch.where(own.isinf(), 0.0, (own - new).exp())", "share = (own - new).exp()"), "it holds nan"),
-    (ONLINE.replace("torch.where(mask, q @ k.T / q.shape[1] ** 0.5, -torch.inf)", "q @ k.T / q.shape[1] ** 0.5"), "is ignored"),
+    (
+        ONLINE.replace(
+            "share = torch.where(own.isinf(), 0.0, (own - new).exp())", "share = (own - new).exp()"
+        ),
+        "it holds nan",
+    ),
+    (
+        ONLINE.replace(
+            "torch.where(mask, q @ k.T / q.shape[1] ** 0.5, -torch.inf)",
+            "q @ k.T / q.shape[1] ** 0.5",
+        ),
+        "is ignored",
+    ),
     (ONLINE.replace(" / q.shape[1] ** 0.5", ""), "not divided by sqrt(K)"),
-    (ONLINE.replace("out * (1 - share)", "out * 0"), "must be multiplied by exp(old largest - new largest)"),
+    (
+        ONLINE.replace("out * (1 - share)", "out * 0"),
+        "must be multiplied by exp(old largest - new largest)",
+    ),
     (ONLINE.replace("share = ", "share = 1.0  # "), "attention over the last block alone"),
-    (ONLINE.replace("scores.logsumexp(1, keepdim=True)", "scores.exp().sum(1, keepdim=True).log()"), "exp()"),
-    (ONLINE.replace("    for k, v, mask in blocks", """
+    (
+        ONLINE.replace(
+            "scores.logsumexp(1, keepdim=True)", "scores.exp().sum(1, keepdim=True).log()"
+        ),
+        "exp()",
+    ),
+    (
+        ONLINE.replace(
+            "    for k, v, mask in blocks",
+            """
     k, v, mask = zip(*blocks)
-    for k, v, mask in [(torch.cat(k), torch.cat(v), torch.cat(mask, 1))]"""), "forget the block"),
+    for k, v, mask in [(torch.cat(k), torch.cat(v), torch.cat(mask, 1))]""",
+        ),
+        "forget the block",
+    ),
 ]

@@ -1,4 +1,5 @@
 """Answers to exercise 22."""
+
 ANSWER = """
 def capacity_of(tokens, n_experts, top_k, factor):
     return -int(-factor * tokens * top_k // n_experts)
@@ -31,12 +32,30 @@ WRONG = [  # answer, what the feedback must say
     (ANSWER.replace("scores.argsort(1, descending=True)", "scores.argsort(1)"), "the best first"),
     (ANSWER.replace("[:capacity, 0]", "[:, 0]"), "-1 says dropped"),
     (ANSWER.replace(".T", ""), "First choices of all"),
-    (ANSWER.replace("torch.arange(len(mine))", "torch.arange(len(mine)).flip(0)"), "count who has chosen"),
+    (
+        ANSWER.replace("torch.arange(len(mine))", "torch.arange(len(mine)).flip(0)"),
+        "count who has chosen",
+    ),
     (ANSWER.replace("torch.arange(len(mine))", "0"), "overwrites the other"),
-    (ANSWER.replace("    results =", """
+    (
+        ANSWER.replace(
+            "    results =",
+            """
     scores = scores / (scores * dispatch.sum(1).T).sum(1, keepdim=True).clamp(min=1e-9)
-    results ="""), "add up to 1 again"),
-    (ANSWER.replace("te,ecd->td\", dispatch, scores,", "ecd->td\", dispatch,"), "not multiplied by the scores"),
-    (ANSWER.replace('dispatch, scores, results)', 'dispatch, scores, results) + x'), "the residual connection does that"),
-    (ANSWER.replace("dispatch, scores, results)", "dispatch, scores.detach(), results)"), "the gradient of scores is missing"),
+    results =""",
+        ),
+        "add up to 1 again",
+    ),
+    (
+        ANSWER.replace('te,ecd->td", dispatch, scores,', 'ecd->td", dispatch,'),
+        "not multiplied by the scores",
+    ),
+    (
+        ANSWER.replace("dispatch, scores, results)", "dispatch, scores, results) + x"),
+        "the residual connection does that",
+    ),
+    (
+        ANSWER.replace("dispatch, scores, results)", "dispatch, scores.detach(), results)"),
+        "the gradient of scores is missing",
+    ),
 ]

@@ -1,4 +1,6 @@
-"""The tokenizer of --init_from, against corpus/cache.py: data with other ids than the weights is refused."""
+"""The tokenizer of --init_from, against corpus/cache.py: data with other ids than the weights is
+refused."""
+
 import json
 import shutil
 from pathlib import Path
@@ -21,7 +23,9 @@ def source_of(kind, folder, tokenizer) -> str:
         if tokenizer:
             shutil.copy(f"{tokenizer}/tokenizer.json", folder)
         return str(folder)
-    saver(*trained(), folder, tokenizer_file=tokenizer and f"{tokenizer}/tokenizer.json").save(3, {"step": 3})
+    saver(*trained(), folder, tokenizer_file=tokenizer and f"{tokenizer}/tokenizer.json").save(
+        3, {"step": 3}
+    )
     return path(folder, 3) if kind == "step" else str(folder)
 
 
@@ -39,10 +43,19 @@ def test_init_from_goes_on_with_the_ids_of_its_tokenizer(tmp_path, book, kind):
     flags["init_from"] = source_of(kind, tmp_path / "source", first)
     its, other = (sha256_file(Path(folder, "tokenizer.json")) for folder in (first, second))
     assert start(flags) == its == start(flags, tokenizer=first) == start(flags, data=first)
-    for wrong, fix in ((dict(tokenizer=second), "leave out --tokenizer"), (dict(data=second), "make the shards with")):
-        refuses(f"another tokenizer .sha256 {its[:12]}. than the data has .{other[:12]}.*{fix}", start, flags, **wrong)
+    for wrong, fix in (
+        (dict(tokenizer=second), "leave out --tokenizer"),
+        (dict(data=second), "make the shards with"),
+    ):
+        refuses(
+            f"another tokenizer .sha256 {its[:12]}. than the data has .{other[:12]}.*{fix}",
+            start,
+            flags,
+            **wrong,
+        )
         assert start(flags, **wrong, exclude_from_loading=["tok_embeddings", "head"]) == other
-    assert start(flags, exclude_from_loading=["model.tok_embeddings.*"]) not in (its, other)  # new ids: a new tokenizer
+    # new ids: a new tokenizer
+    assert start(flags, exclude_from_loading=["model.tok_embeddings.*"]) not in (its, other)
     assert start(flags | {"init_from": ""}) not in (its, other)
 
 
@@ -50,7 +63,11 @@ def test_init_from_goes_on_with_the_ids_of_its_tokenizer(tmp_path, book, kind):
 def test_weights_without_a_tokenizer_need_one(tmp_path, book, kind):
     flags, first, second = book
     flags["init_from"] = source_of(kind, tmp_path / "source", None)
-    refuses("tokenizer.json is missing: give the tokenizer of these weights with --tokenizer", start, flags)
+    refuses(
+        "tokenizer.json is missing: give the tokenizer of these weights with --tokenizer",
+        start,
+        flags,
+    )
     assert start(flags, tokenizer=first) == start(flags, data=first)
 
 
@@ -59,7 +76,11 @@ def test_a_run_that_goes_on_keeps_the_tokenizer_it_began_with(tmp_path, book):
     flags, first, second = book
     flags["init_from"] = source_of("run", tmp_path / "source", first)
     its = start(flags)
-    identity = IDENTITY | {"data": open_data(cfg := train_llama3.Config(**flags), 16, source_tokenizer(cfg)).fingerprint}
+    identity = IDENTITY | {
+        "data": open_data(
+            cfg := train_llama3.Config(**flags), 16, source_tokenizer(cfg)
+        ).fingerprint
+    }
     saver(*trained(), flags["out"], identity, f"{first}/tokenizer.json").save(3, {"step": 3})
     shutil.rmtree(flags["init_from"])
     assert start(flags) == its
@@ -70,29 +91,47 @@ def test_a_run_that_goes_on_keeps_the_tokenizer_it_began_with(tmp_path, book):
 
 @pytest.mark.parametrize("kind", ["run", "hugging face"])
 def test_a_tokenizer_of_the_same_ids_is_no_other_one(tmp_path, book, kind):
-    """Chat models are published with another post_processor, truncation or padding than their base models."""
+    """Chat models are published with another post_processor, truncation or padding than their base
+    models."""
     flags, first, second = book
     flags["init_from"] = source_of(kind, tmp_path / "source", first)
     rules = json.loads(Path(first, "tokenizer.json").read_bytes())
     model = rules["model"]
-    joined = [" ".join(pair) if isinstance(pair, list) else pair.split(" ") for pair in model["merges"]]  # the other spelling
-    same = dict(truncation=dict(direction="Right", max_length=9, strategy="LongestFirst", stride=0),
-                post_processor=dict(type="ByteLevel", add_prefix_space=True, trim_offsets=False, use_regex=True),
-                model=model | {"merges": joined})
+    # the other spelling
+    joined = [
+        " ".join(pair) if isinstance(pair, list) else pair.split(" ") for pair in model["merges"]
+    ]
+    same = dict(
+        truncation=dict(direction="Right", max_length=9, strategy="LongestFirst", stride=0),
+        post_processor=dict(
+            type="ByteLevel", add_prefix_space=True, trim_offsets=False, use_regex=True
+        ),
+        model=model | {"merges": joined},
+    )
     a, b, *rest = model["vocab"]
     swapped = model["vocab"] | {a: model["vocab"][b], b: model["vocab"][a]}
     new = rules["added_tokens"][0] | dict(id=len(model["vocab"]), content="<new>")
-    others = [dict(normalizer=dict(type="Lowercase")), dict(pre_tokenizer=rules["pre_tokenizer"] | {"add_prefix_space": True}),
-              dict(model=model | {"merges": model["merges"][::-1]}), dict(model=model | {"vocab": swapped}),
-              dict(added_tokens=[*rules["added_tokens"], new])]
+    others = [
+        dict(normalizer=dict(type="Lowercase")),
+        dict(pre_tokenizer=rules["pre_tokenizer"] | {"add_prefix_space": True}),
+        dict(model=model | {"merges": model["merges"][::-1]}),
+        dict(model=model | {"vocab": swapped}),
+        dict(added_tokens=[*rules["added_tokens"], new]),
+    ]
     for i, (changes, is_same) in enumerate([(same, True), *((other, False) for other in others)]):
         (folder := tmp_path / f"other{i}").mkdir()
         file = folder / "tokenizer.json"
         file.write_text(json.dumps(rules | changes))
-        shards = open_data(DataConfig(data=flags["data"], tokenizer=str(file), cache_dir=flags["cache_dir"]), 16).folder
+        shards = open_data(
+            DataConfig(data=flags["data"], tokenizer=str(file), cache_dir=flags["cache_dir"]), 16
+        ).folder
         for more in dict(tokenizer=str(file)), dict(data=str(shards)):
             if is_same:
-                assert start(flags, **more) == sha256_file(file) != sha256_file(Path(first, "tokenizer.json"))
+                assert (
+                    start(flags, **more)
+                    == sha256_file(file)
+                    != sha256_file(Path(first, "tokenizer.json"))
+                )
             else:
                 refuses("another tokenizer", start, flags, **more)
 
@@ -102,15 +141,22 @@ def test_a_start_reads_of_a_checkpoint_what_it_needs(tmp_path, book, monkeypatch
     flags, first, second = book
     source_of("run", tmp_path / "new", first)
     read, checks = [], newest.check_files
-    monkeypatch.setattr(newest, "check_files", lambda path, whole, names: read.append(names) or checks(path, whole, names))
+    monkeypatch.setattr(
+        newest,
+        "check_files",
+        lambda path, whole, names: read.append(names) or checks(path, whole, names),
+    )
     cfg = train_llama3.Config(**flags, steps=9)
     cfg = resume.keep_batch(cfg)
     check_run(cfg.out, IDENTITY, cfg)
     assert len(read) > 1 and all(sorted(names) == ["config.json", "state.json"] for names in read)
     for name in "state.json", "config.json", "tokenizer.json":  # each file is checked by its reader
-        saver(*trained(), flags["out"], tokenizer_file=f"{first}/tokenizer.json").save(4, {"step": 4})
+        saver(*trained(), flags["out"], tokenizer_file=f"{first}/tokenizer.json").save(
+            4, {"step": 4}
+        )
         file = Path(path(flags["out"], 4), name)
         file.write_bytes(file.read_bytes()[:-1] + b" ")
-        assert source_tokenizer(train_llama3.Config(**flags, init_from="runs/gone")) == path(flags["out"], 3)
+        assert source_tokenizer(train_llama3.Config(**flags, init_from="runs/gone")) == path(
+            flags["out"], 3
+        )
         shutil.rmtree(path(flags["out"], 4))
-

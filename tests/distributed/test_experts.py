@@ -1,4 +1,6 @@
-"""Experts, models/moe.py and distributed/experts.py: grouped against a loop, routing against transformers, loads per layer."""
+"""Experts, models/moe.py and distributed/experts.py: grouped against a loop, routing against
+transformers, loads per layer."""
+
 from contextlib import contextmanager
 from functools import partial
 from unittest import mock
@@ -44,9 +46,16 @@ def test_grouped_equals_loop(use_kernel, used, monkeypatch):
     index = torch.stack([torch.randperm(used)[: min(2, used)] for _ in range(20)])
     x, weight = torch.randn(20, 16), torch.rand(index.shape)
     results = []
-    ours = lambda e, x, index, w: apply_experts(e, x, index, lambda: w, torch.bincount(index.flatten(), minlength=8))  # noqa: E731
+
+    def ours(e, x, index, w):
+        return apply_experts(e, x, index, lambda: w, torch.bincount(index.flatten(), minlength=8))  # noqa: E731
+
     for function in (ours, loop):
-        leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_(), *experts.parameters()]
+        leaves = [
+            x.clone().requires_grad_(),
+            weight.clone().requires_grad_(),
+            *experts.parameters(),
+        ]
         out = function(experts, leaves[0], index, leaves[1])
         results.append([out, *torch.autograd.grad(out.sin().sum(), leaves)])
     for ours, want in zip(*results, strict=True):
@@ -64,31 +73,54 @@ def as_before(experts, x, index, weigh, counts):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("k", [1, 2, 6])
 def test_tokens_travel_as_with_plain_indexing(monkeypatch, dtype, k):
-    """To the bit in fp32. And the way of a GPU, which here a CPU takes, gives the same sums in another order."""
+    """To the bit in fp32. And the way of a GPU, which here a CPU takes, gives the same sums in
+    another order."""
     torch.manual_seed(0)
     experts = drawn(Experts(8, 16, 24).to(dtype))
     index = torch.rand(20, 8).topk(k).indices
-    x, weight, counts = torch.randn(20, 16, dtype=dtype), torch.rand(index.shape), torch.bincount(index.flatten(), minlength=8)
+    x, weight, counts = (
+        torch.randn(20, 16, dtype=dtype),
+        torch.rand(index.shape),
+        torch.bincount(index.flatten(), minlength=8),
+    )
 
     def results(function):
-        leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_(), *experts.parameters()]
+        leaves = [
+            x.clone().requires_grad_(),
+            weight.clone().requires_grad_(),
+            *experts.parameters(),
+        ]
         out = function(experts, leaves[0], index, lambda: leaves[1], counts)
         return [out, *torch.autograd.grad(out.float().sin().sum(), leaves)]
 
     before, ours = results(as_before), results(apply_experts)
-    monkeypatch.setattr(models.moe.AddUp, "forward", staticmethod(lambda ctx, y, index, places: (
-        ctx.save_for_backward(index, places), models.moe.add_up(y, places))[1]))
+    monkeypatch.setattr(
+        models.moe.AddUp,
+        "forward",
+        staticmethod(
+            lambda ctx, y, index, places: (
+                ctx.save_for_backward(index, places),
+                models.moe.add_up(y, places),
+            )[1]
+        ),
+    )
     for was, cpu, gpu in zip(before, ours, results(apply_experts), strict=True):
-        assert cpu.dtype == gpu.dtype == was.dtype and (dtype == torch.bfloat16 or torch.equal(cpu, was))
+        assert cpu.dtype == gpu.dtype == was.dtype and (
+            dtype == torch.bfloat16 or torch.equal(cpu, was)
+        )
         close = dict(atol=1e-5, rtol=1e-5) if dtype == torch.float32 else dict(atol=0.03, rtol=0.02)
         torch.testing.assert_close(cpu, was, **close)
         torch.testing.assert_close(gpu, cpu, **close)
 
 
 def test_scores_from_bf16_are_those_of_fp32(monkeypatch):
-    """The way of a GPU, which has a matmul of bf16 that returns fp32: the products of bf16 numbers are exact in fp32."""
+    """The way of a GPU, which has a matmul of bf16 that returns fp32: the products of bf16 numbers
+    are exact in fp32."""
     torch.manual_seed(0)
-    leaves = [torch.randn(3, 5, 64).bfloat16().requires_grad_(), torch.randn(8, 64).bfloat16().requires_grad_()]
+    leaves = [
+        torch.randn(3, 5, 64).bfloat16().requires_grad_(),
+        torch.randn(8, 64).bfloat16().requires_grad_(),
+    ]
     up = torch.randn(3, 5, 8)
     want = models.moe.router_scores(*leaves)
     grads = torch.autograd.grad(want, leaves, up)
@@ -98,7 +130,10 @@ def test_scores_from_bf16_are_those_of_fp32(monkeypatch):
     assert got.dtype == want.dtype == torch.float32
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-6)
     for ours, theirs in zip(torch.autograd.grad(got, leaves, up), grads, strict=True):
-        assert ours.dtype == torch.bfloat16 and (ours.float() - theirs.float()).norm() < 0.01 * theirs.float().norm()
+        assert (
+            ours.dtype == torch.bfloat16
+            and (ours.float() - theirs.float()).norm() < 0.01 * theirs.float().norm()
+        )
 
 
 @pytest.mark.parametrize("use_kernel", [True, False])
@@ -107,10 +142,15 @@ def test_a_rank_without_tokens(use_kernel, monkeypatch):
     if not use_kernel:
         monkeypatch.setattr(models.moe, "grouped_mm", None)
     torch.manual_seed(0)
-    x, w1, w2, w3 = (torch.randn(shape, requires_grad=True) for shape in [(0, 16), (4, 24, 16), (4, 16, 24), (4, 24, 16)])
+    x, w1, w2, w3 = (
+        torch.randn(shape, requires_grad=True)
+        for shape in [(0, 16), (4, 24, 16), (4, 16, 24), (4, 24, 16)]
+    )
     out = swiglu_experts(x, torch.zeros(4, dtype=torch.int64), w1, w2, w3)
     assert out.shape == (0, 16)
-    for grad, leaf in zip(torch.autograd.grad(out.sum(), (x, w1, w2, w3)), (x, w1, w2, w3), strict=True):
+    for grad, leaf in zip(
+        torch.autograd.grad(out.sum(), (x, w1, w2, w3)), (x, w1, w2, w3), strict=True
+    ):
         assert torch.equal(grad, torch.zeros_like(leaf))
 
 
@@ -121,17 +161,37 @@ def in_two_parts():
 
 @contextmanager
 def once_per_rank():
-    changed, watched = {"apply_experts": once.apply_once}, mock.patch.object(once, "travel_once", wraps=once.travel_once)
-    with mock.patch.dict(vars(qwen3), changed), mock.patch.dict(vars(deepseek), changed), watched as travelled:
+    changed, watched = (
+        {"apply_experts": once.apply_once},
+        mock.patch.object(once, "travel_once", wraps=once.travel_once),
+    )
+    with (
+        mock.patch.dict(vars(qwen3), changed),
+        mock.patch.dict(vars(deepseek), changed),
+        watched as travelled,
+    ):
         yield
     assert travelled.called
 
 
-@pytest.mark.parametrize("processes, flags, kind", [
-    (2, dict(ep=2), "qwen3_moe"), (4, dict(tp=2, ep=4), "deepseek"),
-    *(pytest.param(*row, marks=pytest.mark.slow) for row in [
-        (4, dict(ep=4, ac="op"), "qwen3_moe"), (4, dict(tp=2, ep=2, etp=2), "qwen3_moe"), (2, dict(ep=2, ac="full"), "mtp"),
-        (4, dict(pp=2, ep=2, pp_schedule="ZBVZeroBubble"), "qwen3_moe"), (4, dict(cp=2, ep=2), "deepseek")])], ids=str)
+@pytest.mark.parametrize(
+    "processes, flags, kind",
+    [
+        (2, dict(ep=2), "qwen3_moe"),
+        (4, dict(tp=2, ep=4), "deepseek"),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in [
+                (4, dict(ep=4, ac="op"), "qwen3_moe"),
+                (4, dict(tp=2, ep=2, etp=2), "qwen3_moe"),
+                (2, dict(ep=2, ac="full"), "mtp"),
+                (4, dict(pp=2, ep=2, pp_schedule="ZBVZeroBubble"), "qwen3_moe"),
+                (4, dict(cp=2, ep=2), "deepseek"),
+            ]
+        ),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("way", [in_two_parts, once_per_rank])
 def test_rows_travel_in_other_ways(processes, flags, kind, way):
     """Loss, gradients and weights equal one process."""
@@ -143,7 +203,13 @@ EXPERTS = dict(n_experts=8, top_k=3, moe_ffn_dim=24)
 
 def test_from_hf_refuses_by_name():
     good = Qwen3Config(**layouts.SMALL | EXPERTS).to_hf()
-    wrong = dict(model_type="qwen2", use_sliding_window=True, mlp_only_layers=[1], attention_bias=True, hidden_act="gelu")
+    wrong = dict(
+        model_type="qwen2",
+        use_sliding_window=True,
+        mlp_only_layers=[1],
+        attention_bias=True,
+        hidden_act="gelu",
+    )
     for field, value in (wrong | {"decoder_sparse_step": 2}).items():
         refuses(field, Qwen3Config.from_hf, good | {field: value})
 
@@ -154,7 +220,8 @@ def moe_layer(top_k=2):
 
 
 def test_auxiliary_loss_is_the_formula():
-    """coef * E * mean over sequences of sum_e f_e P_e, written out, through a layer whose output is ignored."""
+    """coef * E * mean over sequences of sum_e f_e P_e, written out, through a layer whose output is
+    ignored."""
     layer, x = moe_layer(), torch.randn(3, 10, 32)
     layer.balance.aux_scale = 0.1 / 3
     (layer(x) * 0).sum().backward()
@@ -215,7 +282,9 @@ def loads_of_a_step(flags, seed) -> dict:
 PROBLEM = layouts.config("qwen3", **layouts.MOE)
 
 
-@pytest.mark.parametrize("flags", [dict(ep=2), dict(pp=2), dict(tp=2, ep=2), dict(tp=2, etp=2), dict(cp=2)], ids=str)
+@pytest.mark.parametrize(
+    "flags", [dict(ep=2), dict(pp=2), dict(tp=2, ep=2), dict(tp=2, etp=2), dict(cp=2)], ids=str
+)
 def test_loads_are_those_of_one_process(flags):
     seed = clear_seed(PROBLEM, 8, False)
     model = Qwen3(PROBLEM)
@@ -232,8 +301,18 @@ def test_loads_are_those_of_one_process(flags):
 @pytest.mark.slow
 def test_check_parity_gives_one_process_no_expert_axis(tmp_path):
     """--ep is for the layout alone, and brings the ranks that it borrows."""
-    recipe = ["train_qwen3.py", "--flavor", "debug_moe", "--model_args", MODEL + ",moe_ffn_dim=32", "--seq_len", 32]
-    stdout = run(launch(1, *recipe, "--check_parity", "--ep", 2, "--local_batch_size", 2, "--out", tmp_path))
+    recipe = [
+        "train_qwen3.py",
+        "--flavor",
+        "debug_moe",
+        "--model_args",
+        MODEL + ",moe_ffn_dim=32",
+        "--seq_len",
+        32,
+    ]
+    stdout = run(
+        launch(1, *recipe, "--check_parity", "--ep", 2, "--local_batch_size", 2, "--out", tmp_path)
+    )
     assert "3 steps on layout (2 processes)" in stdout and "check_parity: equal" in stdout
 
 
@@ -242,8 +321,14 @@ def test_compiled_experts_are_the_experts_with_one_graph_for_all_numbers_of_toke
     torch._dynamo.reset()
     counters.clear()
     shapes = [(4, 24, 16), (4, 16, 24), (4, 24, 16)]
-    weights = [torch.randn(shape, dtype=torch.bfloat16).mul(0.3).requires_grad_() for shape in shapes]
-    compiled = partial(compiled_experts, torch.compile(swiglu_experts, backend="aot_eager", fullgraph=True), swiglu_experts)
+    weights = [
+        torch.randn(shape, dtype=torch.bfloat16).mul(0.3).requires_grad_() for shape in shapes
+    ]
+    compiled = partial(
+        compiled_experts,
+        torch.compile(swiglu_experts, backend="aot_eager", fullgraph=True),
+        swiglu_experts,
+    )
     for n in (40, 7, 0, 33, 1, 2, 64):
         x = torch.randn(n, 16, dtype=torch.bfloat16)
         counts = torch.bincount(torch.randint(0, 4, (n,)), minlength=4)
@@ -265,7 +350,9 @@ def graphs_by_step(name, problem, flags) -> list[tuple[int, int]]:
     with without_inductor():
         stages, layout = build(layouts.config(name, **problem), dict(compile=True) | flags, 4, 1)
         for step in range(4):
-            parallel.forward_backward(stages, local_batch(global_batch(step, 4, False), layout), layout)
+            parallel.forward_backward(
+                stages, local_batch(global_batch(step, 4, False), layout), layout
+            )
             with torch.no_grad():
                 for p in (p for stage in stages for p in stage.parameters()):
                     p.sub_(p.grad, alpha=0.1)  # so that routing changes
@@ -277,13 +364,18 @@ def graphs_by_step(name, problem, flags) -> list[tuple[int, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, problem, flags, graphs", [
-    ("llama3", {}, {}, 2),  # one for all blocks, and the loss
-    # attention, spreading the tokens, experts for any number of tokens, bringing them back, the loss
-    ("qwen3", layouts.MOE, dict(ep=2, compute_dtype="bfloat16"), 5),
-    ("qwen3", layouts.MOE, dict(ep=2, tp=2, compute_dtype="bfloat16"), 5),
-    ("qwen3", layouts.MOE, dict(ep=2), 4),  # fp32
-], ids=str)
+@pytest.mark.parametrize(
+    "name, problem, flags, graphs",
+    [
+        ("llama3", {}, {}, 2),  # one for all blocks, and the loss
+        # attention, spreading the tokens, experts for any number of tokens, bringing them back, the
+        # loss
+        ("qwen3", layouts.MOE, dict(ep=2, compute_dtype="bfloat16"), 5),
+        ("qwen3", layouts.MOE, dict(ep=2, tp=2, compute_dtype="bfloat16"), 5),
+        ("qwen3", layouts.MOE, dict(ep=2), 4),  # fp32
+    ],
+    ids=str,
+)
 def test_no_graph_breaks_and_no_recompilation(name, problem, flags, graphs):
     for steps in pool(2).run(graphs_by_step, name, problem, flags):
         assert steps == [(graphs, 0)] * 4

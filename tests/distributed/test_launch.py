@@ -1,11 +1,14 @@
-"""A run goes on after whatever ends its processes, against distributed/launch.py: kill -9, signals, NaN, hangs, lost nodes.
+"""A run goes on after whatever ends its processes, against distributed/launch.py: kill -9, signals,
+NaN, hangs, lost nodes.
 
-The recipe and torchrun run in forks of one process, see programs.py, and a few times as a user would start them (real=True).
-They are disturbed from outside while they train. What must come out is what an undisturbed run gives: the same
-metrics.jsonl and the same tensors, to the bit where the number of processes is the same.
+The recipe and torchrun run in forks of one process, see programs.py, and a few times as a user
+would start them (real=True). They are disturbed from outside while they train. What must come out
+is what an undisturbed run gives: the same metrics.jsonl and the same tensors, to the bit where the
+number of processes is the same.
 
     CHAOS_KILLS=20 python -m pytest tests/distributed/test_launch.py -m slow -k chaos     # make chaos
 """
+
 import itertools
 import os
 import random
@@ -44,13 +47,33 @@ from support.config import parse_config
 from support.metrics import read_lines
 from tools.checkpoint_commands import diff
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/environ").exists(), reason="finds processes in /proc"
+)
 
 RECIPE = REPO / "train_llama3.py"
 STEPS = 24
 MODEL = "n_layers=2,dim=32,n_heads=4,n_kv_heads=4,head_dim=8,ffn_dim=64"
-FLAGS = ["--model_args", MODEL, "--seq_len", 32, "--local_batch_size", 1, "--steps", STEPS, "--val_every", 0, "--log_every", 1,
-         "--checkpoint_every", 2, "--device", "cpu", "--compute_dtype", "float32"]
+FLAGS = [
+    "--model_args",
+    MODEL,
+    "--seq_len",
+    32,
+    "--local_batch_size",
+    1,
+    "--steps",
+    STEPS,
+    "--val_every",
+    0,
+    "--log_every",
+    1,
+    "--checkpoint_every",
+    2,
+    "--device",
+    "cpu",
+    "--compute_dtype",
+    "float32",
+]
 ENDLESS = ["--steps", 1_000_000]
 SAME = ("step", "loss", "loss_max", "grad_norm", "lr", "tokens", "tokens_hash")
 
@@ -62,13 +85,19 @@ DATA = []  # --data and --cache_dir: a small text, tokenized once
 def text(tmp_path_factory):
     folder, rng = tmp_path_factory.mktemp("text"), random.Random(0)
     words = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 8))) for _ in range(200)]
-    (folder / "a.txt").write_text("\n\n".join(" ".join(rng.choices(words, k=60)) for _ in range(300)))
+    (folder / "a.txt").write_text(
+        "\n\n".join(" ".join(rng.choices(words, k=60)) for _ in range(300))
+    )
     DATA[:] = ["--data", folder / "a.txt", "--cache_dir", folder / "cache"]
     open_data(DataConfig(data=str(folder / "a.txt"), cache_dir=str(folder / "cache")), 32)
 
 
 def launch(processes, torchrun, script, out, *flags) -> list:
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", processes, *torchrun] if processes > 1 or torchrun else []
+    launcher = (
+        ["-m", "torch.distributed.run", "--nproc_per_node", processes, *torchrun]
+        if processes > 1 or torchrun
+        else []
+    )
     return [sys.executable, *launcher, script, *FLAGS, *DATA, "--out", out, *flags]
 
 
@@ -112,33 +141,50 @@ def undisturbed(text, tmp_path_factory) -> Path:
 def assert_same_run(out, other, tolerance=None):
     """Every step once and with the same numbers, no debris, and the same tensors at the end.
 
-    tolerance: of the loss, where another number of processes adds in another order, and only the data is the same."""
-    ours, theirs = ([{key: line[key] for key in SAME} for line in read_lines(f"{run}/metrics.jsonl")] for run in (out, other))
+    tolerance: of the loss, where another number of processes adds in another order, and only the
+    data is the same."""
+    ours, theirs = (
+        [{key: line[key] for key in SAME} for line in read_lines(f"{run}/metrics.jsonl")]
+        for run in (out, other)
+    )
     assert [line["step"] for line in ours] == list(range(1, len(theirs) + 1))
     if tolerance is None:
         assert ours == theirs
-        (step, path), (other_step, other_path) = step_folders(str(out))[0], step_folders(str(other))[0]
+        (step, path), (other_step, other_path) = (
+            step_folders(str(out))[0],
+            step_folders(str(other))[0],
+        )
         assert step == other_step == len(ours) and diff(path, other_path) == 0
     for a, b in zip(ours, theirs):
         assert all(a[key] == b[key] for key in ("tokens_hash", "tokens", "lr"))
         assert abs(a["loss"] - b["loss"]) <= (tolerance or 0)
     assert all_good(out) == len(ours)
-    assert [name for name in os.listdir(f"{out}/checkpoints") if not STEP_FOLDER.fullmatch(name)] == []
+    assert [
+        name for name in os.listdir(f"{out}/checkpoints") if not STEP_FOLDER.fullmatch(name)
+    ] == []
 
 
 def all_good(out) -> int:
-    """The newest step (0: none). Every checkpoint must be as it was written; what is none, the next start will clean up."""
+    """The newest step (0: none). Every checkpoint must be as it was written; what is none, the next
+    start will clean up."""
     names = os.listdir(f"{out}/checkpoints") if os.path.isdir(f"{out}/checkpoints") else []
-    assert [name for name in names if not STEP_FOLDER.fullmatch(name) and not LEFTOVER.fullmatch(name)] == []
+    assert [
+        name for name in names if not STEP_FOLDER.fullmatch(name) and not LEFTOVER.fullmatch(name)
+    ] == []
     return max([checkpoint.verify(path)["step"] for _, path in step_folders(str(out))], default=0)
 
 
 def fork(folder, lines) -> Path:
-    """A copy of the recipe in another folder, with `lines` in every step between the backward and the clipping."""
+    """A copy of the recipe in another folder, with `lines` in every step between the backward and
+    the clipping."""
     source, place = RECIPE.read_text(), "        grad_norm = parallel.clip_grad_norm("
     assert source.count(place) == 1
     script = folder / "train_fork.py"
-    script.write_text(source.replace(place, textwrap.indent(textwrap.dedent(lines).strip("\n"), " " * 8) + "\n" + place))
+    script.write_text(
+        source.replace(
+            place, textwrap.indent(textwrap.dedent(lines).strip("\n"), " " * 8) + "\n" + place
+        )
+    )
     return script
 
 
@@ -146,10 +192,23 @@ def fork(folder, lines) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("real, rank, number, flags, torchrun", [
-    (True, 1, signal.SIGKILL, [], []), (False, 0, signal.SIGKILL, [], []),
-    # the others wait for --train_timeout_s, torchrun for --shutdown-timeout; then all is as if it had died
-    pytest.param(False, 1, signal.SIGSTOP, ["--train_timeout_s", 3], ["--shutdown-timeout", 2], id="a_rank_that_hangs")])
+@pytest.mark.parametrize(
+    "real, rank, number, flags, torchrun",
+    [
+        (True, 1, signal.SIGKILL, [], []),
+        (False, 0, signal.SIGKILL, [], []),
+        # the others wait for --train_timeout_s, torchrun for --shutdown-timeout; then all is as if it
+        # had died
+        pytest.param(
+            False,
+            1,
+            signal.SIGSTOP,
+            ["--train_timeout_s", 3],
+            ["--shutdown-timeout", 2],
+            id="a_rank_that_hangs",
+        ),
+    ],
+)
 def test_a_rank_that_dies(tmp_path, start, undisturbed, real, rank, number, flags, torchrun):
     """torchrun --max_restarts goes on by itself."""
     job = start(tmp_path / "run", 2, *flags, torchrun=["--max_restarts", 1, *torchrun], real=real)
@@ -157,7 +216,8 @@ def test_a_rank_that_dies(tmp_path, start, undisturbed, real, rank, number, flag
     os.kill(job.worker(rank), number)
     assert job.end() == 0
     assert_same_run(job.out, undisturbed)
-    assert job.text().count("continuing from") == 1  # one death, one restart: none is wasted on addresses of the dead
+    # one death, one restart: none is wasted on addresses of the dead
+    assert job.text().count("continuing from") == 1
     assert (f"; no word from rank {rank} ({socket.gethostname()})\n" in job.text()) == bool(flags)
 
 
@@ -168,8 +228,11 @@ def test_a_slow_rank_is_named(tmp_path, start):
     slow = "import time\n    batches = (time.sleep(layout.rank * 0.5) or batch for batch in batches)\n    for step in"
     script.write_text(script.read_text().replace("for step in", slow, 1))
     assert start(tmp_path / "run", 2, "--steps", 4, script=script).end() == 0
-    late = [line for line in read_lines(f"{tmp_path}/run/metrics.jsonl") if "slowest_rank" in line]  # not in a slow first step
-    assert len(late) >= 2 and {(line["slowest_rank"], line["slowest_host"]) for line in late} == {(1, socket.gethostname())}
+    # not in a slow first step
+    late = [line for line in read_lines(f"{tmp_path}/run/metrics.jsonl") if "slowest_rank" in line]
+    assert len(late) >= 2 and {(line["slowest_rank"], line["slowest_host"]) for line in late} == {
+        (1, socket.gethostname())
+    }
     assert all(0.3 < line["slowest_by_s"] < line["step_time_s"] for line in late)
 
 
@@ -196,28 +259,44 @@ def test_kill_9_of_the_launcher_while_it_starts(tmp_path, start):
 
 @pytest.mark.slow
 def test_a_run_that_always_fails_at_the_same_step_ends(tmp_path, start):
-    """--on_nan stop, the default, when one rank has no finite gradient: torchrun's restarts do not help, and it gives up."""
-    script = fork(tmp_path, """
+    """--on_nan stop, the default, when one rank has no finite gradient: torchrun's restarts do not
+    help, and it gives up."""
+    script = fork(
+        tmp_path,
+        """
         if step == 5 and layout.rank == 1:
             next(stages[0].parameters()).grad.mul_(float("nan"))
-    """)
+    """,
+    )
     job = start(tmp_path / "run", 2, script=script, torchrun=["--max_restarts", 1])
     assert job.end() == 1
     assert job.text().count("continuing from") == 1
-    said = "step 5: gradient norm nan, weights unchanged by it, noticed after step 5; last checkpoint:"
+    said = (
+        "step 5: gradient norm nan, weights unchanged by it, noticed after step 5; last checkpoint:"
+    )
     assert f"{said} {job.out}/checkpoints/step-4" in job.text()
-    assert all_good(job.out) == 4 and sorted(os.listdir(job.out / "checkpoints")) == ["step-2", "step-4"]
+    assert all_good(job.out) == 4 and sorted(os.listdir(job.out / "checkpoints")) == [
+        "step-2",
+        "step-4",
+    ]
 
 
 @pytest.mark.slow
 def test_chaos(tmp_path, start):
     """kill -9 of everything at random moments, and the same command again until the run is done."""
     kills, rng, saved = int(os.environ.get("CHAOS_KILLS", 5)), random.Random(0), 0
-    reached = 0  # the last step in metrics.jsonl: lines that the next start will drop are no sign of its life
+    # the last step in metrics.jsonl: lines that the next start will drop are no sign of its life
+    reached = 0
     steps = ["--steps", 40 + 20 * kills]
     for kill in range(kills):
         # the ways to write take turns; what they write is the same
-        job = start(tmp_path / "run", 2, *steps, "--checkpoint_async", ("off", "thread", "process")[kill % 3])
+        job = start(
+            tmp_path / "run",
+            2,
+            *steps,
+            "--checkpoint_async",
+            ("off", "thread", "process")[kill % 3],
+        )
         if rng.random() < 0.25:
             wait = rng.uniform(0, 5)  # while it starts, or whatever it does then
         else:
@@ -226,7 +305,11 @@ def test_chaos(tmp_path, start):
         moment = time.monotonic() + wait
         job.until(lambda moment=moment: time.monotonic() > moment)
         job.kill_everything()
-        continued, before, saved = re.findall(r"continuing from .*/step-(\d+) ", job.text()), saved, all_good(job.out)
+        continued, before, saved = (
+            re.findall(r"continuing from .*/step-(\d+) ", job.text()),
+            saved,
+            all_good(job.out),
+        )
         reached = max(reached, job.last_step())
         print(f"kill {kill + 1} at step {reached}: the newest checkpoint is that of step {saved}")
         assert saved >= before and continued in ([], [str(before)])
@@ -244,12 +327,16 @@ def test_a_second_start_in_the_same_folder(tmp_path, start):
     began = time.monotonic()
     second = start(tmp_path / "run", 1)
     assert second.end() == 2 and time.monotonic() - began > 30
-    assert f"error: {second.out} is in use by process {first.worker(0) or first.launcher.pid} on " in second.text()
+    assert (
+        f"error: {second.out} is in use by process {first.worker(0) or first.launcher.pid} on "
+        in second.text()
+    )
     assert first.launcher.poll() is None and not (second.out / "checkpoints").exists()
 
 
 def test_each_attempt_has_a_name_of_its_own():
-    """The ranks of one attempt agree on it, whatever earlier ones left in the store that torchrun keeps."""
+    """The ranks of one attempt agree on it, whatever earlier ones left in the store that torchrun
+    keeps."""
     store = dist.HashStore()
 
     def attempt(world_size):
@@ -268,14 +355,20 @@ def test_each_attempt_has_a_name_of_its_own():
 
 def test_on_nan_stop(tmp_path):
     """Status 1 before the next save, and the last line names the step and the last good checkpoint."""
-    script = fork(tmp_path, """
+    script = fork(
+        tmp_path,
+        """
         if step == 5:
             next(stages[0].parameters()).grad.mul_(float("inf"))
-    """)
+    """,
+    )
     out = tmp_path / "run"
     text = finish(out, 1, "--log_every", 0, script=script, status=1)
     good = f"{out}/checkpoints/step-4"
-    last_line, said = text.splitlines()[-1], "weights unchanged by it, noticed after step 6; last checkpoint:"
+    last_line, said = (
+        text.splitlines()[-1],
+        "weights unchanged by it, noticed after step 6; last checkpoint:",
+    )
     assert re.fullmatch(f"error on rank 0: RuntimeError: step 5: .*, {said} {good}", last_line)
     assert all_good(out) == 4
 
@@ -283,10 +376,13 @@ def test_on_nan_stop(tmp_path):
 @pytest.mark.slow
 def test_on_nan_skip(tmp_path):
     """One rank's gradient is not finite: all ranks skip the step, and go on with the next batch."""
-    script = fork(tmp_path, """
+    script = fork(
+        tmp_path,
+        """
         if step == 5 and layout.rank == 1:
             stages[0].blocks["1"].attn.wo.weight.grad.mul_(float("nan"))
-    """)
+    """,
+    )
     out = tmp_path / "run"
     text = finish(out, 2, "--on_nan", "skip", "--steps", 7, "--checkpoint_every", 1, script=script)
     assert text.count("step 5: the gradient norm is nan; step skipped") == 1
@@ -304,13 +400,30 @@ def test_on_nan_skip(tmp_path):
 SLURM = ["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", "--max_restarts", 3]
 
 
-@pytest.mark.parametrize("processes, torchrun, rank, signals, status, said", [
-    (1, [], None, [signal.SIGINT] * 2, 75, "SIGINT"),  # one Ctrl-C that a launcher delivers twice
-    pytest.param(2, [], None, [signal.SIGINT], 1, "SIGINT", marks=pytest.mark.slow),  # torchrun's status after any signal
-    pytest.param(2, [], 1, [signal.SIGTERM], 1, "a signal to another rank", marks=pytest.mark.slow),  # all agree on the step
-    # what Slurm sends before a job's time is over
-    pytest.param(2, SLURM, None, [signal.SIGUSR1], 1, "SIGUSR1", marks=pytest.mark.slow)])
-def test_a_signal_finishes_the_step_and_saves(tmp_path, start, processes, torchrun, rank, signals, status, said):
+@pytest.mark.parametrize(
+    "processes, torchrun, rank, signals, status, said",
+    [
+        (
+            1,
+            [],
+            None,
+            [signal.SIGINT] * 2,
+            75,
+            "SIGINT",
+        ),  # one Ctrl-C that a launcher delivers twice
+        # torchrun's status after any signal
+        pytest.param(2, [], None, [signal.SIGINT], 1, "SIGINT", marks=pytest.mark.slow),
+        # all agree on the step
+        pytest.param(
+            2, [], 1, [signal.SIGTERM], 1, "a signal to another rank", marks=pytest.mark.slow
+        ),
+        # what Slurm sends before a job's time is over
+        pytest.param(2, SLURM, None, [signal.SIGUSR1], 1, "SIGUSR1", marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_finishes_the_step_and_saves(
+    tmp_path, start, processes, torchrun, rank, signals, status, said
+):
     """rank: the process that gets the signals; None: the launcher."""
     real = torchrun == SLURM
     flags = [*ENDLESS, "--checkpoint_every", 1_000_000, "--val_every", 1, "--val_batches", 1]
@@ -320,18 +433,26 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path, start, processes, torchr
         os.kill(job.launcher.pid if rank is None else job.worker(rank), number)
     assert job.end() == status
     assert f"{said}: stopped after step {job.last_step()}" in job.text()
-    assert job.text().rindex("checkpoint: saved") < job.text().rindex("val_loss")  # there may be little time
-    assert os.listdir(job.out / "checkpoints") == [f"step-{all_good(job.out)}"] == [f"step-{job.last_step()}"]
+    # there may be little time
+    assert job.text().rindex("checkpoint: saved") < job.text().rindex("val_loss")
+    assert (
+        os.listdir(job.out / "checkpoints")
+        == [f"step-{all_good(job.out)}"]
+        == [f"step-{job.last_step()}"]
+    )
 
 
 def sleeper(folder, seconds: int) -> Path:
     """The recipe with a step 5 that takes so long; each rank says that it has come there."""
-    return fork(folder, f"""
+    return fork(
+        folder,
+        f"""
         if step == 5:
             import time
             open(f"{{cfg.out}}/step 5 of rank {{layout.rank}}", "w").close()
             time.sleep({seconds})
-    """)
+    """,
+    )
 
 
 @pytest.mark.slow
@@ -353,18 +474,22 @@ def test_ctrl_c_twice(tmp_path, start):
 def test_shutdown_timeout(tmp_path, start, patience):
     """torchrun kills what has not saved within --shutdown-timeout."""
     torchrun = ["--shutdown-timeout", patience]
-    job = start(tmp_path / "run", 2, "--checkpoint_every", 4, script=sleeper(tmp_path, 5), torchrun=torchrun)
+    job = start(
+        tmp_path / "run", 2, "--checkpoint_every", 4, script=sleeper(tmp_path, 5), torchrun=torchrun
+    )
     job.until(lambda: all((job.out / f"step 5 of rank {rank}").exists() for rank in (0, 1)))
     job.launcher.send_signal(signal.SIGTERM)
     assert job.end() == 1
-    assert all_good(job.out) == (4 if patience == 2 else 6)  # the ranks agree during the step after the signal
+    # the ranks agree during the step after the signal
+    assert all_good(job.out) == (4 if patience == 2 else 6)
 
 
-# ---------------------------------------------------------------- several machines: two torchrun agents
+# ------------------------------------------------------------ several machines: two torchrun agents
 
 
 class Nodes:
-    """Two torchrun agents on this machine that take each other for two machines; the first holds the rendezvous."""
+    """Two torchrun agents on this machine that take each other for two machines; the first holds
+    the rendezvous."""
 
     def __init__(self, start, out, nnodes):
         self.port = free_port()
@@ -374,13 +499,31 @@ class Nodes:
         self.second = self.start()
 
     def start(self) -> Job:
-        # a lost node is noticed after 3 s instead of 15, and a smaller job starts after 1 s instead of 30
+        # a lost node is noticed after 3 s instead of 15, and a smaller job starts after 1 s instead
+        # of 30
         timing = "keep_alive_interval=1,last_call_timeout=1"
-        torchrun = ["--nnodes", self.nnodes, "--max_restarts", 3, "--rdzv_id", "job", "--rdzv_backend", "c10d", "--rdzv_conf",
-                    timing, "--rdzv_endpoint", f"127.0.0.1:{self.port}", "--local_addr", "127.0.0.1"]
+        torchrun = [
+            "--nnodes",
+            self.nnodes,
+            "--max_restarts",
+            3,
+            "--rdzv_id",
+            "job",
+            "--rdzv_backend",
+            "c10d",
+            "--rdzv_conf",
+            timing,
+            "--rdzv_endpoint",
+            f"127.0.0.1:{self.port}",
+            "--local_addr",
+            "127.0.0.1",
+        ]
         env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # see docs/cluster.md
-        slow = ["--checkpoint_every", 1]  # or on a busy machine a run is over before the test can end a node
-        return self.start_job(self.out, 1, "--global_batch_size", 2, *slow, torchrun=torchrun, **env)
+        # or on a busy machine a run is over before the test can end a node
+        slow = ["--checkpoint_every", 1]
+        return self.start_job(
+            self.out, 1, "--global_batch_size", 2, *slow, torchrun=torchrun, **env
+        )
 
     def has_rendezvous(self) -> bool:
         with socket.socket() as s:
@@ -401,13 +544,20 @@ def test_a_node_is_replaced(tmp_path, start, undisturbed):
 
 def is_pending(pid: int, number: int) -> bool:
     """Whether a stopped process will get this signal as soon as it goes on."""
-    return int(re.search(r"ShdPnd:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())[1], 16) >> (number - 1) & 1 == 1
+    return (
+        int(re.search(r"ShdPnd:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())[1], 16)
+        >> (number - 1)
+        & 1
+        == 1
+    )
 
 
 @pytest.mark.slow
 def test_a_node_is_lost_and_comes_back(tmp_path, start, undisturbed):
-    """--nnodes 1:2: the other node goes on alone, with the same global batch. When the lost node comes back, torchrun stops the
-    one that runs, which saves, and starts both. Lost again, it leaves the other to end the run alone."""
+    """--nnodes 1:2: the other node goes on alone, with the same global batch. When the lost node
+    comes back, torchrun stops the
+    one that runs, which saves, and starts both. Lost again, it leaves the other to end the run
+    alone."""
     nodes = Nodes(start, tmp_path / "run", "1:2")
     nodes.first.until_step(9)
     nodes.second.launcher.kill()
@@ -417,12 +567,15 @@ def test_a_node_is_lost_and_comes_back(tmp_path, start, undisturbed):
     replacement = nodes.start()
     nodes.first.until(lambda: is_pending(alone, signal.SIGTERM))
     os.kill(alone, signal.SIGCONT)
-    nodes.first.until(lambda: "(written by 1 rank(s))" in nodes.first.text() + replacement.text())  # whichever has rank 0
+    # whichever has rank 0
+    nodes.first.until(lambda: "(written by 1 rank(s))" in nodes.first.text() + replacement.text())
     nodes.first.until_step(nodes.first.last_step() + 3)
     replacement.launcher.kill()
     assert nodes.first.end() == 0
     said = nodes.first.text()
-    assert said.count("SIGTERM: stopped after step") == 1 and said.count("(written by 2 rank(s))") == 2
+    assert (
+        said.count("SIGTERM: stopped after step") == 1 and said.count("(written by 2 rank(s))") == 2
+    )
     assert_same_run(nodes.out, undisturbed, tolerance=1e-4)
 
 
@@ -441,54 +594,106 @@ def test_the_node_with_the_rendezvous_is_lost(tmp_path, start, undisturbed):
 # ---------------------------------------------------------------- launchers other than torchrun
 
 
-@pytest.mark.parametrize("quota, cores", [("max 100000", 3), ("150000 100000", 2), ("900000 100000", 3)])
+@pytest.mark.parametrize(
+    "quota, cores", [("max 100000", 3), ("150000 100000", 2), ("900000 100000", 3)]
+)
 def test_cores_are_those_that_affinity_and_a_quota_allow(monkeypatch, quota, cores):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 2, 5})
     monkeypatch.setattr("builtins.open", mock.mock_open(read_data=quota))
     assert usable_cores() == cores
 
 
-@pytest.mark.parametrize("env, told", [
-    (dict(SLURM_PROCID="3", SLURM_NTASKS="4", SLURM_LOCALID="3"), "srun started 4 tasks.*RANK=.SLURM_PROCID"),
-    (dict(WORLD_SIZE="2"), "WORLD_SIZE=2, but RANK is not set"),
-    (dict(RANK="0", WORLD_SIZE="2", MASTER_PORT="29500"), "MASTER_ADDR is not set"),
-    (dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="localhost"), "MASTER_PORT='' is no number"),
-    (dict(RANK="", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="1"), "RANK='' is no number"),
-    (dict(RANK="0", WORLD_SIZE="abc", MASTER_ADDR="localhost", MASTER_PORT="1"), "WORLD_SIZE='abc' is no number"),
-    (dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="1", LOCAL_RANK="x"), "LOCAL_RANK='x' is no number"),
-    (dict(RANK="3", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="1"), "RANK=3 must be below WORLD_SIZE=2")], ids=str)
+@pytest.mark.parametrize(
+    "env, told",
+    [
+        (
+            dict(SLURM_PROCID="3", SLURM_NTASKS="4", SLURM_LOCALID="3"),
+            "srun started 4 tasks.*RANK=.SLURM_PROCID",
+        ),
+        (dict(WORLD_SIZE="2"), "WORLD_SIZE=2, but RANK is not set"),
+        (dict(RANK="0", WORLD_SIZE="2", MASTER_PORT="29500"), "MASTER_ADDR is not set"),
+        (dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="localhost"), "MASTER_PORT='' is no number"),
+        (
+            dict(RANK="", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="1"),
+            "RANK='' is no number",
+        ),
+        (
+            dict(RANK="0", WORLD_SIZE="abc", MASTER_ADDR="localhost", MASTER_PORT="1"),
+            "WORLD_SIZE='abc' is no number",
+        ),
+        (
+            dict(
+                RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="1", LOCAL_RANK="x"
+            ),
+            "LOCAL_RANK='x' is no number",
+        ),
+        (
+            dict(RANK="3", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="1"),
+            "RANK=3 must be below WORLD_SIZE=2",
+        ),
+    ],
+    ids=str,
+)
 def test_an_incomplete_environment_is_told_in_one_line(tmp_path, env, told):
-    done = runs.ended([sys.executable, RECIPE, "--out", tmp_path / "run"], tmp_path, status=2, env=runs.ENV | env)
+    done = runs.ended(
+        [sys.executable, RECIPE, "--out", tmp_path / "run"], tmp_path, status=2, env=runs.ENV | env
+    )
     assert re.fullmatch(f"error.*{told}.*\n", done.stderr)
     assert not (tmp_path / "run").exists()
 
 
 def by_hand(start, folder, rank: int, port: int, *flags, script=RECIPE, **more) -> Job:
     """A rank of two as mpirun or srun would start it: the variables, and no torchrun."""
-    env = dict(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
-               MASTER_PORT=str(port), PYTHONPATH=str(REPO)) | more
+    env = (
+        dict(
+            RANK=str(rank),
+            WORLD_SIZE="2",
+            LOCAL_RANK=str(rank),
+            LOCAL_WORLD_SIZE="2",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+            PYTHONPATH=str(REPO),
+        )
+        | more
+    )
     return start(folder / "run", 1, *flags, script=script, **env)
 
 
-@pytest.mark.parametrize("what, told", [
-    ("code", "ValueError: models/llama3.py is not the same on rank 0 .* and rank 1 "),
-    ("out", "ValueError: --out .* is not the same folder on rank 0 .* and rank 1 "),
-    ("flag", "flags weight_decay differs between ranks 0 and 1")])
+@pytest.mark.parametrize(
+    "what, told",
+    [
+        ("code", "ValueError: models/llama3.py is not the same on rank 0 .* and rank 1 "),
+        ("out", "ValueError: --out .* is not the same folder on rank 0 .* and rank 1 "),
+        ("flag", "flags weight_decay differs between ranks 0 and 1"),
+    ],
+)
 @pytest.mark.slow
 def test_machines_that_differ_do_not_train_together(tmp_path, start, port, what, told):
     """Two machines: each process is the first of its own."""
     other, flags = tmp_path / "other", []
     if what == "code":
-        shutil.copytree(REPO, other, ignore=shutil.ignore_patterns(".*", "tests", "forks", "exercises", "runs", "shared"))
+        shutil.copytree(
+            REPO,
+            other,
+            ignore=shutil.ignore_patterns(".*", "tests", "forks", "exercises", "runs", "shared"),
+        )
         with open(other / "models/llama3.py", "a") as file:
             file.write("NEW = 1\n")
     elif what == "flag":
         flags = ["--weight_decay", 0.2]
-    script, there = (other / RECIPE.name if what == "code" else RECIPE), other if what == "out" else tmp_path
+    script, there = (
+        (other / RECIPE.name if what == "code" else RECIPE),
+        other if what == "out" else tmp_path,
+    )
     first = by_hand(start, tmp_path, 0, port, LOCAL_RANK="0")
-    second = by_hand(start, there, 1, port, *flags, script=script, LOCAL_RANK="0", PYTHONPATH=str(script.parent))
+    second = by_hand(
+        start, there, 1, port, *flags, script=script, LOCAL_RANK="0", PYTHONPATH=str(script.parent)
+    )
     assert first.end(within=60) == second.end(within=60) == 1
-    assert re.search(told, first.text() + second.text()) and not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert (
+        re.search(told, first.text() + second.text())
+        and not (tmp_path / "run" / "metrics.jsonl").exists()
+    )
 
 
 @pytest.fixture
@@ -499,26 +704,39 @@ def port():
 @pytest.mark.slow
 @pytest.mark.parametrize("failing", [(0, 1), (1,)], ids=["all", "one"])
 def test_an_error_is_told_once_by_a_rank_that_has_it(tmp_path, start, port, failing):
-    script = fork(tmp_path, f"""
+    script = fork(
+        tmp_path,
+        f"""
         if step == 3 and layout.rank in {failing}:
             raise ValueError("a bad record")
-    """)
+    """,
+    )
     jobs = [by_hand(start, tmp_path, rank, port, script=script) for rank in (0, 1)]
     assert jobs[1].end(within=60) == 1 and jobs[0].end(within=60) == 1
     told = f"error on rank {failing[0]} ({socket.gethostname()}): ValueError: a bad record"
-    assert told in jobs[failing[0]].text() and sum(job.text().count("ValueError: a bad record") for job in jobs) == 1
+    assert (
+        told in jobs[failing[0]].text()
+        and sum(job.text().count("ValueError: a bad record") for job in jobs) == 1
+    )
 
 
 def count_sockets(rank: int, ranks: int, port: int, found):
-    """Connect as a recipe does, make the mesh and the group of checkpoints, exchange what steps, saves and resumes exchange.
-    Count this rank's sockets, and on rank 0 the bytes in the store."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1",
-                      MASTER_PORT=str(port))
+    """Connect as a recipe does, make the mesh and the group of checkpoints, exchange what steps,
+    saves and resumes exchange. Count this rank's sockets, and on rank 0 the bytes in the store."""
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(ranks),
+        LOCAL_WORLD_SIZE=str(ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
     layout = Layout(dp_shard=ranks // 2, tp=2, rank=rank, global_batch_size=ranks)
     allow_many_ranks()
     layout = make_mesh(connect(layout, train_llama3.Config(), "cpu"))
     group = new_gloo_group("checkpoint")
-    assert scatter(on_rank_0(lambda values: values, group, rank), group) == fail_together(lambda: rank, group)
+    assert scatter(on_rank_0(lambda values: values, group, rank), group) == fail_together(
+        lambda: rank, group
+    )
     dist.all_reduce(torch.ones(1))
     links = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
     store = dist.distributed_c10d._get_default_store().underlying_store.underlying_store
@@ -530,12 +748,16 @@ def count_sockets(rank: int, ranks: int, port: int, found):
 
 @pytest.mark.slow
 def test_sockets_do_not_grow_with_the_ranks(port):
-    """A full mesh of connections, gloo's default, has 2 sockets per rank in every rank: 1,024 file handles at 510 ranks. Only
-    the process with the store, here rank 0, under torchrun the launcher, has a socket per rank, and rank 0 another, for what
-    all ranks tell it in a save. Twice the ranks are one neighbour more for one rank of a broadcast's tree; the mean is two."""
+    """A full mesh of connections, gloo's default, has 2 sockets per rank in every rank: 1,024 file
+    handles at 510 ranks. Only the process with the store, here rank 0, under torchrun the launcher,
+    has a socket per rank, and rank 0 another, for what all ranks tell it in a save. Twice the ranks
+    are one neighbour more for one rank of a broadcast's tree; the mean is two."""
     for ranks in (4, 8, 16, 32):
         found = forkserver.Queue()
-        workers = [forkserver.Process(target=count_sockets, args=(rank, ranks, port, found)) for rank in range(ranks)]
+        workers = [
+            forkserver.Process(target=count_sockets, args=(rank, ranks, port, found))
+            for rank in range(ranks)
+        ]
         for worker in workers:
             worker.start()
         (_, first, stored), *others = sorted(found.get(timeout=300) for _ in workers)
@@ -548,19 +770,27 @@ def test_sockets_do_not_grow_with_the_ranks(port):
 
 @pytest.mark.slow
 def test_a_wait_for_others_ends(tmp_path, start, port):
-    """Ctrl-C and SIGTERM end a start at once; a stranger at the port, who never answers, after --init_timeout_s; and so does a
-    rank that dies between connecting and checkpoint.py's group."""
+    """Ctrl-C and SIGTERM end a start at once; a stranger at the port, who never answers, after
+    --init_timeout_s; and so does a rank that dies between connecting and checkpoint.py's group."""
     for number in (signal.SIGINT, signal.SIGTERM):
         job = by_hand(start, tmp_path, 0, port)
-        job.until(lambda: f":{port:04X} " in Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text())
+        job.until(
+            lambda: (
+                f":{port:04X} "
+                in Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
+            )
+        )
         job.launcher.send_signal(number)
         assert job.end(within=20) != 0
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         job = by_hand(start, tmp_path, 1, stranger.getsockname()[1], "--init_timeout_s", 2)
         assert job.end(within=60) == 1 and "within --init_timeout_s 2" in job.text()
     dies = tmp_path / "dies.py"
-    dies.write_text("import os\nimport train_llama3 as recipe\nrecipe.Checkpoints = lambda *args, **more: os._exit(0)\n"
-                    "recipe.run(recipe.main, recipe.Config)\n")
+    dies.write_text(
+        "import os\nimport train_llama3 as recipe\nrecipe.Checkpoints = lambda *args, **more: "
+        "os._exit(0)\n"
+        "recipe.run(recipe.main, recipe.Config)\n"
+    )
     job = by_hand(start, tmp_path, 0, port, "--init_timeout_s", 10)
     by_hand(start, tmp_path, 1, port, "--init_timeout_s", 10, script=dies)
     assert job.end(within=60) == 1
@@ -572,31 +802,47 @@ def test_a_wait_for_others_ends(tmp_path, start, port):
 def test_the_files_for_kubernetes_and_skypilot(tmp_path):
     """Both are YAML; torchrun and the recipe know the flags of their commands."""
     yaml = pytest.importorskip("yaml")
-    job, task = (yaml.safe_load(text) for text in re.findall(
-        r"```yaml\n(.*?)```", (REPO / "docs" / "cluster.md").read_text(), re.S))
+    job, task = (
+        yaml.safe_load(text)
+        for text in re.findall(
+            r"```yaml\n(.*?)```", (REPO / "docs" / "cluster.md").read_text(), re.S
+        )
+    )
     pod = job["spec"]["template"]["spec"]
     assert job["kind"] == "Job" and pod["restartPolicy"] == "Never"  # podFailurePolicy needs it
     script = f"torchrun() {{ printf '%s\\n' \"$@\"; }}\n{task['run']}"
-    env = {"NUM_NODES": "2", "NUM_GPUS_PER_NODE": "8", "NODE_IPS": "10.0.0.1\n10.0.0.2", "TASK_ID": "t"}
+    env = {
+        "NUM_NODES": "2",
+        "NUM_GPUS_PER_NODE": "8",
+        "NODE_IPS": "10.0.0.1\n10.0.0.2",
+        "TASK_ID": "t",
+    }
     env = os.environ | {f"SKYPILOT_{name}": value for name, value in env.items()}
-    done = subprocess.run(["bash", "-euc", script], env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["bash", "-euc", script], env=env, capture_output=True, text=True, check=True
+    )
     started = done.stdout.split()
     assert started[started.index("--rdzv_endpoint") + 1] == "10.0.0.1:29500"
     for words in (pod["containers"][0]["command"][1:], started):
         asked = get_args_parser().parse_args(words)
         assert asked.training_script == "train_llama3.py" and asked.nproc_per_node == "8"
-        assert parse_config(train_llama3.Config, asked.training_script_args).out == "/shared/runs/8B"
+        assert (
+            parse_config(train_llama3.Config, asked.training_script_args).out == "/shared/runs/8B"
+        )
 
 
 @pytest.mark.slow
 def test_slurm_script(tmp_path, start):
-    """The script of docs/cluster.md, with stand-ins for srun and scontrol: it requeues itself while there is progress."""
-    (script,) = re.findall(r"```bash\n(#!/bin/bash.*?)```", (REPO / "docs" / "cluster.md").read_text(), re.S)
+    """The script of docs/cluster.md, with stand-ins for srun and scontrol: it requeues itself while
+    there is progress."""
+    (script,) = re.findall(
+        r"```bash\n(#!/bin/bash.*?)```", (REPO / "docs" / "cluster.md").read_text(), re.S
+    )
     out, port = tmp_path / "run", free_port()
     programs = {
         "srun": f'while [ "$1" != torchrun ]; do shift; done; shift\n'
-                f'exec {sys.executable} -m torch.distributed.run --local_addr 127.0.0.1 "$@"\n',
-        "scontrol": f'case $1 in show) echo 127.0.0.1;; requeue) echo $2 >> {tmp_path}/requeued;; esac\n',
+        f'exec {sys.executable} -m torch.distributed.run --local_addr 127.0.0.1 "$@"\n',
+        "scontrol": f"case $1 in show) echo 127.0.0.1;; requeue) echo $2 >> {tmp_path}/requeued;; esac\n",
     }
     for name, text in programs.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}")
@@ -604,21 +850,33 @@ def test_slurm_script(tmp_path, start):
 
     def submit(name, *flags, **env):
         text = script
-        ours = {r"^out=.*$": f"out={out}", r" 8 ": " 2 ", r"29500": str(port), r" train_llama3\.py .* --out":
-                f" {RECIPE} {' '.join(map(str, [*FLAGS, *DATA, *flags]))} --out"}
+        ours = {
+            r"^out=.*$": f"out={out}",
+            r" 8 ": " 2 ",
+            r"29500": str(port),
+            r" train_llama3\.py .* --out": f" {RECIPE} {' '.join(map(str, [*FLAGS, *DATA, *flags]))} --out",
+        }
         for pattern, replacement in ours.items():
             text, n = re.subn(pattern, replacement, text, flags=re.M)
             assert n == 1, pattern
         (tmp_path / name).write_text(text)
         env |= {"SLURM_JOB_ID": "77", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "n[1-4]"}
-        return start.job(["bash", tmp_path / name], out, PATH=f"{tmp_path}:{os.environ['PATH']}", **env)
+        return start.job(
+            ["bash", tmp_path / name], out, PATH=f"{tmp_path}:{os.environ['PATH']}", **env
+        )
 
     def requeued():
-        return (tmp_path / "requeued").read_text().split() if (tmp_path / "requeued").exists() else []
+        return (
+            (tmp_path / "requeued").read_text().split() if (tmp_path / "requeued").exists() else []
+        )
 
     job = submit("1.sh", *ENDLESS, "--checkpoint_every", 1_000_000)
     job.until_step(3)
-    (torchrun,) = (pid for pid in job.processes() if b"torch.distributed.run" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    (torchrun,) = (
+        pid
+        for pid in job.processes()
+        if b"torch.distributed.run" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    )
     os.kill(torchrun, signal.SIGUSR1)
     assert job.end() == 1 and requeued() == ["77"]
     stopped = all_good(out)

@@ -1,4 +1,5 @@
 """docs/course.md: what a lecturer is told to project, to run and to ask is there, and is true."""
+
 import importlib
 import math
 import re
@@ -18,8 +19,12 @@ from tools.schedule import bubble, rows_of, simulate
 
 TEXT = (REPO / "docs" / "course.md").read_text()
 LECTURES = TEXT.split("\n## Lecture ")[1:]
-COMMANDS = [shlex.join(shlex.split(line, comments=True)) for block in re.findall(r"```\n(.*?)```", TEXT, re.S)
-            for line in commands_in(block) if "exercises/run.py" not in line]
+COMMANDS = [
+    shlex.join(shlex.split(line, comments=True))
+    for block in re.findall(r"```\n(.*?)```", TEXT, re.S)
+    for line in commands_in(block)
+    if "exercises/run.py" not in line
+]
 
 
 def numbers(word: str) -> list[int]:
@@ -36,7 +41,11 @@ def test_what_is_projected_is_there():
     for lecture in LECTURES:
         row = re.search(r"\| project \|(.*)\|", lecture)[1]
         sources = "".join(path.read_text() for path in REPO.glob("*.py"))
-        sources += "".join(path.read_text() for folder in ("models", "distributed") for path in REPO.glob(f"{folder}/*.py"))
+        sources += "".join(
+            path.read_text()
+            for folder in ("models", "distributed")
+            for path in REPO.glob(f"{folder}/*.py")
+        )
         for name in re.findall(r"`(\w+)`", row):
             assert re.search(rf"(def |^){name}\b", sources, re.M), name
         for file in re.findall(r"`([\w/]+\.py)`", row):
@@ -54,7 +63,9 @@ def test_answers_of_the_quiz():
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command_of_a_lecture(command, tmp_path):
     processes, script, args = split_command(command)
-    parse_config(with_report_flags(importlib.import_module(script.removesuffix(".py")).Config), args)
+    parse_config(
+        with_report_flags(importlib.import_module(script.removesuffix(".py")).Config), args
+    )
     if "--check_parity" in args:  # a minute each, and the README's is run by tests/test_recipes.py
         return
     if "--dry_run" not in args:

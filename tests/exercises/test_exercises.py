@@ -1,5 +1,6 @@
-"""exercises/: the project's own functions pass each check, a blank does not, other right answers pass, and a typical wrong one
-is told what is wrong. The answers are in tests/answers/."""
+"""exercises/: the project's own functions pass each check, a blank does not, other right answers
+pass, and a typical wrong one is told what is wrong. The answers are in tests/answers/."""
+
 import importlib
 import json
 import re
@@ -27,13 +28,15 @@ def blanks(number: int) -> dict:
 
 
 def check(number: int, answer=None):
-    """The check, with an answer in place of the project's own functions in the processes that it starts: there and nowhere
-    else, as a student's functions run."""
+    """The check, with an answer in place of the project's own functions in the processes that it
+    starts: there and nowhere else, as a student's functions run."""
     with mock.patch.object(feedback, "planted", answer or {}):
         importlib.import_module(COURSE[number].name).check()
 
 
-@pytest.mark.parametrize("number", [pytest.param(n, marks=[pytest.mark.slow] * (n != 7), id=str(n)) for n in COURSE])
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=[pytest.mark.slow] * (n != 7), id=str(n)) for n in COURSE]
+)
 def test_an_exercise_knows_right_from_wrong(number):
     given = answers(number)
     assert given.RIGHT and given.WRONG
@@ -64,7 +67,9 @@ def test_a_page_says_what_to_do(number):
     for file, names in COURSE[number].blanks.items():
         for name in names:
             assert f"`{name.split('.')[0]}" in task and f"`{file}`" in task, name
-            assert functions(original(file).read_text())[name].body[0].value.value, f"{name} has no docstring"
+            assert functions(original(file).read_text())[name].body[0].value.value, (
+                f"{name} has no docstring"
+            )
 
 
 def write(answer: dict, folder):
@@ -82,8 +87,10 @@ def test_a_student_starts_checks_asks_and_solves(tmp_path):
     assert "is still a blank" in run("check", folder, status=1)
     assert run("hint", folder) != run("hint", folder)
     given = answers(1)
-    for answer, status, words in ((given.WRONG[0][0] | {"parallel.py": given.RIGHT[0]["parallel.py"]}, 1, given.WRONG[0][1]),
-                                  (given.RIGHT[0], 0, "is solved")):
+    for answer, status, words in (
+        (given.WRONG[0][0] | {"parallel.py": given.RIGHT[0]["parallel.py"]}, 1, given.WRONG[0][1]),
+        (given.RIGHT[0], 0, "is solved"),
+    ):
         write(answer, folder)
         assert words in run("check", folder, "--limit", 500, status=status)
     assert "no end after 1 s" in run("check", folder, "--limit", 1, status=1)
@@ -96,7 +103,12 @@ def test_an_answer_that_fails_is_shown_where_it_does(tmp_path):
     path = tmp_path / "a" / "hand01.py"
     path.write_text(path.read_text().replace("loss.backward()", "loss.backwards()"))
     said = run("check", tmp_path / "a", "--limit", 500, status=1)
-    assert "hand01.py" in said and "loss.backwards()" in said and "AttributeError" in said and len(said.splitlines()) < 8
+    assert (
+        "hand01.py" in said
+        and "loss.backwards()" in said
+        and "AttributeError" in said
+        and len(said.splitlines()) < 8
+    )
 
 
 @pytest.mark.slow
@@ -105,21 +117,30 @@ def test_a_file_that_cannot_be_imported_is_named(tmp_path):
     path = tmp_path / "a b" / "parallel.py"
     path.write_text(path.read_text() + "def (\n")
     said = run("check", tmp_path / "a b", "--limit", 500, status=1)
-    assert "SyntaxError: parallel.py, line" in said and "def (" in said and len(said.splitlines()) < 8
+    assert (
+        "SyntaxError: parallel.py, line" in said and "def (" in said and len(said.splitlines()) < 8
+    )
     path.unlink()
     assert "parallel.py cannot be read: No such file" in run("check", tmp_path / "a b", status=1)
     (tmp_path / "a b" / "exercise.json").write_text("[1]")
     assert "names no exercise or bug" in run("check", tmp_path / "a b", status=2)
 
 
-@pytest.mark.parametrize("argv, words", [
-    (("start", 1, "--out", __file__ + "/new"), "cannot be made: Not a directory"),
-    (("start", 99, "--out", "{}"), "there is no exercise 99; use 1 .. "),
-    (("start", "--out", "{}"), "needs the number of an exercise or --bug N or --diff FILE"),
-    (("start", 1, "--bug", 1, "--out", "{}"), "needs the number of an exercise or --bug N or --diff FILE"),
-    (("start", "--bug", 99, "--out", "{}"), "there is no bug 99; use 1 .. 15"),
-    (("check", "{}"), "is no folder of an exercise"), (("hint", "{}"), "is no folder of an exercise"),
-])
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (("start", 1, "--out", __file__ + "/new"), "cannot be made: Not a directory"),
+        (("start", 99, "--out", "{}"), "there is no exercise 99; use 1 .. "),
+        (("start", "--out", "{}"), "needs the number of an exercise or --bug N or --diff FILE"),
+        (
+            ("start", 1, "--bug", 1, "--out", "{}"),
+            "needs the number of an exercise or --bug N or --diff FILE",
+        ),
+        (("start", "--bug", 99, "--out", "{}"), "there is no bug 99; use 1 .. 15"),
+        (("check", "{}"), "is no folder of an exercise"),
+        (("hint", "{}"), "is no folder of an exercise"),
+    ],
+)
 def test_wrong_usage_is_one_line(argv, words, tmp_path):
     said = run(*[str(tmp_path / "new") if word == "{}" else word for word in argv], status=2)
     assert words in said and len(said.splitlines()) == 1
@@ -128,22 +149,46 @@ def test_wrong_usage_is_one_line(argv, words, tmp_path):
 BODY = "    n = T // (2 * cp)\n"  # the first line of exercise 7's right answer
 SUBMISSIONS = [  # files to write, what stands before BODY, verdict, a part of the message
     ({}, "", "solved", ""),
-    ({"pool.py": "1 / 0", "ex07.py": "1 / 0", "sitecustomize.py": "1 / 0"}, "", "solved", ""),  # nothing else is read
+    # nothing else is read
+    ({"pool.py": "1 / 0", "ex07.py": "1 / 0", "sitecustomize.py": "1 / 0"}, "", "solved", ""),
     ({}, "    import os\n    os._exit(0)\n", "refused", "import os"),
     ({}, "    torch.os._exit(0)\n", "refused", "._exit"),
-    ({}, "    with torch._C._DisableTorchDispatch():\n        pass\n", "refused", "._C"),  # would hide traffic from the check
+    # would hide traffic from the check
+    ({}, "    with torch._C._DisableTorchDispatch():\n        pass\n", "refused", "._C"),
     ({}, "    import feedback\n    feedback.alone = print\n", "refused", "import feedback"),
-    ({}, "    class T:\n        def __reduce__(self):\n            return print, ()\n", "refused", "def __reduce__"),
+    (
+        {},
+        "    class T:\n        def __reduce__(self):\n            return print, ()\n",
+        "refused",
+        "def __reduce__",
+    ),
     ({}, "    print('exercise 7 is solved')\n    raise SystemExit(0)\n", "error", "SystemExit"),
     ({}, "    torch.ones(10**10)\n", "error", "memory"),
-    ({}, "    torch.equal = lambda a, b: True\n    return torch.arange(T).chunk(cp)[rank]\n", "not yet", "all wait for"),
-    ({"parallel.py": Path(REPO, "parallel.py").read_text()}, "", "refused", "the project's own lines, word for word"),
-    ({"exercise.json": '{"exercise": 8, "hints": 0}'}, "", "refused", "does exercise.json name another exercise"),
+    (
+        {},
+        "    torch.equal = lambda a, b: True\n    return torch.arange(T).chunk(cp)[rank]\n",
+        "not yet",
+        "all wait for",
+    ),
+    (
+        {"parallel.py": Path(REPO, "parallel.py").read_text()},
+        "",
+        "refused",
+        "the project's own lines, word for word",
+    ),
+    (
+        {"exercise.json": '{"exercise": 8, "hints": 0}'},
+        "",
+        "refused",
+        "does exercise.json name another exercise",
+    ),
 ]
 
 
 def test_the_table_of_answers_is_fresh():
-    assert table(SUBMISSIONS) == (REPO / "exercises" / "tried.md").read_text(), "run `python exercises/tried.py`"
+    assert table(SUBMISSIONS) == (REPO / "exercises" / "tried.md").read_text(), (
+        "run `python exercises/tried.py`"
+    )
 
 
 @pytest.mark.slow
@@ -159,11 +204,17 @@ def test_a_class_is_graded_unattended(tmp_path):
     run("grade", tmp_path / "class", "--json", tmp_path / "out.jsonl", "--limit", 300)
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [row["verdict"] for row in rows] == [verdict for *_, verdict, _ in SUBMISSIONS], rows
-    assert all(words in row["message"] for row, (*_, words) in zip(rows, SUBMISSIONS, strict=True)), rows
-    assert [row["student"] for row in rows] == [f"{i:02}" for i in range(len(rows))] and rows[0]["exercise"] == 7
+    assert all(
+        words in row["message"] for row, (*_, words) in zip(rows, SUBMISSIONS, strict=True)
+    ), rows
+    assert [row["student"] for row in rows] == [f"{i:02}" for i in range(len(rows))] and rows[0][
+        "exercise"
+    ] == 7
     # natural_order is right in all; a submission that is refused has no points
     points = {"solved": 2, "refused": 0}
-    assert [(row["points"], row["of"]) for row in rows[:-1]] == [(points.get(row["verdict"], 1), 2) for row in rows[:-1]]
+    assert [(row["points"], row["of"]) for row in rows[:-1]] == [
+        (points.get(row["verdict"], 1), 2) for row in rows[:-1]
+    ]
 
 
 def test_a_short_function_may_come_out_like_the_projects(tmp_path):
@@ -177,8 +228,10 @@ def test_a_copy_does_not_hold_the_answer(tmp_path):
     text = (tmp_path / "a/docs/parallelism.md").read_text()
     assert "chunks[2 * cp - 1 - rank]" not in text and "left out of your copy" in text
     assert "import parallel" in (tmp_path / "a/play.py").read_text()
-    (tmp_path / "my.diff").write_text("--- a/parallel.py\n+++ b/parallel.py\n@@ -1 +1 @@\n-    dist.all_reduce(squares)\n+   "
-                                      " pass\n")
+    (tmp_path / "my.diff").write_text(
+        "--- a/parallel.py\n+++ b/parallel.py\n@@ -1 +1 @@\n-    dist.all_reduce(squares)\n+   "
+        " pass\n"
+    )
     run("start", "--diff", tmp_path / "my.diff", "--out", tmp_path / "b")
     assert "    pass\n    norm = squares" in (tmp_path / "b/parallel.py").read_text()
     assert "squares" not in (tmp_path / "b/TASK.md").read_text()
@@ -194,7 +247,8 @@ def test_every_known_mistake_can_be_planted():
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_bug_is_there_until_it_is_repaired(number, tmp_path):
-    """As a student sees it, with the folder and the commands. These two cannot be swapped into a running function."""
+    """As a student sees it, with the folder and the commands. These two cannot be swapped into a
+    running function."""
     run("start", "--bug", number, "--out", tmp_path / "bug")
     assert "differs from plain torch" in run("check", tmp_path / "bug", status=1)
     for file in planted_bug(BUGS[number]):
@@ -206,6 +260,8 @@ def test_a_bug_is_there_until_it_is_repaired(number, tmp_path):
 @pytest.mark.parametrize("number", [n for n in BUGS if n > 2])
 def test_a_bug_is_found_by_its_check(number):
     BUGS[number].check()
-    with (mock.patch.object(feedback, "planted", changed_functions(BUGS[number])),
-          pytest.raises(feedback.Wrong, match="differs from plain torch")):
+    with (
+        mock.patch.object(feedback, "planted", changed_functions(BUGS[number])),
+        pytest.raises(feedback.Wrong, match="differs from plain torch"),
+    ):
         BUGS[number].check()

@@ -1,4 +1,6 @@
-"""forks/ema.py, by the lines of docs/fork_me.md: the average is the one by hand, survives another layout, touches no weight."""
+"""forks/ema.py, by the lines of docs/fork_me.md: the average is the one by hand, survives another
+layout, touches no weight."""
+
 from functools import partial
 
 import pytest
@@ -11,8 +13,28 @@ from forks.ema import Ema
 from storage.dcp import read_table, read_tensors
 from storage.manifest import read_manifest
 
-FLAGS = ["--steps", 6, "--model_args", MODEL, "--seq_len", 32, "--local_batch_size", 2, "--global_batch_size", 4,
-         "--log_every", 1, "--val_every", 3, "--val_batches", 1, "--compute_dtype", "float32", "--device", "cpu"]
+FLAGS = [
+    "--steps",
+    6,
+    "--model_args",
+    MODEL,
+    "--seq_len",
+    32,
+    "--local_batch_size",
+    2,
+    "--global_batch_size",
+    4,
+    "--log_every",
+    1,
+    "--val_every",
+    3,
+    "--val_batches",
+    1,
+    "--compute_dtype",
+    "float32",
+    "--device",
+    "cpu",
+]
 EMA = ["--ema_decay", 0.7, "--eval_ema"]
 
 
@@ -27,7 +49,9 @@ def test_an_average_by_hand():
     torch.testing.assert_close(ema.state[net.last.weight]["ema"], by_hand)
     before = net.last.weight.detach().clone()
     with ema.in_place_of_weights():
-        assert torch.equal(net.last.weight, ema.state[net.last.weight]["ema"]) and not torch.equal(net.last.weight, before)
+        assert torch.equal(net.last.weight, ema.state[net.last.weight]["ema"]) and not torch.equal(
+            net.last.weight, before
+        )
     assert torch.equal(net.last.weight, before)
 
 
@@ -45,16 +69,37 @@ def test_continued_on_another_layout_the_average_is_that_of_an_uninterrupted_run
     train = partial(run, cwd=tmp_path, env=ENV | {"PYTHONPATH": str(REPO)})
     train(launch(1, "train_ema.py", *FLAGS, *EMA, "--export_hf", "hf", "--out", "one"))
     for steps, *layout in ((3, "--tp", 2), (6, "--pp", 2)):
-        train(launch(2, "train_ema.py", *FLAGS, *EMA, *layout, "--steps", steps, "--schedule_steps", 6, "--out", "two"))
+        train(
+            launch(
+                2,
+                "train_ema.py",
+                *FLAGS,
+                *EMA,
+                *layout,
+                "--steps",
+                steps,
+                "--schedule_steps",
+                6,
+                "--out",
+                "two",
+            )
+        )
     one, two = averages(tmp_path / "one"), averages(tmp_path / "two")
     assert one.keys() == two.keys() and len(one) == 2 * 21
     torch.testing.assert_close(two, one, atol=2e-5, rtol=1e-4)
     train(launch(1, REPO / "train_llama3.py", *FLAGS, "--out", "plain"))
     losses = [[line["loss"] for line in train_lines(tmp_path / out)] for out in ("plain", "one")]
     assert losses[0] == losses[1]
-    vals = [[line["val_loss"] for line in metrics(tmp_path / out) if "val_loss" in line] for out in ("plain", "one", "two")]
+    vals = [
+        [line["val_loss"] for line in metrics(tmp_path / out) if "val_loss" in line]
+        for out in ("plain", "one", "two")
+    ]
     assert vals[1] == pytest.approx(vals[2], abs=1e-5) and abs(vals[0][-1] - vals[1][-1]) > 1e-3
-    assert "check_parity: equal" in train(launch(1, "train_ema.py", *FLAGS, *EMA, "--tp", 2, "--check_parity"))
+    assert "check_parity: equal" in train(
+        launch(1, "train_ema.py", *FLAGS, *EMA, "--tp", 2, "--check_parity")
+    )
     from storage.hf import load_hf_model
 
-    assert torch.equal(load_hf_model(str(tmp_path / "hf"))[0].norm.weight, one["optimizer.norm.weight.ema"])
+    assert torch.equal(
+        load_hf_model(str(tmp_path / "hf"))[0].norm.weight, one["optimizer.norm.weight.ema"]
+    )

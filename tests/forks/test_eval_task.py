@@ -1,4 +1,6 @@
-"""forks/eval_task.py, by the lines of docs/fork_me.md: the numbers of evaluate.py, in every layout, and training as without."""
+"""forks/eval_task.py, by the lines of docs/fork_me.md: the numbers of evaluate.py, in every layout,
+and training as without."""
+
 import json
 
 import pytest
@@ -8,25 +10,70 @@ from test_guarded import FLAGS, write_copy
 
 @pytest.mark.slow
 def test_a_task_in_training_has_the_numbers_of_evaluate(tmp_path):
-    lines = [{"question": f"{i} + {i}?", "choices": [str(2 * i), "no"], "answer": i % 2} for i in range(7)]
+    lines = [
+        {"question": f"{i} + {i}?", "choices": [str(2 * i), "no"], "answer": i % 2}
+        for i in range(7)
+    ]
     (tmp_path / "task.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     write_copy(tmp_path / "copy.py", "A benchmark in training")
-    flags = [*FLAGS[:-2], "--steps", 4, "--model_args", MODEL.replace("n_layers=2", "n_layers=4"), "--val_every", 2,
-             "--val_batches", 1, "--checkpoint_every", 2]
+    flags = [
+        *FLAGS[:-2],
+        "--steps",
+        4,
+        "--model_args",
+        MODEL.replace("n_layers=2", "n_layers=4"),
+        "--val_every",
+        2,
+        "--val_batches",
+        1,
+        "--checkpoint_every",
+        2,
+    ]
 
     def call(processes, *argv):
         run(launch(processes, *argv), tmp_path, env=ENV | {"PYTHONPATH": str(REPO)})
 
     found, losses = [], []
-    for layout, *task in [("",), ("", 1), ("--tp 2", 1), ("--pp 2 --pp_schedule Interleaved1F1B", 1)]:
+    for layout, *task in [
+        ("",),
+        ("", 1),
+        ("--tp 2", 1),
+        ("--pp 2 --pp_schedule Interleaved1F1B", 1),
+    ]:
         out = f"{layout}{len(task)}"
-        call(1 + bool(layout), tmp_path / ("copy.py" if task else REPO / "train_llama3.py"), *flags, "--out", out,
-             *layout.split(), *["--eval_task", "task.jsonl"] * len(task))
+        call(
+            1 + bool(layout),
+            tmp_path / ("copy.py" if task else REPO / "train_llama3.py"),
+            *flags,
+            "--out",
+            out,
+            *layout.split(),
+            *["--eval_task", "task.jsonl"] * len(task),
+        )
         losses.append([line["loss"] for line in train_lines(tmp_path / out)])
         found += [[line for line in metrics(tmp_path / out) if "eval_acc" in line]] * len(task)
-    assert losses[0] == losses[1] and all(losses[0] == pytest.approx(of_layout, rel=1e-5) for of_layout in losses[2:])
+    assert losses[0] == losses[1] and all(
+        losses[0] == pytest.approx(of_layout, rel=1e-5) for of_layout in losses[2:]
+    )
     for step, *numbers in zip((2, 4), *found, strict=True):
-        call(1, REPO / "evaluate.py", "--checkpoint", f"1/checkpoints/step-{step}", "--task", "task.jsonl", "--out",
-             f"{step}.jsonl", "--compute_dtype", "float32", "--device", "cpu")
-        want = json.loads((tmp_path / f"{step}.jsonl").read_text().splitlines()[-1])["summary"] | {"step": step}
-        assert all(line == pytest.approx({name: want[name.removeprefix("eval_")] for name in line}) for line in numbers)
+        call(
+            1,
+            REPO / "evaluate.py",
+            "--checkpoint",
+            f"1/checkpoints/step-{step}",
+            "--task",
+            "task.jsonl",
+            "--out",
+            f"{step}.jsonl",
+            "--compute_dtype",
+            "float32",
+            "--device",
+            "cpu",
+        )
+        want = json.loads((tmp_path / f"{step}.jsonl").read_text().splitlines()[-1])["summary"] | {
+            "step": step
+        }
+        assert all(
+            line == pytest.approx({name: want[name.removeprefix("eval_")] for name in line})
+            for line in numbers
+        )

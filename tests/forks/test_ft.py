@@ -1,9 +1,11 @@
-"""forks/train_llama3_ft.py: replica groups equal one layout, survive kill -9, and come back with the weights of the others.
+"""forks/train_llama3_ft.py: replica groups equal one layout, survive kill -9, and come back with
+the weights of the others.
 
     pip install torchft
     pytest -m "" tests/forks/test_ft.py                # two kills
     KILLS=10 pytest -s -m "" tests/forks/test_ft.py -k killed
 """
+
 import importlib
 import importlib.util
 import json
@@ -30,11 +32,32 @@ from support.metrics import read_lines
 from tools.checkpoint_commands import diff
 
 recipe = importlib.import_module("forks.train_llama3_ft")
-needs_torchft = pytest.mark.skipif(importlib.util.find_spec("torchft") is None, reason="torchft is not installed")
+needs_torchft = pytest.mark.skipif(
+    importlib.util.find_spec("torchft") is None, reason="torchft is not installed"
+)
 MODEL = "n_layers=2,dim=16,n_heads=2,n_kv_heads=1,head_dim=8,ffn_dim=32,vocab_size=4096"
-# A small learning rate: at 1e-3 this model has steps with a gradient norm of 17, where rounding differences grow a thousandfold
-FLAGS = ["--compute_dtype", "float32", "--model_args", MODEL, "--local_batch_size", 2, "--seq_len", 32, "--lr", 1e-4, "--steps",
-         20000, "--schedule_steps", 1000, "--log_every", 1, "--val_every", 0]
+# A small learning rate: at 1e-3 this model has steps with a gradient norm of 17, where rounding
+# differences grow a thousandfold
+FLAGS = [
+    "--compute_dtype",
+    "float32",
+    "--model_args",
+    MODEL,
+    "--local_batch_size",
+    2,
+    "--seq_len",
+    32,
+    "--lr",
+    1e-4,
+    "--steps",
+    20000,
+    "--schedule_steps",
+    1000,
+    "--log_every",
+    1,
+    "--val_every",
+    0,
+]
 TIMEOUT = 20  # --ft_timeout_s
 # train_llama3.py in one process, with as many sequences in each step as a list says
 REFERENCE = """
@@ -62,7 +85,11 @@ def test_what_is_missing_is_said_in_one_line(monkeypatch):
     refuses("pip install torchft", ft.check_groups, cfg)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     refuses("no lighthouse at .*:1 .* start one: torchft_lighthouse", ft.check_groups, cfg)
-    refuses("use --optimizer adamw, not adamw_sr", ft.check_groups, recipe.Config(optimizer="adamw_sr", param_dtype="bfloat16"))
+    refuses(
+        "use --optimizer adamw, not adamw_sr",
+        ft.check_groups,
+        recipe.Config(optimizer="adamw_sr", param_dtype="bfloat16"),
+    )
 
 
 class Numbers:
@@ -78,8 +105,12 @@ class Numbers:
 def groups_at(samples: int, place: int, n: int, data_rank: int) -> ft.ReplicaGroups:
     """A rank of a group of two data ranks with two sequences each, which knows of nobody."""
     groups = object.__new__(ft.ReplicaGroups)
-    layout = SimpleNamespace(global_batch_size=4, local_batch_size=2, data_rank=data_rank, data_ranks=2, device="cpu")
-    vars(groups).update(layout=layout, state={"samples": samples}, place=place, n=n, reader=None, next=None)
+    layout = SimpleNamespace(
+        global_batch_size=4, local_batch_size=2, data_rank=data_rank, data_ranks=2, device="cpu"
+    )
+    vars(groups).update(
+        layout=layout, state={"samples": samples}, place=place, n=n, reader=None, next=None
+    )
     return groups
 
 
@@ -89,18 +120,25 @@ def test_the_batch_follows_from_the_cursor_and_the_live_groups():
     groups = every[3]  # of the second group
     groups.state["samples"] = 112
     assert next(groups.batches(Numbers())) == [118, 119]
-    assert next(groups.batches(Numbers())) == [118, 119]  # the step is done again: nothing is left out
+    # the step is done again: nothing is left out
+    assert next(groups.batches(Numbers())) == [118, 119]
     groups.place, groups.n = 0, 1  # both others have died
     assert next(groups.batches(Numbers())) == [114, 115]
 
 
 def test_gradients_are_weighted_by_tokens():
-    """Two groups, of 6 and 2 tokens with a loss: their gradients count 3/4 and 1/4. A death in a sum is told."""
+    """Two groups, of 6 and 2 tokens with a loss: their gradients count 3/4 and 1/4. A death in a
+    sum is told."""
     dead = []
     pg = SimpleNamespace(abort=lambda: None)
     manager = SimpleNamespace(errored=lambda: bool(dead), should_commit=lambda: not dead, _pg=pg)
-    groups, layout = object.__new__(ft.ReplicaGroups), SimpleNamespace(world_size=1, data_ranks=1, rank=0)
-    vars(groups).update(manager=manager, layout=layout, n=2, flags={}, state={"step": 0}, has_stepped=False)
+    groups, layout = (
+        object.__new__(ft.ReplicaGroups),
+        SimpleNamespace(world_size=1, data_ranks=1, rank=0),
+    )
+    vars(groups).update(
+        manager=manager, layout=layout, n=2, flags={}, state={"step": 0}, has_stepped=False
+    )
     stage = torch.nn.Linear(2, 2, bias=False)
     labels = torch.tensor([[1] * 6 + [ft.IGNORE] * 2])
     batch = Batch(labels, labels, labels, None, 4, f"{2**48 - 1:012x}")
@@ -126,10 +164,27 @@ class World:
 
     def __init__(self, folder: Path, min_replicas: int = 1, flags=()):
         self.folder, self.jobs, self.starts, port = folder, {}, 0, free_port()
-        self.flags = [*FLAGS, *flags, "--dp_shard", 2, "--ft_lighthouse", f"http://127.0.0.1:{port}", "--ft_timeout_s", TIMEOUT,
-                      "--out", folder / "run"]
-        lighthouse = [Path(sys.executable).parent / "torchft_lighthouse", "--bind", f"[::]:{port}", "--min_replicas",
-                      min_replicas, "--heartbeat_timeout_ms", 1000]
+        self.flags = [
+            *FLAGS,
+            *flags,
+            "--dp_shard",
+            2,
+            "--ft_lighthouse",
+            f"http://127.0.0.1:{port}",
+            "--ft_timeout_s",
+            TIMEOUT,
+            "--out",
+            folder / "run",
+        ]
+        lighthouse = [
+            Path(sys.executable).parent / "torchft_lighthouse",
+            "--bind",
+            f"[::]:{port}",
+            "--min_replicas",
+            min_replicas,
+            "--heartbeat_timeout_ms",
+            1000,
+        ]
         self.lighthouse = Job(lighthouse, folder, folder / "lighthouse.log")
         while ft.cannot_reach(f"http://127.0.0.1:{port}"):
             time.sleep(0.1)
@@ -137,7 +192,9 @@ class World:
     def start(self, group: int) -> Job:
         self.starts += 1
         command = launch(2, REPO / "forks/train_llama3_ft.py", "--ft_group", group, *self.flags)
-        job = Job(command, self.folder / f"run/group-{group}", self.folder / f"log-{group}-{self.starts}")
+        job = Job(
+            command, self.folder / f"run/group-{group}", self.folder / f"log-{group}-{self.starts}"
+        )
         self.jobs[group] = job
         return job
 
@@ -149,17 +206,32 @@ class World:
 @needs_torchft
 @pytest.mark.slow
 def test_two_groups_equal_one_layout(tmp_path):
-    with closing(World(tmp_path, min_replicas=2, flags=["--checkpoint_every", 0, "--steps", 20])) as w:
+    with closing(
+        World(tmp_path, min_replicas=2, flags=["--checkpoint_every", 0, "--steps", 20])
+    ) as w:
         for job in [w.start(0), w.start(1)]:
             assert job.end() == 0, job.text()
-    layout = ["--dp_replicate", 2, "--dp_shard", 2, "--checkpoint_every", 0, "--out", tmp_path / "one"]
+    layout = [
+        "--dp_replicate",
+        2,
+        "--dp_shard",
+        2,
+        "--checkpoint_every",
+        0,
+        "--out",
+        tmp_path / "one",
+    ]
     run(launch(4, REPO / "train_llama3.py", *FLAGS, "--steps", 20, *layout), cwd=tmp_path)
-    one, two = train_lines(tmp_path / "one"), [train_lines(tmp_path / f"run/group-{i}") for i in range(2)]
+    one, two = (
+        train_lines(tmp_path / "one"),
+        [train_lines(tmp_path / f"run/group-{i}") for i in range(2)],
+    )
     assert len(one) == 20 == len(two[0])
     for expected, *found in zip(one, *two, strict=True):
         for line in found:
             assert [line[key] for key in ("step", "tokens", "tokens_hash")] == [
-                expected[key] for key in ("step", "tokens", "tokens_hash")] and line["groups"] == 2
+                expected[key] for key in ("step", "tokens", "tokens_hash")
+            ] and line["groups"] == 2
             assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
             assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
 
@@ -172,8 +244,16 @@ def test_the_death_of_the_lighthouse_is_one_line(tmp_path):
         job.until_step(3)
         w.lighthouse.kill_everything()
         assert job.end() != 0
-        lines = [line for line in job.text().splitlines() if "lighthouse" in line and not line.startswith("flags:")]
-        assert len(lines) == 1 and " is gone, after step " in lines[0] and "start it again (torchft_lighthouse" in lines[0]
+        lines = [
+            line
+            for line in job.text().splitlines()
+            if "lighthouse" in line and not line.startswith("flags:")
+        ]
+        assert (
+            len(lines) == 1
+            and " is gone, after step " in lines[0]
+            and "start it again (torchft_lighthouse" in lines[0]
+        )
 
 
 def steps_saved(job: Job) -> set[int]:
@@ -185,7 +265,9 @@ def longest_pause(job: Job, done, timeout=180) -> float:
     path, begin = job.out / "metrics.jsonl", time.monotonic()
     written, longest = path.stat().st_mtime_ns, 0.0
     while not done():
-        assert job.launcher.poll() is None and time.monotonic() < begin + timeout, job.text()[-3000:]
+        assert job.launcher.poll() is None and time.monotonic() < begin + timeout, job.text()[
+            -3000:
+        ]
         time.sleep(0.02)
         now = path.stat().st_mtime_ns
         longest, written = max(longest, (now - written) / 1e9), now
@@ -193,8 +275,9 @@ def longest_pause(job: Job, done, timeout=180) -> float:
 
 
 def kill_one(w: World, chance: random.Random, from_nothing: bool) -> tuple[int, int, float, float]:
-    """kill -9 of a whole group at a random moment. It is started again when the other has done five steps alone, and waited for
-    until both have saved the same three steps. (step, group, longest pause of the other when alone, and when it came back)"""
+    """kill -9 of a whole group at a random moment. It is started again when the other has done five
+    steps alone, and waited for until both have saved the same three steps. (step, group, longest
+    pause of the other when alone, and when it came back)"""
     dead, alive = chance.sample([0, 1], 2)
     time.sleep(chance.uniform(0, 1))
     survivor, at = w.jobs[alive], w.jobs[dead].last_step()
@@ -203,8 +286,12 @@ def kill_one(w: World, chance: random.Random, from_nothing: bool) -> tuple[int, 
         shutil.rmtree(w.jobs[dead].out / "checkpoints")
     alone = longest_pause(survivor, lambda: survivor.last_step() > at + 5)
     back = w.start(dead)
-    came = longest_pause(survivor, lambda: sum(step > at + 5 for step in steps_saved(back) & steps_saved(survivor)) >= 3)
-    for step in {step for step in steps_saved(back) & steps_saved(survivor) if step > at}:  # weights and moments, bit by bit
+    came = longest_pause(
+        survivor,
+        lambda: sum(step > at + 5 for step in steps_saved(back) & steps_saved(survivor)) >= 3,
+    )
+    # weights and moments, bit by bit
+    for step in {step for step in steps_saved(back) & steps_saved(survivor) if step > at}:
         assert diff(*(str(job.out / f"checkpoints/step-{step}") for job in (back, survivor))) == 0
     return at, dead, alone, came
 
@@ -220,16 +307,25 @@ def test_killed_groups_come_back(tmp_path):
         for kill in range(kills):
             pauses.append(kill_one(w, chance, from_nothing=kill % 2 == 1))
             step, group, alone, came = pauses[-1]
-            print(f"kill {kill + 1}, group {group} at step {step}: the other paused {alone:.1f} s, {came:.1f} s at its return")
+            print(
+                f"kill {kill + 1}, group {group} at step {step}: the other paused {alone:.1f} s, "
+                f"{came:.1f} s at its return"
+            )
         for job in w.jobs.values():
             os.kill(job.launcher.pid, 15)
         for job in w.jobs.values():
             job.end()
-        redone = sum(text.read_text().count("the step is done again") for text in tmp_path.glob("log-*"))
+        redone = sum(
+            text.read_text().count("the step is done again") for text in tmp_path.glob("log-*")
+        )
     assert max(max(alone, came) for *_, alone, came in pauses) < TIMEOUT
 
-    # losses: each step is in at least one log, and equals a run on one process with as many sequences
-    logs = [{line["step"]: line for line in read_lines(str(job.out / "metrics.jsonl"))} for job in w.jobs.values()]
+    # losses: each step is in at least one log, and equals a run on one process with as many
+    # sequences
+    logs = [
+        {line["step"]: line for line in read_lines(str(job.out / "metrics.jsonl"))}
+        for job in w.jobs.values()
+    ]
     keys = ("loss", "grad_norm", "tokens", "tokens_hash", "groups")
     for step in logs[0].keys() & logs[1].keys():
         assert [logs[0][step][key] for key in keys] == [logs[1][step][key] for key in keys], step
@@ -237,13 +333,34 @@ def test_killed_groups_come_back(tmp_path):
     last = next(step for step in range(1, 10**6) if step + 1 not in merged)
     sizes = [4 * merged[step]["groups"] for step in range(1, last + 1)]
     reference = tmp_path / "reference"
-    run([sys.executable, "-c", REFERENCE, json.dumps(sizes), *map(str, FLAGS), "--steps", str(last), "--checkpoint_every", "0",
-         "--global_batch_size", "4", "--out", str(reference)])
+    run(
+        [
+            sys.executable,
+            "-c",
+            REFERENCE,
+            json.dumps(sizes),
+            *map(str, FLAGS),
+            "--steps",
+            str(last),
+            "--checkpoint_every",
+            "0",
+            "--global_batch_size",
+            "4",
+            "--out",
+            str(reference),
+        ]
+    )
     expected = train_lines(reference)
     far = [abs(line["loss"] / merged[line["step"]]["loss"] - 1) for line in expected]
-    print(f"{len(pauses)} kills in {last} steps, {redone} done again by a survivor, {sizes.count(4)} steps by one group; "
-          f"{len(logs[0].keys() & logs[1].keys())} are in both logs; losses differ from one process by up to {max(far):.1e}")
-    assert [line["tokens_hash"] for line in expected] == [merged[line["step"]]["tokens_hash"] for line in expected]
+    print(
+        f"{len(pauses)} kills in {last} steps, {redone} done again by a survivor, "
+        f"{sizes.count(4)} steps by one group; "
+        f"{len(logs[0].keys() & logs[1].keys())} are in both logs; losses differ from one process "
+        f"by up to {max(far):.1e}"
+    )
+    assert [line["tokens_hash"] for line in expected] == [
+        merged[line["step"]]["tokens_hash"] for line in expected
+    ]
     assert sizes.count(4) and max(far) < 1e-5
     assert redone <= 2 * kills
 
@@ -255,13 +372,18 @@ def test_a_group_that_comes_back_when_the_run_is_finished(tmp_path, capsys):
         (tmp_path / "group-0" / "checkpoints" / f"step-{step}").mkdir(parents=True)
     ft.look_beside(cfg)
     out = capsys.readouterr().out
-    assert "group 0 has done step 40" in out and "this group has step 0: if no group is alive" in out
+    assert (
+        "group 0 has done step 40" in out and "this group has step 0: if no group is alive" in out
+    )
     (tmp_path / "group-1" / "checkpoints" / "step-45").mkdir(parents=True)
     ft.look_beside(cfg)
     assert capsys.readouterr().out == ""
     (tmp_path / "group-0" / "checkpoints" / "step-50").mkdir()
     with pytest.raises(SystemExit) as end:
         ft.check_groups(cfg)
-    assert end.value.code == 0 and "step-50); the run is finished, and nothing is trained" in capsys.readouterr().out
+    assert (
+        end.value.code == 0
+        and "step-50); the run is finished, and nothing is trained" in capsys.readouterr().out
+    )
     ft.look_beside(replace(cfg, steps=60))
     assert "this group has step 45" in capsys.readouterr().out

@@ -1,4 +1,6 @@
-"""forks/guarded.py, by the lines of docs/fork_me.md: a spike and a flipped bit are caught, and a quiet run is as without."""
+"""forks/guarded.py, by the lines of docs/fork_me.md: a spike and a flipped bit are caught, and a
+quiet run is as without."""
+
 import re
 
 import pytest
@@ -7,22 +9,51 @@ from runs import ENV, MODEL, REPO, launch, train_lines
 
 from tools.checkpoint_commands import diff
 
-FLAGS = ["--steps", 24, "--model_args", MODEL, "--seq_len", 32, "--local_batch_size", 2, "--log_every", 4, "--val_every", 0,
-         "--compute_dtype", "float32", "--device", "cpu", "--dp_shard", 2]
+FLAGS = [
+    "--steps",
+    24,
+    "--model_args",
+    MODEL,
+    "--seq_len",
+    32,
+    "--local_batch_size",
+    2,
+    "--log_every",
+    4,
+    "--val_every",
+    0,
+    "--compute_dtype",
+    "float32",
+    "--device",
+    "cpu",
+    "--dp_shard",
+    2,
+]
 GUARDS = ["--on_spike", "skip", "--replay_every", 10]
 # what is planted, and before which line
-SPIKE = ("        guard.before_update(", "        grad_norm = grad_norm * (30 if step == 20 else 1)\n")
-FLIP = ("        if cfg.replay_every and step", """        if step == 10 and layout.rank == 1:
+SPIKE = (
+    "        guard.before_update(",
+    "        grad_norm = grad_norm * (30 if step == 20 else 1)\n",
+)
+FLIP = (
+    "        if cfg.replay_every and step",
+    """        if step == 10 and layout.rank == 1:
             stages[0].norm.weight.grad.to_local().view(torch.int32)[3] ^= 1
-""")
+""",
+)
 
 
 def write_copy(path, heading: str, *planted, original="train_llama3.py") -> None:
     """A copy of a recipe with the lines under a heading of docs/fork_me.md."""
     text = (REPO / original).read_text()
-    block = re.search(rf"## {heading}\n.*?```diff\n(.*?)```", (REPO / "docs/fork_me.md").read_text(), re.S)[1]
+    block = re.search(
+        rf"## {heading}\n.*?```diff\n(.*?)```", (REPO / "docs/fork_me.md").read_text(), re.S
+    )[1]
     for hunk in block.strip("\n").split("\n\n"):
-        old, new = ("".join(line[1:] + "\n" for line in hunk.split("\n") if line[0] == sign) for sign in "-+")
+        old, new = (
+            "".join(line[1:] + "\n" for line in hunk.split("\n") if line[0] == sign)
+            for sign in "-+"
+        )
         assert text.count(old) == 1, old
         text = text.replace(old, new)
     for line, code in planted:
@@ -35,19 +66,31 @@ def write_copy(path, heading: str, *planted, original="train_llama3.py") -> None
 def test_a_spike_and_a_flipped_bit_are_caught_and_a_quiet_run_is_the_same(tmp_path):
     def train(name, *planted, flags=GUARDS):
         write_copy(tmp_path / f"{name}.py", "Guards for a long run", *planted)
-        command = launch(2, tmp_path / f"{name}.py" if flags else REPO / "train_llama3.py", *FLAGS, *flags, "--out", name)
+        command = launch(
+            2,
+            tmp_path / f"{name}.py" if flags else REPO / "train_llama3.py",
+            *FLAGS,
+            *flags,
+            "--out",
+            name,
+        )
         done = run_program(command, cwd=tmp_path, env=ENV | {"PYTHONPATH": str(REPO)})
         return done.returncode, done.stdout + done.stderr
 
     status, said = train("quiet")
     assert status == 0 and "step skipped" not in said, said[-2000:]
     assert train("plain", flags=[])[0] == 0
-    losses = [[line["loss"] for line in train_lines(tmp_path / name)] for name in ("plain", "quiet")]
+    losses = [
+        [line["loss"] for line in train_lines(tmp_path / name)] for name in ("plain", "quiet")
+    ]
     steps = [str(tmp_path / name / "checkpoints/step-24") for name in ("plain", "quiet")]
     assert losses[0] == losses[1] and diff(*steps) == 0
     status, said = train("spike", SPIKE)
     assert status == 0 and said.count("step skipped") == 1, said[-2000:]
     assert re.search(r"step 20: the gradient norm is \S+, above \S+: a spike; step skipped", said)
     status, said = train("flip", FLIP)
-    assert status == 1 and re.search(r"step 10, computed twice, differs on 1 of 2 ranks: on rank 1 \(\S+\) in the gradient of "
-                                     "norm.weight and 0 more", said), said[-2000:]
+    assert status == 1 and re.search(
+        r"step 10, computed twice, differs on 1 of 2 ranks: on rank 1 \(\S+\) in the gradient of "
+        "norm.weight and 0 more",
+        said,
+    ), said[-2000:]

@@ -1,4 +1,6 @@
-"""forks/train_llama3_mup.py: activations and updates keep their size at every width, and without it they do not."""
+"""forks/train_llama3_mup.py: activations and updates keep their size at every width, and without it
+they do not."""
+
 import importlib
 import math
 
@@ -24,7 +26,15 @@ WIDTHS = (64, 128, 256, 512)
 def wide(Model, Config, dim: int, seed: int, **fields):
     """A model of three blocks with heads of 16."""
     n_heads = dim // 16
-    sizes = dict(dim=dim, n_layers=3, head_dim=16, n_heads=n_heads, n_kv_heads=n_heads, ffn_dim=2 * dim, vocab_size=256)
+    sizes = dict(
+        dim=dim,
+        n_layers=3,
+        head_dim=16,
+        n_heads=n_heads,
+        n_kv_heads=n_heads,
+        ffn_dim=2 * dim,
+        vocab_size=256,
+    )
     with torch.device("meta"):
         model = Model(Config(**sizes, **fields))
     model.index, model.n_stages = 0, 1
@@ -53,7 +63,10 @@ def before_and_after(recipe, Model, Config, dim: int, **fields) -> list[dict[str
     pairs[:, 1::2] = pairs[:, :-1:2]  # every second token is the one before it: something to learn
     tokens, labels, all_found = pairs[:, :-1], pairs[:, 1:], []
     for seed in range(3):
-        model, cfg = wide(Model, Config, dim, seed, **fields), recipe.Config(lr=1e-3, weight_decay=0.0)
+        model, cfg = (
+            wide(Model, Config, dim, seed, **fields),
+            recipe.Config(lr=1e-3, weight_decay=0.0),
+        )
         optimizers, found = recipe.build_optimizers([model], cfg), [sizes_of(model, tokens)]
         for _ in range(10):
             model(tokens, labels=labels, loss_denom=labels.numel()).backward()
@@ -64,18 +77,29 @@ def before_and_after(recipe, Model, Config, dim: int, **fields) -> list[dict[str
                 optimizer.step()
                 optimizer.zero_grad()
         all_found.append([*found, sizes_of(model, tokens)])
-    return [{name: sum(found[i][name] for found in all_found) / 3 for name in all_found[0][0]} for i in (0, 1)]
+    return [
+        {name: sum(found[i][name] for found in all_found) / 3 for name in all_found[0][0]}
+        for i in (0, 1)
+    ]
 
 
 @pytest.mark.slow
 def test_the_coordinate_check_is_flat():
-    """Within 20 % over 8 x the width, at the start and after ten steps (2203.03466, app. D.1). Plain Llama 3 grows tenfold."""
-    narrow, *wider = [before_and_after(mup, MupLlama3, MupLlama3Config, dim, base_dim=64) for dim in WIDTHS]
+    """Within 20 % over 8 x the width, at the start and after ten steps (2203.03466, app. D.1).
+    Plain Llama 3 grows tenfold."""
+    narrow, *wider = [
+        before_and_after(mup, MupLlama3, MupLlama3Config, dim, base_dim=64) for dim in WIDTHS
+    ]
     for found in wider:
         for start, now in zip(narrow, found):
-            assert {name: round(now[name] / start[name], 2) for name in now
-                    if start[name] and not 0.8 < now[name] / start[name] < 1.2} == {}
-    narrow, wide_one = [before_and_after(train_llama3, Llama3, Llama3Config, dim)[1] for dim in (64, 512)]
+            assert {
+                name: round(now[name] / start[name], 2)
+                for name in now
+                if start[name] and not 0.8 < now[name] / start[name] < 1.2
+            } == {}
+    narrow, wide_one = [
+        before_and_after(train_llama3, Llama3, Llama3Config, dim)[1] for dim in (64, 512)
+    ]
     assert max(wide_one[name] / narrow[name] for name in narrow) > 10
 
 
@@ -100,22 +124,47 @@ def test_initial_deviation_and_multiplier_follow_the_width():
     torch.testing.assert_close(model.norm(h), plain.norm(h) / 4)
 
 
-@pytest.mark.parametrize("wrong, words", [
-    (lambda: override_fields(FLAVORS["debug"], "base_dim=0", "--model_args"), "base_dim 0"),
-    (lambda: override_fields(FLAVORS["debug"], "tie_embeddings=true", "--model_args"), "tie_embeddings True"),
-    (lambda: check_same_model(MupLlama3, MupLlama3Config()), "leave --export_hf out"),
-    (lambda: MupLlama3Config.from_hf(Llama3Config().to_hf()), "leave --init_from out"),
-])
+@pytest.mark.parametrize(
+    "wrong, words",
+    [
+        (lambda: override_fields(FLAVORS["debug"], "base_dim=0", "--model_args"), "base_dim 0"),
+        (
+            lambda: override_fields(FLAVORS["debug"], "tie_embeddings=true", "--model_args"),
+            "tie_embeddings True",
+        ),
+        (lambda: check_same_model(MupLlama3, MupLlama3Config()), "leave --export_hf out"),
+        (lambda: MupLlama3Config.from_hf(Llama3Config().to_hf()), "leave --init_from out"),
+    ],
+)
 def test_what_it_cannot_do_is_one_line(wrong, words):
     refuses(words, wrong)
 
 
 @pytest.mark.slow
 def test_a_run_on_four_processes_is_that_of_one(tmp_path):
-    flags = ["--steps", 6, "--model_args", "dim=128,ffn_dim=256,n_heads=4,n_layers=2", "--local_batch_size", 2,
-             "--global_batch_size", 4, "--compute_dtype", "float32", "--seq_len", 32, "--log_every", 1]
+    flags = [
+        "--steps",
+        6,
+        "--model_args",
+        "dim=128,ffn_dim=256,n_heads=4,n_layers=2",
+        "--local_batch_size",
+        2,
+        "--global_batch_size",
+        4,
+        "--compute_dtype",
+        "float32",
+        "--seq_len",
+        32,
+        "--log_every",
+        1,
+    ]
     for n, layout in ((1, []), (4, ["--tp", 2, "--pp", 2])):
-        run(launch(n, REPO / "forks/train_llama3_mup.py", *flags, *layout, "--out", tmp_path / str(n)), tmp_path)
+        run(
+            launch(
+                n, REPO / "forks/train_llama3_mup.py", *flags, *layout, "--out", tmp_path / str(n)
+            ),
+            tmp_path,
+        )
     for a, b in zip(train_lines(tmp_path / "1"), train_lines(tmp_path / "4"), strict=True):
         assert math.isclose(a["loss"], b["loss"], abs_tol=1e-5)
         assert math.isclose(a["grad_norm"], b["grad_norm"], rel_tol=1e-4)

@@ -1,4 +1,6 @@
-"""Forks of a few lines: on one process, and on layouts; equal, refused in one line, or told. See research_forks.py."""
+"""Forks of a few lines: on one process, and on layouts; equal, refused in one line, or told. See
+research_forks.py."""
+
 import json
 import re
 import sys
@@ -26,16 +28,28 @@ from storage.optimizer_numbers import OptimizerNumbers, find_copies, merge_numbe
 from support.optim import set_lr
 
 ENV = runs.ENV | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
-TABLE = [re.split(r" \| | => ", line)
-         for line in Path(__file__).with_name("forks.txt").read_text().splitlines() if line[0] != "#"]
+TABLE = [
+    re.split(r" \| | => ", line)
+    for line in Path(__file__).with_name("forks.txt").read_text().splitlines()
+    if line[0] != "#"
+]
 QUICK = {"mean_loss --dp_shard 2", "unused_bias --dp_shard 2"}
 
 
-@pytest.mark.parametrize("forks, layout, said", [
-    pytest.param(*row, marks=[] if " ".join(row[:2]) in QUICK else pytest.mark.slow, id=" ".join(row[:2])) for row in TABLE])
+@pytest.mark.parametrize(
+    "forks, layout, said",
+    [
+        pytest.param(
+            *row, marks=[] if " ".join(row[:2]) in QUICK else pytest.mark.slow, id=" ".join(row[:2])
+        )
+        for row in TABLE
+    ],
+)
 def test_a_fork_is_equal_or_refused(tmp_path, forks, layout, said):
     script = REPO / forks if forks.endswith(".py") else write_fork(tmp_path, *forks.split())
-    done = run_program([sys.executable, script, *M, *layout.split(), "--check_parity"], cwd=tmp_path, env=ENV)
+    done = run_program(
+        [sys.executable, script, *M, *layout.split(), "--check_parity"], cwd=tmp_path, env=ENV
+    )
     assert re.search(said, done.stdout + done.stderr), done.stdout[-2000:] + done.stderr[-2000:]
     assert (done.returncode == 0) == (said in ("check_parity: equal", "no difference at"))
 
@@ -48,11 +62,13 @@ def train(tmp_path, processes, forks, *argv, status=0) -> str:
 
 
 def weights(folder) -> dict:
-    return read_adapters(read_table(str(folder), read_manifest(str(folder))["files"]), str(folder))  # all that are the model's
+    # all that are the model's
+    return read_adapters(read_table(str(folder), read_manifest(str(folder))["files"]), str(folder))
 
 
 def differ(a, b) -> dict[str, float]:
-    """fqn -> relative difference of a weight in two step folders, of those that are more than rounding."""
+    """fqn -> relative difference of a weight in two step folders, of those that are more than
+    rounding."""
     a, b = weights(a), weights(b)
     assert a.keys() == b.keys()
     far = {fqn: ((a[fqn] - b[fqn]).norm() / a[fqn].norm()).item() for fqn in a}
@@ -76,29 +92,64 @@ def test_numbers_that_an_optimizer_keeps_beside_its_state(tmp_path):
     for processes, layout in (1, ()), (2, ("--pp", 2)):
         out = f"cut{processes}"
         train(tmp_path, 1, "counting", "--steps", 3, "--schedule_steps", 6, "--out", out)
-        assert "continuing from" in train(tmp_path, processes, "counting", "--steps", 6, "--out", out, "--global_batch_size", 4,
-                                          *layout)
-        assert differ(tmp_path / "whole/checkpoints/step-6", tmp_path / out / "checkpoints/step-6") == {}
+        assert "continuing from" in train(
+            tmp_path,
+            processes,
+            "counting",
+            "--steps",
+            6,
+            "--out",
+            out,
+            "--global_batch_size",
+            4,
+            *layout,
+        )
+        assert (
+            differ(tmp_path / "whole/checkpoints/step-6", tmp_path / out / "checkpoints/step-6")
+            == {}
+        )
 
 
 @pytest.mark.slow
 def test_what_a_plain_run_says(tmp_path):
     """Of what only a first step shows, and of what no checkpoint could keep."""
     flags = ["--steps", 2, "--checkpoint_every", 0]
-    assert "no gradient reaches head.bias: " in train(tmp_path, 1, "unused_bias", *flags, "--out", "a")
+    assert "no gradient reaches head.bias: " in train(
+        tmp_path, 1, "unused_bias", *flags, "--out", "a"
+    )
     said = train(tmp_path, 2, "rebound", *flags, "--out", "b", "--lr", "1e-3")
-    assert re.search(r"the first step has not moved \S+, \S+, \S+ and \d+ more on rank 0, though there is a gradient", said)
-    assert "has not moved" not in train(tmp_path, 2, "lion", *flags, "--out", "c", "--lr", "1e-8")  # lost in rounding
+    assert re.search(
+        r"the first step has not moved \S+, \S+, \S+ and \d+ more on rank 0, though there is a gradient",
+        said,
+    )
+    # lost in rounding
+    assert "has not moved" not in train(tmp_path, 2, "lion", *flags, "--out", "c", "--lr", "1e-8")
     said = train(tmp_path, 1, "no_attention", *flags, "--out", "d", "--doc_mask")
     assert "--doc_mask does nothing in blocks.1: they do not call attend" in said
     said = train(tmp_path, 1, "averaging", "--steps", 1, "--out", "e", status=1)
     assert "Own keeps ema outside of self.state[p]" in said
     assert "has not moved" not in said and "no gradient" not in said
-    assert "Own keeps MOMENTS outside of self.state[p]" in train(tmp_path, 1, "outside", "--steps", 1, "--out", "g", status=1)
-    train(tmp_path, 1, "only_in_training", "--steps", 1, "--out", "h", "--lr", "0", "--val_every", 1)
+    assert "Own keeps MOMENTS outside of self.state[p]" in train(
+        tmp_path, 1, "outside", "--steps", 1, "--out", "g", status=1
+    )
+    train(
+        tmp_path, 1, "only_in_training", "--steps", 1, "--out", "h", "--lr", "0", "--val_every", 1
+    )
     trained, validated = runs.metrics(tmp_path / "h")
-    assert abs(trained["loss"] - validated["val_loss"]) > 1e-3  # as another model, which multiplies by 1
-    before = train(tmp_path, 2, "frozen_norms", "--steps", 2, "--out", "f", "--tp", 2, "--checkpoint_first_step")
+    # as another model, which multiplies by 1
+    assert abs(trained["loss"] - validated["val_loss"]) > 1e-3
+    before = train(
+        tmp_path,
+        2,
+        "frozen_norms",
+        "--steps",
+        2,
+        "--out",
+        "f",
+        "--tp",
+        2,
+        "--checkpoint_first_step",
+    )
     assert "no gradient" not in before
     steps = [tmp_path / f"f/checkpoints/step-{n}" for n in (1, 2)]
     moved = differ(*steps)
@@ -111,30 +162,44 @@ def test_rates_of_groups_and_dropped_numbers_are_the_same_when_a_run_is_continue
         train(tmp_path, 1, fork, "--steps", 4, "--out", f"{fork}1")
         train(tmp_path, 1, fork, "--steps", 2, "--schedule_steps", 4, "--out", f"{fork}2")
         train(tmp_path, 2, fork, "--steps", 4, "--out", f"{fork}2", "--tp", 2, "--ac", "full")
-        assert differ(tmp_path / f"{fork}1/checkpoints/step-4", tmp_path / f"{fork}2/checkpoints/step-4") == {}
+        assert (
+            differ(
+                tmp_path / f"{fork}1/checkpoints/step-4", tmp_path / f"{fork}2/checkpoints/step-4"
+            )
+            == {}
+        )
     plain, half = (runs.train_lines(tmp_path / f"{name}1") for name in ("two_rates", "dropped"))
     assert plain[0]["lr"] == half[0]["lr"]
 
 
 @pytest.mark.slow
 def test_unequal_copies_are_not_saved(tmp_path):
-    """Were a part copied into every stage, one copy would be trained, and DCP would save any of them."""
+    """Were a part copied into every stage, one copy would be trained, and DCP would save any of
+    them."""
     path = write_fork(tmp_path, "two_heads")
     text = path.read_text()
-    copied = "import distributed.pipeline\n\ndistributed.pipeline.stages_of_parts = lambda model: {}\n"
+    copied = (
+        "import distributed.pipeline\n\ndistributed.pipeline.stages_of_parts = lambda model: {}\n"
+    )
     path.write_text(text.replace("\nif __name__", f"\n{copied}\nif __name__"))
     command = runs.launch(2, path, *M, "--pp", 2, "--val_every", 0, "--steps", 2, "--out", "run")
-    assert "is not equal on all ranks that hold it" in runs.ended(command, tmp_path, status=1, env=ENV).stderr
+    assert (
+        "is not equal on all ranks that hold it"
+        in runs.ended(command, tmp_path, status=1, env=ENV).stderr
+    )
     assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 
 # ---------------------------------------------------------------- in this process
 def made(fork: str):
     names = {"torch": torch}
-    kept = {name: getattr(llama3, name) for name in ("Block", "Attention", "FeedForward")}  # some forks replace these
+    # some forks replace these
+    kept = {name: getattr(llama3, name) for name in ("Block", "Attention", "FeedForward")}
     with torch.device("meta"), mock.patch.multiple(llama3, **kept):
         exec(IMPORTS + CODE[fork], names)
-        config = llama3.Llama3Config(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=64, vocab_size=512)
+        config = llama3.Llama3Config(
+            dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=64, vocab_size=512
+        )
         return names["Llama3"](config)
 
 
@@ -144,7 +209,11 @@ def test_a_part_of_a_fork_is_on_the_stage_that_its_class_names():
     assert stages_of_parts(made("frozen_norms")) == {}
     model = made("two_heads")
     model.pp_stage = {"head2": "last", "norm2": "middle"}
-    refuses("no stage is given for norm2; write pp_stage = {'norm2': \"first\"} into class", stages_of_parts, model)
+    refuses(
+        "no stage is given for norm2; write pp_stage = {'norm2': \"first\"} into class",
+        stages_of_parts,
+        model,
+    )
 
 
 def test_doc_mask_names_the_blocks_that_it_does_not_change():
@@ -156,13 +225,21 @@ def test_what_is_dropped_depends_on_the_places_the_key_and_the_seed():
     batch = SimpleNamespace(tokens=torch.zeros(2, 3, 8), first=40)
     x, places = torch.ones(3, 8, 64, requires_grad=True), places_of(batch, 0)[1]
     whole = dropout(x, 0.25, places, "a")
-    parts = [dropout(x[:, part], 0.25, places[:, part], "a") for part in (slice(5), slice(5, 8))]  # as tp and cp cut it
+    # as tp and cp cut it
+    parts = [dropout(x[:, part], 0.25, places[:, part], "a") for part in (slice(5), slice(5, 8))]
     assert torch.equal(whole, torch.cat(parts, 1))
-    assert abs((whole == 0).float().mean() - 0.25) < 0.04 and set(whole.unique().tolist()) == {0.0, torch.tensor(4 / 3).item()}
-    later = places_of(SimpleNamespace(tokens=torch.zeros(1, 3, 8), first=43), 0)[0]  # another layout, or a continued run
+    assert abs((whole == 0).float().mean() - 0.25) < 0.04 and set(whole.unique().tolist()) == {
+        0.0,
+        torch.tensor(4 / 3).item(),
+    }
+    # another layout, or a continued run
+    later = places_of(SimpleNamespace(tokens=torch.zeros(1, 3, 8), first=43), 0)[0]
     assert torch.equal(places, later) and torch.equal(whole, dropout(x, 0.25, later, "a"))
     others = (places, "b"), (places_of(batch, 0)[0], "a"), (places_of(batch, 1)[1], "a")
-    assert all(0.2 < ((whole == 0) == (dropout(x, 0.25, *other) == 0)).float().mean() < 0.75 for other in others)
+    assert all(
+        0.2 < ((whole == 0) == (dropout(x, 0.25, *other) == 0)).float().mean() < 0.75
+        for other in others
+    )
     whole.sum().backward()
     assert torch.equal(x.grad, whole.detach())
     places = places_of(SimpleNamespace(tokens=torch.zeros(1, 400, 2), first=0), 7)[0]
@@ -205,7 +282,10 @@ def test_numbers_outside_of_the_state_are_found_and_restored():
     wrapper.inner = torch.optim.AdamW([p])
     outside = OptimizerNumbers([wrapper], {id(p): "p"})
     wrapper.inner.step()
-    refuses("Own keeps inner outside of self.state.*; an inner optimizer shares the state", outside.changed)
+    refuses(
+        "Own keeps inner outside of self.state.*; an inner optimizer shares the state",
+        outside.changed,
+    )
     wrapper.state = wrapper.inner.state
     outside.changed()
     adamw = torch.optim.AdamW([p], fused=True)
@@ -227,12 +307,21 @@ def changes_by(change) -> dict:
     return outside.changed()
 
 
-@pytest.mark.parametrize("change, said", [
-    (lambda o: o.state.update(k=3), "AdamW keeps 'k' outside of self.state"),
-    (lambda o: torch.rand(1, generator=o.generator), "AdamW keeps generator outside of self.state"),
-    (lambda o: vars(o.tracker).update(k=1), "AdamW keeps tracker outside of self.state"),
-    (lambda o: torch.optim.lr_scheduler.ConstantLR(o), "the scheduler of torch that counts the steps of AdamW"),
-])
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda o: o.state.update(k=3), "AdamW keeps 'k' outside of self.state"),
+        (
+            lambda o: torch.rand(1, generator=o.generator),
+            "AdamW keeps generator outside of self.state",
+        ),
+        (lambda o: vars(o.tracker).update(k=1), "AdamW keeps tracker outside of self.state"),
+        (
+            lambda o: torch.optim.lr_scheduler.ConstantLR(o),
+            "the scheduler of torch that counts the steps of AdamW",
+        ),
+    ],
+)
 def test_state_that_no_checkpoint_would_hold_is_refused(change, said):
     refuses(said, changes_by, change)
 
@@ -253,4 +342,8 @@ def test_buffers_that_drift_apart_are_not_saved():
 def test_a_start_on_windows_is_told_in_one_line(program):
     there = "import sys, torch; sys.platform = 'win32'; sys.modules['fcntl'] = sys.modules['resource'] = None; import "
     done = run_program([sys.executable, "-c", there + program], cwd=REPO, env=ENV)
-    assert done.returncode == 1 and done.stderr.startswith("error: nanotitan runs on Linux") and done.stderr.count("\n") == 1
+    assert (
+        done.returncode == 1
+        and done.stderr.startswith("error: nanotitan runs on Linux")
+        and done.stderr.count("\n") == 1
+    )

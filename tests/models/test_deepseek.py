@@ -1,6 +1,8 @@
-"""DeepSeek, against models/deepseek.py: transformers, the papers written out token by token, the published counts, and files.
+"""DeepSeek, against models/deepseek.py: transformers, the papers written out token by token, the
+published counts, and files.
 
 Its layouts are in test_parallel.py."""
+
 import functools
 import json
 import math
@@ -39,14 +41,40 @@ def tiny(**changes) -> DeepSeekConfig:
 # ---------------------------------------------------------------- transformers
 
 COMMON = dict(
-    hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=3, num_attention_heads=4,
-    num_key_value_heads=4, n_shared_experts=1, n_routed_experts=8, routed_scaling_factor=2.5, kv_lora_rank=32, q_lora_rank=24,
-    qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=24, n_group=4, topk_group=2, num_experts_per_tok=3,
-    first_k_dense_replace=1, norm_topk_prob=True, vocab_size=101, max_position_embeddings=256, rms_norm_eps=1e-6,
+    hidden_size=64,
+    intermediate_size=96,
+    moe_intermediate_size=32,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    n_shared_experts=1,
+    n_routed_experts=8,
+    routed_scaling_factor=2.5,
+    kv_lora_rank=32,
+    q_lora_rank=24,
+    qk_rope_head_dim=16,
+    qk_nope_head_dim=16,
+    v_head_dim=24,
+    n_group=4,
+    topk_group=2,
+    num_experts_per_tok=3,
+    first_k_dense_replace=1,
+    norm_topk_prob=True,
+    vocab_size=101,
+    max_position_embeddings=256,
+    rms_norm_eps=1e-6,
     attn_implementation="eager",
 )
-YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=8.0, beta_fast=32, beta_slow=1, original_max_position_embeddings=32,
-            mscale=0.707, mscale_all_dim=0.707)
+YARN = dict(
+    rope_type="yarn",
+    rope_theta=10000.0,
+    factor=8.0,
+    beta_fast=32,
+    beta_slow=1,
+    original_max_position_embeddings=32,
+    mscale=0.707,
+    mscale_all_dim=0.707,
+)
 V2 = dict(norm_topk_prob=False, topk_method="greedy")
 VARIANTS = {
     "v3": {},
@@ -54,22 +82,37 @@ VARIANTS = {
     "v3_yarn": dict(rope_parameters=YARN),
     "v3_yarn_mscales": dict(rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=0.5)),
     "v3_half_tied": dict(rope_interleave=False, tie_word_embeddings=True),
-    "v3_moonlight": dict(q_lora_rank=None, n_group=1, topk_group=1, n_shared_experts=2, rms_norm_eps=1e-5,
-                         rope_parameters=dict(rope_type="default", rope_theta=50000.0), routed_scaling_factor=2.446),
-    "v2": V2 | dict(topk_method="group_limited_greedy", routed_scaling_factor=16.0, rope_parameters=YARN),
-    "v2_lite": V2 | dict(q_lora_rank=None, n_group=1, topk_group=1, rope_parameters=YARN, routed_scaling_factor=1.0),
+    "v3_moonlight": dict(
+        q_lora_rank=None,
+        n_group=1,
+        topk_group=1,
+        n_shared_experts=2,
+        rms_norm_eps=1e-5,
+        rope_parameters=dict(rope_type="default", rope_theta=50000.0),
+        routed_scaling_factor=2.446,
+    ),
+    "v2": V2
+    | dict(topk_method="group_limited_greedy", routed_scaling_factor=16.0, rope_parameters=YARN),
+    "v2_lite": V2
+    | dict(
+        q_lora_rank=None, n_group=1, topk_group=1, rope_parameters=YARN, routed_scaling_factor=1.0
+    ),
 }
 
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory):
     """variant -> (transformers' model in fp32, the folder that it wrote)."""
-    import transformers  # not above: the pool's workers import this file, too, and would wait for it
+    # not above: the pool's workers import this file, too, and would wait for it
+    import transformers
 
     @functools.cache
     def make(variant):
         kind = f"Deepseek{variant[:2].upper()}"
-        Config, Model = getattr(transformers, f"{kind}Config"), getattr(transformers, f"{kind}ForCausalLM")
+        Config, Model = (
+            getattr(transformers, f"{kind}Config"),
+            getattr(transformers, f"{kind}ForCausalLM"),
+        )
         model = normal(Model(Config(**COMMON | VARIANTS[variant])).float().eval())
         folder = str(tmp_path_factory.mktemp(variant))
         model.save_pretrained(folder)
@@ -87,11 +130,13 @@ def test_logits_gradients_and_files_equal_transformers(theirs, variant, tmp_path
 
 
 def test_norms_of_the_latents_keep_their_eps(theirs, monkeypatch):
-    """Moonlight's other norms have 1e-5. With it in these, the logits would not be those of transformers."""
+    """Moonlight's other norms have 1e-5. With it in these, the logits would not be those of
+    transformers."""
     model, folder = theirs("v3_moonlight")
     tokens = random_tokens(2, 20, seed=1)
     with torch.no_grad():
-        model.model.layers[1].self_attn.kv_a_proj_with_mqa.weight.mul_(0.01)  # a latent so small that eps matters
+        # a latent so small that eps matters
+        model.model.layers[1].self_attn.kv_a_proj_with_mqa.weight.mul_(0.01)
         want = model(tokens).logits
         ours, _ = hf.load_hf_model(folder)
         ours.blocks["1"].attn.wkv_a.weight.mul_(0.01)
@@ -102,16 +147,55 @@ def test_norms_of_the_latents_keep_their_eps(theirs, monkeypatch):
 
 
 PUBLISHED = dict(  # config.json of deepseek-ai/DeepSeek-V3, all that says something about the model
-    architectures=["DeepseekV3ForCausalLM"], attention_bias=False, attention_dropout=0.0, aux_loss_alpha=0.001, ep_size=1,
-    first_k_dense_replace=3, hidden_act="silu", hidden_size=7168, initializer_range=0.02, intermediate_size=18432,
-    kv_lora_rank=512, max_position_embeddings=163840, model_type="deepseek_v3", moe_intermediate_size=2048, moe_layer_freq=1,
-    n_group=8, n_routed_experts=256, n_shared_experts=1, norm_topk_prob=True, num_attention_heads=128, num_experts_per_tok=8,
-    num_hidden_layers=61, num_key_value_heads=128, num_nextn_predict_layers=1, pretraining_tp=1, q_lora_rank=1536,
-    qk_nope_head_dim=128, qk_rope_head_dim=64, rms_norm_eps=1e-6, rope_theta=10000, routed_scaling_factor=2.5,
-    rope_scaling=dict(beta_fast=32, beta_slow=1, factor=40, mscale=1.0, mscale_all_dim=1.0,
-                      original_max_position_embeddings=4096, type="yarn"),
-    scoring_func="sigmoid", seq_aux=True, tie_word_embeddings=False, topk_group=4, topk_method="noaux_tc", use_cache=True,
-    v_head_dim=128, vocab_size=129280, quantization_config=dict(quant_method="fp8", weight_block_size=[128, 128]),
+    architectures=["DeepseekV3ForCausalLM"],
+    attention_bias=False,
+    attention_dropout=0.0,
+    aux_loss_alpha=0.001,
+    ep_size=1,
+    first_k_dense_replace=3,
+    hidden_act="silu",
+    hidden_size=7168,
+    initializer_range=0.02,
+    intermediate_size=18432,
+    kv_lora_rank=512,
+    max_position_embeddings=163840,
+    model_type="deepseek_v3",
+    moe_intermediate_size=2048,
+    moe_layer_freq=1,
+    n_group=8,
+    n_routed_experts=256,
+    n_shared_experts=1,
+    norm_topk_prob=True,
+    num_attention_heads=128,
+    num_experts_per_tok=8,
+    num_hidden_layers=61,
+    num_key_value_heads=128,
+    num_nextn_predict_layers=1,
+    pretraining_tp=1,
+    q_lora_rank=1536,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    rms_norm_eps=1e-6,
+    rope_theta=10000,
+    routed_scaling_factor=2.5,
+    rope_scaling=dict(
+        beta_fast=32,
+        beta_slow=1,
+        factor=40,
+        mscale=1.0,
+        mscale_all_dim=1.0,
+        original_max_position_embeddings=4096,
+        type="yarn",
+    ),
+    scoring_func="sigmoid",
+    seq_aux=True,
+    tie_word_embeddings=False,
+    topk_group=4,
+    topk_method="noaux_tc",
+    use_cache=True,
+    v_head_dim=128,
+    vocab_size=129280,
+    quantization_config=dict(quant_method="fp8", weight_block_size=[128, 128]),
 )
 
 
@@ -119,15 +203,33 @@ def test_the_published_config_is_the_flavor():
     assert DeepSeekConfig.from_hf(PUBLISHED) == replace(FLAVORS["671B"], mtp_depth=1)
     for flavor, c in FLAVORS.items():
         assert DeepSeekConfig.from_hf(c.to_hf()) == c, flavor
-    assert DeepSeekConfig.from_hf(PUBLISHED | dict(model_type="kimi_k2")) == DeepSeekConfig.from_hf(PUBLISHED)
-    wrong = dict(model_type="qwen3", hidden_act="gelu", attention_bias=True, moe_layer_freq=2, topk_method="greedy",
-                 scoring_func="softmax", num_nextn_predict_layers=2)
+    assert DeepSeekConfig.from_hf(PUBLISHED | dict(model_type="kimi_k2")) == DeepSeekConfig.from_hf(
+        PUBLISHED
+    )
+    wrong = dict(
+        model_type="qwen3",
+        hidden_act="gelu",
+        attention_bias=True,
+        moe_layer_freq=2,
+        topk_method="greedy",
+        scoring_func="softmax",
+        num_nextn_predict_layers=2,
+    )
     for field, value in wrong.items():
         refuses(f"{field} is {value!r}", DeepSeekConfig.from_hf, PUBLISHED | {field: value})
-    for change, words in (dict(long_factor=2.0), "has long_factor"), (dict(factor=None), "'yarn' lacks factor"):
+    for change, words in (
+        (dict(long_factor=2.0), "has long_factor"),
+        (dict(factor=None), "'yarn' lacks factor"),
+    ):
         scaling = PUBLISHED["rope_scaling"] | change
-        refuses(f"rope scaling {words}", DeepSeekConfig.from_hf, PUBLISHED | {"rope_scaling": scaling})
-    refuses("no number for kv_lora_rank", DeepSeekConfig.from_hf, {k: v for k, v in PUBLISHED.items() if k != "kv_lora_rank"})
+        refuses(
+            f"rope scaling {words}", DeepSeekConfig.from_hf, PUBLISHED | {"rope_scaling": scaling}
+        )
+    refuses(
+        "no number for kv_lora_rank",
+        DeepSeekConfig.from_hf,
+        {k: v for k, v in PUBLISHED.items() if k != "kv_lora_rank"},
+    )
 
 
 # ---------------------------------------------------------------- routing
@@ -154,7 +256,8 @@ def test_group_scores_are_two_in_v3_and_one_in_v2():
 
 @pytest.mark.parametrize("case", ROUTES)
 def test_sequence_wise_loss_against_a_loop(case):
-    """V3, eq. 17-20: per sequence, from the best scores without biases. V2, eq. 23-25, counts what was chosen."""
+    """V3, eq. 17-20: per sequence, from the best scores without biases. V2, eq. 23-25, counts what
+    was chosen."""
     c, alpha, B, T = tiny(**ROUTES[case]), 0.07, 3, 13
     layer, g = normal(MoE(c), std=0.3), torch.Generator().manual_seed(2)
     layer.balance.bias.normal_(0, 0.3, generator=g).mul_(c.score_func == "sigmoid")
@@ -171,7 +274,11 @@ def test_sequence_wise_loss_against_a_loop(case):
         for token in sequence:
             logits = layer.router.weight @ token
             s = logits.sigmoid() if c.score_func == "sigmoid" else logits.softmax(0)
-            best = (s if c.score_func == "sigmoid" else layer.best_groups(s[None])[0]).topk(k).indices.tolist()
+            best = (
+                (s if c.score_func == "sigmoid" else layer.best_groups(s[None])[0])
+                .topk(k)
+                .indices.tolist()
+            )
             for e in range(E):
                 f[e] += E / (k * T) * (e in best)
                 P[e] = P[e] + s[e] / s.sum() / T
@@ -183,11 +290,15 @@ def test_sequence_wise_loss_against_a_loop(case):
 
 # ---------------------------------------------------------------- counts
 
+
 def test_counts_of_multi_token_prediction_and_flops():
-    v3, lite, both = map(on_meta, (FLAVORS["671B"], FLAVORS["16B"], replace(FLAVORS["671B"], mtp_depth=1)))
+    v3, lite, both = map(
+        on_meta, (FLAVORS["671B"], FLAVORS["16B"], replace(FLAVORS["671B"], mtp_depth=1))
+    )
     layer = sum(p.numel() for p in v3.blocks["60"].parameters())
     assert sum(p.numel() for p in both.mtp.parameters()) == layer + 2 * 7168 * 7168 + 3 * 7168
-    # V2-Lite, by hand: matrices of attention, dense FFN, experts that one token meets, norms, head; then attention over T
+    # V2-Lite, by hand: matrices of attention, dense FFN, experts that one token meets, norms, head;
+    # then attention over T
     attention = 2048 * 16 * 192 + 2048 * 576 + 512 * 16 * 256 + 16 * 128 * 2048
     norms = 27 * (2 * 2048 + 512) + 2048
     ffn = 3 * 2048 * 10944 + 26 * ((6 + 2) * 3 * 2048 * 1408 + 64 * 2048)
@@ -196,13 +307,18 @@ def test_counts_of_multi_token_prediction_and_flops():
     # MTP: its layer without the idle experts, its projection and norms, and the head once more
     idle = (256 - 8) * 3 * 7168 * 2048
     extra = layer - idle + 2 * 7168 * 7168 + 3 * 7168 + 129280 * 7168
-    assert both.flops_per_token(4096) - v3.flops_per_token(4096) == 6 * extra + 6 * 128 * (192 + 128) * 4096
+    assert (
+        both.flops_per_token(4096) - v3.flops_per_token(4096)
+        == 6 * extra + 6 * 128 * (192 + 128) * 4096
+    )
 
 
 # ---------------------------------------------------------------- generation
 
 
-@pytest.mark.parametrize("changes", [{}, dict(q_lora_rank=0, **V2_ROUTES), dict(rope_interleave=False, mtp_depth=1)])
+@pytest.mark.parametrize(
+    "changes", [{}, dict(q_lora_rank=0, **V2_ROUTES), dict(rope_interleave=False, mtp_depth=1)]
+)
 def test_the_cache_keeps_the_latent_and_gives_the_same_logits(changes):
     model = normal(DeepSeek(tiny(**changes)))
     c, tokens = model.config, random_tokens(2, 24, seed=3)
@@ -212,8 +328,11 @@ def test_the_cache_keeps_the_latent_and_gives_the_same_logits(changes):
     torch.testing.assert_close(torch.stack(logits), want, atol=1e-5, rtol=1e-5)
     assert len(cache.kept) == c.n_layers
     for (latents,) in cache.kept.values():
-        assert latents.untyped_storage().nbytes() == 4 * 2 * 24 * (c.kv_lora_rank + c.qk_rope_head_dim)
-    logits, _ = in_pieces(model, [tokens[0].tolist(), tokens[1, :17].tolist()], [4, 4, 4])  # the second row is shorter
+        assert latents.untyped_storage().nbytes() == 4 * 2 * 24 * (
+            c.kv_lora_rank + c.qk_rope_head_dim
+        )
+    # the second row is shorter
+    logits, _ = in_pieces(model, [tokens[0].tolist(), tokens[1, :17].tolist()], [4, 4, 4])
     torch.testing.assert_close(logits[0], want[0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(logits[1], want[1, :17], atol=1e-5, rtol=1e-5)
 
@@ -222,7 +341,8 @@ def test_the_cache_keeps_the_latent_and_gives_the_same_logits(changes):
 
 
 def mtp_losses(model, tokens, labels, doc_ids):
-    """(sum of next-token losses, sum of the losses of the tokens after): arXiv:2412.19437, eq. 21-25, a document at a time."""
+    """(sum of next-token losses, sum of the losses of the tokens after): arXiv:2412.19437, eq.
+    21-25, a document at a time."""
     D, head, mtp = model.config.dim, model.head.weight, model.mtp
     embed, first, second = model.tok_embeddings.weight, 0.0, 0.0
     rms = lambda x, norm: x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight  # noqa: E731
@@ -231,7 +351,9 @@ def mtp_losses(model, tokens, labels, doc_ids):
         for doc in docs.unique():
             t, y = row[docs == doc], label[docs == doc]  # y[i] is token i+1, or IGNORE
             T = len(t)
-            angle = torch.arange(T)[:, None] * rope_frequencies(model.config, model.config.qk_rope_head_dim, "cpu")
+            angle = torch.arange(T)[:, None] * rope_frequencies(
+                model.config, model.config.qk_rope_head_dim, "cpu"
+            )
             rope = [x[None, None] for x in (angle.cos(), angle.sin())]
             attend = causal_attention(torch.arange(T)[None])
             h = embed[t][None]
@@ -241,9 +363,14 @@ def mtp_losses(model, tokens, labels, doc_ids):
             first = first + F.cross_entropy(h @ head.T, y, ignore_index=IGNORE, reduction="sum")
             if T < 2:
                 continue
-            mixed = rms(h[:-1], mtp.hnorm) @ w_h.T + rms(embed[t[1:]], mtp.enorm) @ w_embed.T  # eq. 21, of 0 .. T-2
-            out = rms(mtp.block(mixed[None], *(x[:, :, : T - 1] for x in rope), attend)[0], mtp.norm)  # eq. 22
-            for i in range(T - 1):  # eq. 23-24: position i predicts token i+2, which is the label of position i+1
+            # eq. 21, of 0 .. T-2
+            mixed = rms(h[:-1], mtp.hnorm) @ w_h.T + rms(embed[t[1:]], mtp.enorm) @ w_embed.T
+            # eq. 22
+            out = rms(
+                mtp.block(mixed[None], *(x[:, :, : T - 1] for x in rope), attend)[0], mtp.norm
+            )
+            # eq. 23-24: position i predicts token i+2, which is the label of position i+1
+            for i in range(T - 1):
                 if y[i + 1] != IGNORE:
                     second = second - (out[i] @ head.T).log_softmax(-1)[y[i + 1]]
     return first, second
@@ -261,7 +388,8 @@ def test_loss_and_gradients_of_multi_token_prediction(documents):
     model.zero_grad()
     docs = torch.zeros_like(b.tokens) if b.doc_ids is None else b.doc_ids
     first, second = mtp_losses(model, b.tokens, b.labels, docs)
-    torch.testing.assert_close(loss, first / denom, atol=1e-6, rtol=1e-6)  # what is reported is the next token's
+    # what is reported is the next token's
+    torch.testing.assert_close(loss, first / denom, atol=1e-6, rtol=1e-6)
     assert second > 0.3 * first
     ((first + 0.7 * second) / denom).backward()
     for fqn, p in model.named_parameters():
@@ -284,7 +412,10 @@ def published_tensors(model) -> dict:
     state, found = dict([*model.named_parameters(), *model.named_buffers()]), {}
     for fqn, names in model.hf_keys().items():
         parts = [state[fqn]] if isinstance(names, str) else state[fqn]
-        found |= {n: t.detach().clone() for n, t in zip([names] if isinstance(names, str) else names, parts)}
+        found |= {
+            n: t.detach().clone()
+            for n, t in zip([names] if isinstance(names, str) else names, parts)
+        }
     return found
 
 
@@ -297,10 +428,22 @@ def test_layers_of_multi_token_prediction_in_files(tmp_path, capsys):
         want = model(tokens)
     mtp = {n: t for n, t in tensors.items() if n.startswith("model.layers.4.")}
     assert {n.removeprefix("model.layers.4.") for n in mtp} > {
-        "enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight", "self_attn.kv_a_proj_with_mqa.weight",
-        "mlp.gate.e_score_correction_bias", "mlp.shared_experts.up_proj.weight", "mlp.experts.7.down_proj.weight"}
-    copies = {f"model.layers.4.{n}": tensors[m].clone() for n, m in
-              (("embed_tokens.weight", "model.embed_tokens.weight"), ("shared_head.head.weight", "lm_head.weight"))}
+        "enorm.weight",
+        "hnorm.weight",
+        "eh_proj.weight",
+        "shared_head.norm.weight",
+        "self_attn.kv_a_proj_with_mqa.weight",
+        "mlp.gate.e_score_correction_bias",
+        "mlp.shared_experts.up_proj.weight",
+        "mlp.experts.7.down_proj.weight",
+    }
+    copies = {
+        f"model.layers.4.{n}": tensors[m].clone()
+        for n, m in (
+            ("embed_tokens.weight", "model.embed_tokens.weight"),
+            ("shared_head.head.weight", "lm_head.weight"),
+        )
+    }
     full = write(tmp_path / "full", c, tensors | copies)
     without = write(tmp_path / "without", c, {n: t for n, t in tensors.items() if n not in mtp})
 
@@ -309,7 +452,10 @@ def test_layers_of_multi_token_prediction_in_files(tmp_path, capsys):
         return line
 
     with_mtp, _ = hf.load_hf_model(full)
-    assert "without what the model lacks: model.layers.4.embed_tokens.weight, model.layers.4.shared_head.head.weight" in said()
+    assert (
+        "without what the model lacks: model.layers.4.embed_tokens.weight, "
+        "model.layers.4.shared_head.head.weight" in said()
+    )
     for (fqn, a), b in zip(with_mtp.named_parameters(), model.parameters(), strict=True):
         assert torch.equal(a, b), fqn
     assert torch.equal(with_mtp.mtp.block.moe.balance.bias, model.mtp.block.moe.balance.bias)
@@ -318,7 +464,11 @@ def test_layers_of_multi_token_prediction_in_files(tmp_path, capsys):
     plain = normal(DeepSeek(replace(c, mtp_depth=0)), seed=5)
     assert hf.load_hf(plain, full) == []
     line = said()
-    assert f"without what the model lacks: {min(mtp)}"[:40] in line and "more" in line and torch.equal(plain(tokens), want)
+    assert (
+        f"without what the model lacks: {min(mtp)}"[:40] in line
+        and "more" in line
+        and torch.equal(plain(tokens), want)
+    )
 
     fresh = normal(DeepSeek(c), seed=5)
     before = fresh.mtp.eh_proj.weight.clone()
@@ -330,7 +480,9 @@ def test_layers_of_multi_token_prediction_in_files(tmp_path, capsys):
     # config.json says that there is a layer, and no file has it: not a model with an empty one
     dropped, _ = hf.load_hf_model(without)
     assert "without multi-token prediction: the files lack model.layers.4.*" in said()
-    assert dropped.config.mtp_depth == 0 and dropped.mtp is None and torch.equal(dropped(tokens), want)
+    assert (
+        dropped.config.mtp_depth == 0 and dropped.mtp is None and torch.equal(dropped(tokens), want)
+    )
 
     half = write(tmp_path / "half", c, {n: t for n, t in tensors.items() if "hnorm" not in n})
     refuses("missing: model.layers.4.hnorm.weight$", hf.load_hf_model, half)
@@ -338,15 +490,28 @@ def test_layers_of_multi_token_prediction_in_files(tmp_path, capsys):
     out = str(tmp_path / "out")
     hf.save_hf(model, out, torch.float32)
     saved = load_file(f"{out}/model.safetensors")
-    assert saved.keys() == tensors.keys() and all(torch.equal(saved[n], t) for n, t in tensors.items())
+    assert saved.keys() == tensors.keys() and all(
+        torch.equal(saved[n], t) for n, t in tensors.items()
+    )
     assert json.loads(Path(out, "config.json").read_text())["num_nextn_predict_layers"] == 1
     opened = DeepseekV3ForCausalLM.from_pretrained(out).float()
     with torch.no_grad():
         torch.testing.assert_close(opened(tokens).logits, want, atol=1e-5, rtol=1e-5)
 
 
-ODD = dict(dim=160, ffn_dim=200, moe_ffn_dim=136, q_lora_rank=144, kv_lora_rank=40, n_heads=4, qk_nope_head_dim=24,
-           qk_rope_head_dim=8, v_head_dim=36, n_layers=2, mtp_depth=1)
+ODD = dict(
+    dim=160,
+    ffn_dim=200,
+    moe_ffn_dim=136,
+    q_lora_rank=144,
+    kv_lora_rank=40,
+    n_heads=4,
+    qk_nope_head_dim=24,
+    qk_rope_head_dim=8,
+    v_head_dim=36,
+    n_layers=2,
+    mtp_depth=1,
+)
 
 
 def test_fp8_blocks_of_all_linear_weights(tmp_path):
@@ -361,12 +526,17 @@ def test_fp8_blocks_of_all_linear_weights(tmp_path):
         rows, columns = t.shape
         codes = (torch.randn(t.shape, generator=g) * 60).to(torch.float8_e4m3fn)
         scale = torch.rand(math.ceil(rows / 128), math.ceil(columns / 128), generator=g) * 1e-3
-        want[n] = codes.float() * scale[torch.arange(rows)[:, None] // 128, torch.arange(columns) // 128]
+        want[n] = (
+            codes.float() * scale[torch.arange(rows)[:, None] // 128, torch.arange(columns) // 128]
+        )
         files |= {n: codes, f"{n}_scale_inv": scale}
         n_quantised += 1
         n_edges += bool(rows % 128 or columns % 128)
-    assert n_quantised == 3 * 5 + 3 + 2 * (8 + 1) * 3 and n_edges == n_quantised  # attention, dense, routed and shared experts
-    folder = write(tmp_path / "in", model.config, files, quantization_config=PUBLISHED["quantization_config"])
+    # attention, dense, routed and shared experts
+    assert n_quantised == 3 * 5 + 3 + 2 * (8 + 1) * 3 and n_edges == n_quantised
+    folder = write(
+        tmp_path / "in", model.config, files, quantization_config=PUBLISHED["quantization_config"]
+    )
     for dtype in (torch.float32, None):
         ours, _ = hf.load_hf_model(folder, dtype=dtype)
         for n, t in published_tensors(ours).items():
@@ -375,7 +545,8 @@ def test_fp8_blocks_of_all_linear_weights(tmp_path):
     hf.save_hf(ours, str(tmp_path / "out"), torch.bfloat16)
     saved = load_file(tmp_path / "out" / "model.safetensors")
     assert not any("scale_inv" in n for n in saved)
-    for n, t in want.items():  # the biases are compared with scores in their seventh digit: they stay fp32
+    # the biases are compared with scores in their seventh digit: they stay fp32
+    for n, t in want.items():
         assert torch.equal(saved[n], t if n.endswith("bias") else t.bfloat16()), n
     assert "quantization_config" not in json.loads(Path(tmp_path, "out", "config.json").read_text())
 
@@ -384,9 +555,14 @@ def test_fp8_blocks_of_all_linear_weights(tmp_path):
 
 
 def test_the_kernel_gets_heads_of_one_size(monkeypatch):
-    """Flash kernels take one size; beyond 256 there is none, and the generator's latents are compared as they are."""
+    """Flash kernels take one size; beyond 256 there is none, and the generator's latents are
+    compared as they are."""
     seen, usual = [], F.scaled_dot_product_attention
-    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, **o: seen.append(v.shape[-1]) or usual(q, k, v, **o))
+    monkeypatch.setattr(
+        F,
+        "scaled_dot_product_attention",
+        lambda q, k, v, **o: seen.append(v.shape[-1]) or usual(q, k, v, **o),
+    )
     for K, U in ((192, 128), (128, 128), (576, 512)):
         out = sdpa(*(torch.randn(1, 2, 3, size) for size in (K, K, U)))
         assert out.shape[-1] == U

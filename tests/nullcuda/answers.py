@@ -1,7 +1,10 @@
-"""What a program asks of the device, on a device that has only zeros to say. All else that runs is the recipe's own code.
+"""What a program asks of the device, on a device that has only zeros to say. All else that runs is
+the recipe's own code.
 
-Each name that is replaced here must exist: replace() fails otherwise, so that nothing is left unanswered in silence.
+Each name that is replaced here must exist: replace() fails otherwise, so that nothing is left
+unanswered in silence.
 """
+
 import ctypes
 import dataclasses
 import importlib
@@ -21,7 +24,9 @@ def replace(owner, name: str, make):
 
 
 def around(owner, name: str, before=None, after=None):
-    """owner.name calls before() ahead of what it was, and after() behind it, both with its arguments."""
+    """owner.name calls before() ahead of what it was, and after() behind it, both with its
+    arguments."""
+
     def make(known):
         def called(*args, **kwargs):
             if before:
@@ -43,6 +48,7 @@ def always(value):
 
 class Log:
     """Lines of our own in the null device's log, and its end on the disk."""
+
     library = ctypes.CDLL(None)
 
     @classmethod
@@ -66,7 +72,8 @@ def answer() -> None:
     replace(distributed.checks, "check_first_batch", always(None))  # how many tokens have a loss: 0
     around(os, "_exit", before=Log.flush)
 
-    # A sampled token is read from the device, as 0, which ends a text. So every token is 1, with a log-probability of -1.
+    # A sampled token is read from the device, as 0, which ends a text. So every token is 1, with a
+    # log-probability of -1.
     def draw(known):
         def drawn(logits, *args):
             known(logits, *args)
@@ -75,10 +82,15 @@ def answer() -> None:
         return drawn
 
     replace(rl.decoding, "draw", draw)
-    around(rl.rollouts, "sample_groups", before=lambda *args: Log.mark(f"generator on {torch.cuda.current_device()}"))
+    around(
+        rl.rollouts,
+        "sample_groups",
+        before=lambda *args: Log.mark(f"generator on {torch.cuda.current_device()}"),
+    )
 
-    # How many rows travel between ranks that share the experts: as many from each to each. The tensors that ask are the rows
-    # per part and rank, (2, parts, ep), and the rows per expert, (E,).
+    # How many rows travel between ranks that share the experts: as many from each to each. The
+    # tensors that ask are the rows per part and rank, (2, parts, ep), and the rows per expert,
+    # (E,).
     rows = [0]
 
     def count(known):
@@ -94,18 +106,25 @@ def answer() -> None:
             if self.is_cuda and self.dtype == torch.int64 and self.dim() in (1, 3):
                 n = self[0].numel() if self.dim() == 3 else len(self)
                 even = torch.tensor([rows[0] // n + (i < rows[0] % n) for i in range(n)])
-                return even.tolist() if self.dim() == 1 else [known(even.view(self.shape[1:]))] * len(self)
-            if self.is_cuda and self.dim() == 2 and len(self) == 3:  # forks/once_per_rank.py: (rows, rows, copies) of each rank
+                return (
+                    even.tolist()
+                    if self.dim() == 1
+                    else [known(even.view(self.shape[1:]))] * len(self)
+                )
+            # forks/once_per_rank.py: (rows, rows, copies) of each rank
+            if self.is_cuda and self.dim() == 2 and len(self) == 3:
                 return [[rows[0] // self.shape[1] // n] * self.shape[1] for n in (2, 2, 1)]
             return values
 
         return answered
 
     replace(models.moe.Balance, "count", count)
-    around(models.moe, "kernel_fits", before=lambda x, weight: rows.__setitem__(0, len(x)))  # of a part, maybe none
+    # of a part, maybe none
+    around(models.moe, "kernel_fits", before=lambda x, weight: rows.__setitem__(0, len(x)))
     replace(torch.Tensor, "tolist", tolist)
 
-    # torch's pipelines vote whether the shapes are given (1) or must be found out. They are given; the votes travel anyway.
+    # torch's pipelines vote whether the shapes are given (1) or must be found out. They are given;
+    # the votes travel anyway.
     def warmup(known):
         def voted(*args):
             item = torch.Tensor.item
@@ -121,7 +140,8 @@ def answer() -> None:
         replace(_PipelineSchedule, "_warmup_p2p", warmup)
 
 
-# cuDNN plans its attention on a real device. So of these two only the shapes are computed; choosing it remains torch's code.
+# cuDNN plans its attention on a real device. So of these two only the shapes are computed; choosing
+# it remains torch's code.
 LIBRARIES = []  # a torch.library.Library ends with the last reference to it
 
 
@@ -132,7 +152,18 @@ def cudnn_attention() -> None:
     backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
     library = torch.library.Library("aten", "IMPL")
 
-    def attend(q, k, v, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
+    def attend(
+        q,
+        k,
+        v,
+        attn_bias,
+        compute_log_sumexp,
+        dropout_p=0.0,
+        is_causal=False,
+        return_debug_mask=False,
+        *,
+        scale=None,
+    ):
         Log.mark("kernel cudnn_attention")
         B, H, T, _ = q.shape
         out = alloc_with_matching_layout(q, (B, H, T, v.shape[-1]))
@@ -149,10 +180,11 @@ def cudnn_attention() -> None:
     LIBRARIES.append(library)
 
 
-# ---------------------------------------------------------------- real sizes: one process of a world that is not there
+# --------------------------------------------- real sizes: one process of a world that is not there
 def fake_world(world_size: int, module) -> None:
-    """The recipe is rank 0 of a world whose other processes are not there: NCCL's stand-in waits for nobody, and on the host a
-    fake process group returns at once. Without checkpoints, and without what ranks tell each other on the host."""
+    """The recipe is rank 0 of a world whose other processes are not there: NCCL's stand-in waits
+    for nobody, and on the host a fake process group returns at once. Without checkpoints, and
+    without what ranks tell each other on the host."""
     from torch.testing._internal.distributed import fake_pg  # noqa: F401, registers the backend
 
     import distributed.launch
@@ -160,17 +192,30 @@ def fake_world(world_size: int, module) -> None:
     def connect(layout, cfg, *args, **kwargs):
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         torch.cuda.set_device(0)
-        dist.init_process_group("cpu:fake,cuda:nccl", rank=0, world_size=world_size, store=dist.HashStore())
+        dist.init_process_group(
+            "cpu:fake,cuda:nccl", rank=0, world_size=world_size, store=dist.HashStore()
+        )
         return dataclasses.replace(
-            layout, device=torch.device("cuda", 0), compute_dtype=distributed.launch.dtype_of_compute(cfg, True),
-            memory=torch.cuda.get_device_properties(0).total_memory)
+            layout,
+            device=torch.device("cuda", 0),
+            compute_dtype=distributed.launch.dtype_of_compute(cfg, True),
+            memory=torch.cuda.get_device_properties(0).total_memory,
+        )
 
     replace(dist.distributed_c10d, "_store_based_barrier", always(None))
 
     # made_from: no code, no commit
-    no_checkpoints = types.SimpleNamespace(made_from={}, load=lambda: None, close=lambda **kwargs: None)
-    os.environ.update(RANK="0", WORLD_SIZE=str(world_size), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="localhost",
-                      MASTER_PORT="29500")
+    no_checkpoints = types.SimpleNamespace(
+        made_from={}, load=lambda: None, close=lambda **kwargs: None
+    )
+    os.environ.update(
+        RANK="0",
+        WORLD_SIZE=str(world_size),
+        LOCAL_RANK="0",
+        LOCAL_WORLD_SIZE="1",
+        MASTER_ADDR="localhost",
+        MASTER_PORT="29500",
+    )
     replace(module, "connect", lambda known: connect)
     replace(module, "Checkpoints", always(no_checkpoints))
     replace(module, "check_replicas", always([]))
@@ -179,7 +224,8 @@ def fake_world(world_size: int, module) -> None:
 
 
 def empty_weights() -> None:
-    """Not a number is drawn: billions of them on the host would take minutes, and the device does not keep them."""
+    """Not a number is drawn: billions of them on the host would take minutes, and the device does
+    not keep them."""
     import parallel
 
     def init_weights(stage, layout, *rest):
@@ -193,18 +239,30 @@ PARTS = ("forward_backward", "clip_grad_norm")
 
 
 def mark_parts(module, memory: bool) -> None:
-    """Lines in the log: "mark step 3" .. "mark end 3" around a step (from its batch to its optimizer), around its parts "mark
-    forward_backward" .. "mark /forward_backward", and "mark report 3" where the host is about to ask how it went. memory: print
-    the allocator's state after each part."""
+    """Lines in the log: "mark step 3" .. "mark end 3" around a step (from its batch to its
+    optimizer), around its parts "mark forward_backward" .. "mark /forward_backward", and "mark
+    report 3" where the host is about to ask how it went. memory: print the allocator's state after
+    each part."""
     import parallel
     from support.metrics import Metrics
     from support.optim import Guard
 
     def state(name):
         if memory:
-            gib = {kind: getattr(torch.cuda, kind)() / 2**30 for kind in
-                   ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")}
-            print(f"memory after {name}: " + " ".join(f"{kind}={value:.3f}" for kind, value in gib.items()), flush=True)
+            gib = {
+                kind: getattr(torch.cuda, kind)() / 2**30
+                for kind in (
+                    "memory_allocated",
+                    "max_memory_allocated",
+                    "memory_reserved",
+                    "max_memory_reserved",
+                )
+            }
+            print(
+                f"memory after {name}: "
+                + " ".join(f"{kind}={value:.3f}" for kind, value in gib.items()),
+                flush=True,
+            )
 
     def start(name):
         return lambda *args: Log.mark(name)
@@ -225,7 +283,8 @@ def mark_parts(module, memory: bool) -> None:
 
 
 def forbid_waiting() -> None:
-    """From the second step on torch raises where the host waits for the device, until the step's report, which does."""
+    """From the second step on torch raises where the host waits for the device, until the step's
+    report, which does."""
     from support.metrics import Metrics
     from support.optim import Guard
 
@@ -238,7 +297,8 @@ def forbid_waiting() -> None:
 
 
 def report_compiles() -> None:
-    """Print after each step "compiles {...}": graphs so far, the most versions of one function, why a graph was broken."""
+    """Print after each step "compiles {...}": graphs so far, the most versions of one function, why
+    a graph was broken."""
     from torch._dynamo.convert_frame import FRAME_COMPILE_COUNTER
     from torch._dynamo.utils import counters
 
@@ -246,15 +306,20 @@ def report_compiles() -> None:
 
     def end_step(self, tokens):
         versions = max(FRAME_COMPILE_COUNTER.values(), default=0)
-        found = dict(step=self.step, graphs=counters["stats"]["unique_graphs"], versions=versions,
-                     breaks=list(counters["graph_break"]))
+        found = dict(
+            step=self.step,
+            graphs=counters["stats"]["unique_graphs"],
+            versions=versions,
+            breaks=list(counters["graph_break"]),
+        )
         print("compiles", json.dumps(found), flush=True)
 
     around(Metrics, "end_step", after=end_step)
 
 
 def program(argv: list[str], options: dict):
-    """Runs a recipe, `argv` its file and its flags, and ends this process with its status. options: those of run.py."""
+    """Runs a recipe, `argv` its file and its flags, and ends this process with its status. options:
+    those of run.py."""
     answer()
     cudnn_attention()
     if change := options.get("change"):
@@ -268,9 +333,11 @@ def program(argv: list[str], options: dict):
         fake_world(options["world"], module)
     if options.get("world") or options.get("empty_weights"):
         empty_weights()
-    if name == "grpo":  # it asks in every step whether the norm is finite: of a tensor on the host it learns that 0 is
+    # it asks in every step whether the norm is finite: of a tensor on the host it learns that 0 is
+    if name == "grpo":
         replace(module, "clip_grad_norm", lambda known: lambda *args: known(*args).cpu())
-        replace(module.Trainer, "proof", lambda known: lambda *args: known(*args) | dict(tokens=1))  # it divides by them
+        # it divides by them
+        replace(module.Trainer, "proof", lambda known: lambda *args: known(*args) | dict(tokens=1))
     mark_parts(module, options.get("memory", False))
     if options.get("no_waiting"):
         forbid_waiting()

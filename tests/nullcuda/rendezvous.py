@@ -1,31 +1,39 @@
-"""Would these ranks hang? On the null device nobody waits for anybody, so a run that would hang on GPUs ends like any other.
-Here its logs are played again with NCCL's rules:
+"""Would these ranks hang? On the null device nobody waits for anybody, so a run that would hang on
+GPUs ends like any other. Here its logs are played again with NCCL's rules:
 
     what is on a stream begins when everything before it on that stream is done, and what the stream was told to wait for
     calls on one communicator begin in the order in which they were made
     a call, or all calls between group_start and group_end, is done when each partner has begun its own
 
-Sends wait for their receives: NCCL buffers small ones, and a program that needs that hangs with a larger model.
+Sends wait for their receives: NCCL buffers small ones, and a program that needs that hangs with a
+larger model.
 """
+
 import re
 from collections import Counter
 from dataclasses import dataclass, field
 
-CALL = re.compile(r"nccl (\w+) comm=(\d+) size=(\d+) rank=(\d+) peer=(-?\d+) count=(\d+) type=(\d+) stream=(\d+)")
+CALL = re.compile(
+    r"nccl (\w+) comm=(\d+) size=(\d+) rank=(\d+) peer=(-?\d+) count=(\d+) type=(\d+) stream=(\d+)"
+)
 FIELDS = re.compile(r"(\w+)=(\d+)")
 
 
 @dataclass(eq=False)
 class Unit:
     """One call, or a group of them, on one rank."""
-    calls: list[tuple] = field(default_factory=list)  # (who must be there, which meeting, what each brings)
-    after: set = field(default_factory=set)  # units of this rank that are done before this one begins
+
+    # (who must be there, which meeting, what each brings)
+    calls: list[tuple] = field(default_factory=list)
+    # units of this rank that are done before this one begins
+    after: set = field(default_factory=set)
     lines: list[str] = field(default_factory=list)
 
 
 def units_of(log: list[str]) -> list[Unit]:
     """The units of a rank, from its log, each with what it waits for on its own device."""
-    tails, events, comms = {}, {}, {}  # what comes next on a stream, after an event or on a communicator waits for these units
+    # what comes next on a stream, after an event or on a communicator waits for these units
+    tails, events, comms = {}, {}, {}
     host: set[Unit] = set()  # and whatever comes next at all
     units, meetings, open_groups, unit = [], Counter(), 0, None
     for line in log:
@@ -40,7 +48,8 @@ def units_of(log: list[str]) -> list[Unit]:
                 add_call(unit, line, call, meetings)
                 comm, stream = call[2], call[8]
                 unit.after |= host | tails.get(stream, set()) | comms.get(comm, set())
-                # a call of a group that is still open is a part of this unit: so nothing waits for the unit yet
+                # a call of a group that is still open is a part of this unit: so nothing waits for
+                # the unit yet
             if unit and open_groups == 0:
                 for done in map(CALL.match, unit.lines):
                     tails[done[8]] = comms[done[2]] = {unit}
@@ -62,7 +71,8 @@ def units_of(log: list[str]) -> list[Unit]:
 
 
 def add_call(unit: Unit, line: str, call: re.Match, meetings: Counter) -> None:
-    """Which meeting a call is: the n-th from one rank to another, or the n-th of all ranks, on its communicator."""
+    """Which meeting a call is: the n-th from one rank to another, or the n-th of all ranks, on its
+    communicator."""
     op, comm, size, rank, peer, count, dtype = call[1], *map(int, call.groups()[1:7])
     unit.lines.append(line)
     if op in ("send", "recv"):
@@ -75,7 +85,8 @@ def add_call(unit: Unit, line: str, call: re.Match, meetings: Counter) -> None:
 
 
 def play(logs: list[list[str]]) -> list[str]:
-    """What is wrong: a text for each rank that hangs, and for each meeting to which ranks bring different things."""
+    """What is wrong: a text for each rank that hangs, and for each meeting to which ranks bring
+    different things."""
     ranks, wrong = [units_of(log) for log in logs], []
     came, brought, done = Counter(), {}, set()
     waiting = [(rank, unit) for rank, units in enumerate(ranks) for unit in units]
@@ -99,6 +110,9 @@ def play(logs: list[list[str]]) -> list[str]:
     for rank, units in enumerate(ranks):
         stuck = [unit for unit in units if unit in begun - done]
         if stuck or any(unit not in done for unit in units):
-            text = "; ".join(line for unit in stuck for line in unit.lines) or "nothing of its own: it waits for what others do"
+            text = (
+                "; ".join(line for unit in stuck for line in unit.lines)
+                or "nothing of its own: it waits for what others do"
+            )
             wrong.append(f"rank {rank} hangs in: {text}")
     return wrong

@@ -1,5 +1,7 @@
-"""What the tests on the null device run: small models, and rows of text: which of them, on how many processes, with which
-flags. Nine layers are more than the compiler's limit of eight versions of a function; sizes of 256 are whole blocks of 128."""
+"""What the tests on the null device run: small models, and rows of text: which of them, on how many
+processes, with which flags. Nine layers are more than the compiler's limit of eight versions of a
+function; sizes of 256 are whole blocks of 128."""
+
 import pytest
 import torch
 
@@ -14,8 +16,10 @@ from support.config import override_fields
 
 LLAMA = "n_layers=9,dim=256,n_heads=8,n_kv_heads=4,head_dim=32,ffn_dim=512,vocab_size=4096"
 MOE = LLAMA + ",n_experts=8,top_k=2,moe_ffn_dim=256"
-MLA = ("n_layers=9,dim=256,n_heads=8,ffn_dim=512,vocab_size=4096,q_lora_rank=128,kv_lora_rank=128,qk_nope_head_dim=32,"
-       "qk_rope_head_dim=32,v_head_dim=32,moe_ffn_dim=256")
+MLA = (
+    "n_layers=9,dim=256,n_heads=8,ffn_dim=512,vocab_size=4096,q_lora_rank=128,kv_lora_rank=128,qk_nope_head_dim=32,"
+    "qk_rope_head_dim=32,v_head_dim=32,moe_ffn_dim=256"
+)
 MODELS = {
     "llama3": ["train_llama3.py", "--model_args", LLAMA],
     "tied": ["train_llama3.py", "--model_args", LLAMA + ",tie_embeddings=true"],
@@ -27,30 +31,41 @@ MODELS = {
     "llama4": ["forks/train_llama4.py", "--model_args", "chunk_size=100,moe_every=2"],
     "lora": ["finetune.py", "--lora_rank", 4, "--data", "stdlib", "--no-doc_mask", "--init_from"],
 }
-BASES = {"lora": (Llama3, llama3.FLAVORS["debug"], LLAMA), "lora_moe": (Qwen3, qwen3.FLAVORS["debug_moe"], MOE)}
-GRPO = ("--prompts_per_step 4 --group_size 2 --max_new_tokens 4 --local_batch_size 8 --eval_every 0 --sft_steps 2 --abort_k3 0 "
-        "--steps 2 --log_every 0 --checkpoint_every 0 --device cuda")
+BASES = {
+    "lora": (Llama3, llama3.FLAVORS["debug"], LLAMA),
+    "lora_moe": (Qwen3, qwen3.FLAVORS["debug_moe"], MOE),
+}
+GRPO = (
+    "--prompts_per_step 4 --group_size 2 --max_new_tokens 4 --local_batch_size 8 --eval_every 0 "
+    "--sft_steps 2 --abort_k3 0 "
+    "--steps 2 --log_every 0 --checkpoint_every 0 --device cuda"
+)
 
 
 def rows(text: str) -> list:
-    """Parameters from lines such as "moe 2 --ep 2": a model, how many processes, flags. A "-" before a line makes it slow; what
-    follows after " : " is given to the test as numbers."""
+    """Parameters from lines such as "moe 2 --ep 2": a model, how many processes, flags. A "-"
+    before a line makes it slow; what follows after " : " is given to the test as numbers."""
     found = []
     for line in filter(None, map(str.strip, text.splitlines())):
         row, *numbers = line.removeprefix("-").strip().split(" : ")
         values = [row, *map(int, " ".join(numbers).split())]
-        found.append(pytest.param(*values, id=row, marks=[pytest.mark.slow] if line.startswith("-") else []))
+        found.append(
+            pytest.param(*values, id=row, marks=[pytest.mark.slow] if line.startswith("-") else [])
+        )
     return found
 
 
 def base_folder(name: str, folder: str) -> str:
-    """A Hugging Face folder with a model of random weights, for adapters, and the tokenizer of the built-in corpus."""
+    """A Hugging Face folder with a model of random weights, for adapters, and the tokenizer of the
+    built-in corpus."""
     Model, flavor, sizes = BASES[name]
     with torch.device("meta"):
         model = Model(override_fields(flavor, sizes, "--model_args"))
     model.to_empty(device="cpu")
     init_weights(model, Layout(), 3)
-    save_hf(model, folder, torch.float32, tokenizer_file=open_data(DataConfig(), 256).tokenizer_file)
+    save_hf(
+        model, folder, torch.float32, tokenizer_file=open_data(DataConfig(), 256).tokenizer_file
+    )
     return folder
 
 
@@ -67,4 +82,6 @@ def run(device, tmp_path, row: str, *more, **options):
         brief = device.BRIEF + ["--seq_len", 256, "--local_batch_size", sequences]
     if name in BASES:
         recipe = [*recipe, base_folder(name, f"{tmp_path}/base")]
-    return device.run(tmp_path, recipe[0], *recipe[1:], *flags, *more, brief=brief, nproc=int(n), **options)
+    return device.run(
+        tmp_path, recipe[0], *recipe[1:], *flags, *more, brief=brief, nproc=int(n), **options
+    )

@@ -1,11 +1,14 @@
-"""Runs a recipe on the null device: torch's CUDA build without a GPU. With the python of an environment that has that build:
+"""Runs a recipe on the null device: torch's CUDA build without a GPU. With the python of an
+environment that has that build:
 
     python tests/nullcuda/run.py train_llama3.py --compile --steps 2 --out runs/null
     python tests/nullcuda/run.py --nproc 2 --log runs/log train_llama3.py --tp 2 --steps 2 --out runs/null   # two processes
     python tests/nullcuda/run.py --world 64 --gib 80 --memory train_llama3.py --flavor 70B --tp 8 ...        # rank 0 of 64
 
-Losses are 0, times mean nothing. Real are dispatch, shapes, dtypes, the compiler, the allocator, streams, the order of calls.
+Losses are 0, times mean nothing. Real are dispatch, shapes, dtypes, the compiler, the allocator,
+streams, the order of calls.
 """
+
 import argparse
 import importlib
 import os
@@ -25,31 +28,62 @@ NOT_OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--serve", default="", help="run the cases that come in at this socket, see run_case()")
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument(
+        "--serve", default="", help="run the cases that come in at this socket, see run_case()"
+    )
     p.add_argument("--nproc", type=int, default=1, help="processes")
-    p.add_argument("--world", type=int, default=0, help="be rank 0 of so many fake processes, with weights that are not drawn")
+    p.add_argument(
+        "--world",
+        type=int,
+        default=0,
+        help="be rank 0 of so many fake processes, with weights that are not drawn",
+    )
     p.add_argument("--empty_weights", action="store_true", help="do not draw the initial weights")
-    p.add_argument("--memory", action="store_true", help="print the allocator's state after each part of a step")
-    p.add_argument("--no_waiting", action="store_true", help="fail where the host waits for the device, from step 2 on")
-    p.add_argument("--compiles", action="store_true", help="print after each step how much has been compiled")
+    p.add_argument(
+        "--memory",
+        action="store_true",
+        help="print the allocator's state after each part of a step",
+    )
+    p.add_argument(
+        "--no_waiting",
+        action="store_true",
+        help="fail where the host waits for the device, from step 2 on",
+    )
+    p.add_argument(
+        "--compiles", action="store_true", help="print after each step how much has been compiled"
+    )
     p.add_argument("--log", default="", help="each process writes what happens to LOG.RANK")
     p.add_argument("--gib", type=float, default=80, help="memory of a device")
-    p.add_argument("--major", type=int, default=9, help="compute capability: 9 Hopper, 10 Blackwell")
+    p.add_argument(
+        "--major", type=int, default=9, help="compute capability: 9 Hopper, 10 Blackwell"
+    )
     p.add_argument("--devices", type=int, default=8, help="number of devices")
-    p.add_argument("--timeout", type=float, default=600, help="seconds after which the processes are killed")
+    p.add_argument(
+        "--timeout", type=float, default=600, help="seconds after which the processes are killed"
+    )
     p.add_argument("argv", nargs=argparse.REMAINDER, help="the recipe and its flags")
     return p
 
 
 def variables(options: dict) -> dict[str, str]:
     """Environment of a case."""
-    kinds = {"NULLCUDA_GIB": "gib", "NULLCUDA_MAJOR": "major", "NULLCUDA_DEVICES": "devices", "NULLCUDA_LOG": "log"}
-    return {name: str(options[key]) for name, key in kinds.items() if options.get(key)} | options.get("env", {})
+    kinds = {
+        "NULLCUDA_GIB": "gib",
+        "NULLCUDA_MAJOR": "major",
+        "NULLCUDA_DEVICES": "devices",
+        "NULLCUDA_LOG": "log",
+    }
+    return {
+        name: str(options[key]) for name, key in kinds.items() if options.get(key)
+    } | options.get("env", {})
 
 
 def fork_case(options: dict, output) -> list[int]:
-    """Starts the processes of a case; output(rank): the file for what it prints, None: as this process. Returns their ids."""
+    """Starts the processes of a case; output(rank): the file for what it prints, None: as this
+    process. Returns their ids."""
 
     def run_rank(rank, variables_of_rank) -> int:
         if file := output(rank):
@@ -68,7 +102,8 @@ def fork_case(options: dict, output) -> list[int]:
 
 
 def preload() -> None:
-    """Import once what every case needs. Nothing may touch the device here: a process that has cannot be forked."""
+    """Import once what every case needs. Nothing may touch the device here: a process that has
+    cannot be forked."""
     import faulthandler
 
     import torch
@@ -87,7 +122,8 @@ def preload() -> None:
 def run_case(**options):
     """Answer to a request {"argv": [...], "nproc": 1, ... as the options above, "env": {...}}:
     {"statuses": [per rank], "texts": [what each rank printed], "seconds": ...}."""
-    began, folder = time.monotonic(), tempfile.mkdtemp()  # a TemporaryDirectory would be removed at the end of each fork
+    # a TemporaryDirectory would be removed at the end of each fork
+    began, folder = time.monotonic(), tempfile.mkdtemp()
     pids = fork_case(options, lambda rank: f"{folder}/{rank}")
     statuses = wait_for(pids, options.get("timeout", 600))
     texts = [Path(folder, str(rank)).read_text(errors="replace") for rank in range(len(pids))]

@@ -1,4 +1,6 @@
-"""Which kernels a step launches, and how many: what a few changed lines, or a new torch, can lose without any wrong number."""
+"""Which kernels a step launches, and how many: what a few changed lines, or a new torch, can lose
+without any wrong number."""
+
 import re
 
 import pytest
@@ -10,7 +12,9 @@ def step_3(device, folder, *flags, layers=9):
     """Names of what the third step of a run launches, one each."""
     argv = ("--steps", 3, "--log_every", 3, "--model_args", f"{SHAPE}{layers}", *flags)
     done = device.run(folder, "train_llama3.py", *argv)
-    return [line for line in done.step(3) if re.match("kernel|triton|gemm|memset|mark kernel", line)]
+    return [
+        line for line in done.step(3) if re.match("kernel|triton|gemm|memset|mark kernel", line)
+    ]
 
 
 def count(lines, *words) -> int:
@@ -21,20 +25,24 @@ def count(lines, *words) -> int:
 def test_attention_is_cudnn_s_kernel(device, tmp_path, flags):
     lines = step_3(device, tmp_path, *flags)
     ours = [line for line in lines if "cudnn" in line]
-    assert count(ours, "cudnn_attention_backward") == 9 and count(ours, "cudnn_attention") - 9 == 9, ours
+    assert (
+        count(ours, "cudnn_attention_backward") == 9 and count(ours, "cudnn_attention") - 9 == 9
+    ), ours
     assert not any("flash" in line for line in lines)
 
 
 def test_norms_and_the_optimizer_are_one_kernel_each(device, tmp_path):
     lines = step_3(device, tmp_path)
-    assert count(lines, "vectorized_layer_norm_kernel") == 2 * 9 + 1  # F.rms_norm; as separate operators it would be six
+    # F.rms_norm; as separate operators it would be six
+    assert count(lines, "vectorized_layer_norm_kernel") == 2 * 9 + 1
     optimizer = count(lines, "FusedAdam")
     assert 1 <= optimizer <= 6, optimizer  # many of the 83 parameters per launch
 
 
 @pytest.mark.parametrize("flags, most", [([], 80), (["--compile"], 65)])
 def test_launches_per_layer(device, tmp_path, flags, most):
-    """An upper bound of what one more layer launches: forward, backward, its part of clipping and of AdamW."""
+    """An upper bound of what one more layer launches: forward, backward, its part of clipping and
+    of AdamW."""
     n = [len(step_3(device, tmp_path / str(layers), *flags, layers=layers)) for layers in (9, 13)]
     per_layer = (n[1] - n[0]) / 4
     print(f"{flags}: {n[0]} launches with 9 layers, {per_layer} per layer")

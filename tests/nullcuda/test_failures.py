@@ -1,4 +1,5 @@
 """What failed, waited or did not fit at an earlier commit, where only a GPU could have shown it."""
+
 import json
 import os
 import subprocess
@@ -13,30 +14,52 @@ from rendezvous import CALL
 HERE = Path(__file__).parent
 REPO = HERE.parent.parent
 
-# sides that every kind of --float8 can cut into its blocks, and more layers than the compiler's limit of 8 versions
+# sides that every kind of --float8 can cut into its blocks, and more layers than the compiler's
+# limit of 8 versions
 WIDE = "n_layers=9,dim=256,n_heads=4,n_kv_heads=2,head_dim=64,ffn_dim=512"
 DENSE = ("train_llama3.py", "--local_batch_size", 2, "--model_args", WIDE)
 
 
 def test_float8_under_tp_sends_nothing_for_scales(device, tmp_path):
     """As many all-reduces as in bf16: torchao, given DTensors, sends 28 more per layer and step."""
-    sent = [sum("AllReduce" in line for line in device.run(
-        tmp_path / kind, *DENSE, "--tp", 2, "--float8", kind, nproc=2, no_waiting=True).logs[0]) for kind in ("off", "rowwise")]
+    sent = [
+        sum(
+            "AllReduce" in line
+            for line in device.run(
+                tmp_path / kind, *DENSE, "--tp", 2, "--float8", kind, nproc=2, no_waiting=True
+            ).logs[0]
+        )
+        for kind in ("off", "rowwise")
+    ]
     assert sent[0] == sent[1]
 
 
 @pytest.mark.slow
 def test_float8_is_compiled_once_for_all_layers(device, tmp_path):
-    """A function of its own in each linear made a version of its own for each block, and 9 are more than the compiler makes."""
+    """A function of its own in each linear made a version of its own for each block, and 9 are more
+    than the compiler makes."""
     device.run(tmp_path, *DENSE, "--float8", "rowwise", "--compile")
 
 
 @pytest.mark.slow
 def test_document_masks_of_long_sequences_are_small(device, tmp_path):
-    """create_block_mask alone took 10 GiB at 32k tokens. And the documents of every step are others: nothing compiles again."""
-    device.run(tmp_path, "train_llama3.py", "--doc_mask", "--seq_len", 32768, "--local_batch_size", 1, "--model_args",
-               "n_layers=1,dim=64,n_heads=1,n_kv_heads=1,head_dim=64,ffn_dim=64,max_seq_len=32768", "--steps", 4, gib=4,
-               no_waiting=True)
+    """create_block_mask alone took 10 GiB at 32k tokens. And the documents of every step are
+    others: nothing compiles again."""
+    device.run(
+        tmp_path,
+        "train_llama3.py",
+        "--doc_mask",
+        "--seq_len",
+        32768,
+        "--local_batch_size",
+        1,
+        "--model_args",
+        "n_layers=1,dim=64,n_heads=1,n_kv_heads=1,head_dim=64,ffn_dim=64,max_seq_len=32768",
+        "--steps",
+        4,
+        gib=4,
+        no_waiting=True,
+    )
 
 
 KERNELS = """
@@ -101,29 +124,58 @@ print(json.dumps(Server.said))
 
 
 def program(text: str, *argv, log=""):
-    env = os.environ | environment() | {"PYTHONPATH": f"{REPO}:{HERE}"} | ({"NULLCUDA_LOG": str(log)} if log else {})
-    return json.loads(subprocess.check_output([sys.executable, "-c", text, *argv], env=env, text=True).splitlines()[-1])
+    env = (
+        os.environ
+        | environment()
+        | {"PYTHONPATH": f"{REPO}:{HERE}"}
+        | ({"NULLCUDA_LOG": str(log)} if log else {})
+    )
+    return json.loads(
+        subprocess.check_output(
+            [sys.executable, "-c", text, *argv], env=env, text=True
+        ).splitlines()[-1]
+    )
 
 
 def test_a_token_is_one_cuda_graph():
-    """Twice four samples, in two buckets of keys; each graph is compared once with launched kernels. A model that asks
-    the device for a number has no graph, and it is said once."""
-    assert program(REPLAYS, "experts") == [2, 2 * 149 + 2, 0] and program(REPLAYS, "asks") == [0, 0, 1]
+    """Twice four samples, in two buckets of keys; each graph is compared once with launched
+    kernels. A model that asks the device for a number has no graph, and it is said once."""
+    assert program(REPLAYS, "experts") == [2, 2 * 149 + 2, 0] and program(REPLAYS, "asks") == [
+        0,
+        0,
+        1,
+    ]
 
 
 def test_weights_go_to_the_workers_of_a_server(tmp_path):
-    """Rank 0 of three joins as vLLM's workers do, with an all-reduce of one number, and broadcasts what was announced."""
+    """Rank 0 of three joins as vLLM's workers do, with an all-reduce of one number, and broadcasts
+    what was announced."""
     said = dict(program(SENDS, log=tmp_path / "log"))
-    join, update = said["/init_weight_transfer_engine"]["init_info"], said["/update_weights"]["update_info"]
-    assert (join["rank_offset"], join["world_size"], len(b64decode(join["nccl_unique_id_b64"]))) == (1, 3, 128)
-    assert update == {"names": ["a", "b"], "dtype_names": ["float32", "bfloat16"], "shapes": [[3, 5], [7]]}
+    join, update = (
+        said["/init_weight_transfer_engine"]["init_info"],
+        said["/update_weights"]["update_info"],
+    )
+    assert (
+        join["rank_offset"],
+        join["world_size"],
+        len(b64decode(join["nccl_unique_id_b64"])),
+    ) == (1, 3, 128)
+    assert update == {
+        "names": ["a", "b"],
+        "dtype_names": ["float32", "bfloat16"],
+        "shapes": [[3, 5], [7]],
+    }
     calls = [CALL.fullmatch(line) for line in (tmp_path / "log.0").read_text().splitlines()]
     assert [(c[1], c[3], c[4], c[6], c[7]) for c in calls if c] == [
-        ("all_reduce", "3", "0", "1", "7"), ("broadcast", "3", "0", "15", "7"), ("broadcast", "3", "0", "7", "9")]
+        ("all_reduce", "3", "0", "1", "7"),
+        ("broadcast", "3", "0", "15", "7"),
+        ("broadcast", "3", "0", "7", "9"),
+    ]
 
 
 def test_attention_is_chosen_by_priority():
-    """Masks, as rollouts have them, go to the efficient kernel, which needs no plan for each length, with or without groups."""
+    """Masks, as rollouts have them, go to the efficient kernel, which needs no plan for each
+    length, with or without groups."""
     masked = dict.fromkeys(("decode", "decode_bucket", "prefill", "absorbed"), "Efficient")
     right = dict(lower_right="Flash", latent_right="Flash")
     assert program(KERNELS) == masked | right | dict(causal="Cudnn", latent="Cudnn")

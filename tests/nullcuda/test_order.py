@@ -1,11 +1,15 @@
-"""Pipelines, and what runs beside them, would not hang on GPUs: the calls of real runs, played again with NCCL's rules."""
+"""Pipelines, and what runs beside them, would not hang on GPUs: the calls of real runs, played
+again with NCCL's rules."""
+
 from pathlib import Path
 
 import pytest
 from rendezvous import CALL, play
 from rows import run
 
-ORDER = (line.split(" : ") for line in Path(__file__).with_name("order.txt").read_text().splitlines())
+ORDER = (
+    line.split(" : ") for line in Path(__file__).with_name("order.txt").read_text().splitlines()
+)
 RUNS = {name: row.split() for name, row in ORDER}  # processes, recipe and flags
 
 
@@ -14,7 +18,10 @@ def calls(done) -> list[list[str]]:
     return done.logs
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if RUNS[name][0] == "4" else ()) for name in RUNS])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if RUNS[name][0] == "4" else ()) for name in RUNS],
+)
 def test_no_rank_hangs(device, tmp_path, name):
     n, *argv = RUNS[name]
     assert not play(calls(device.run(tmp_path, *argv, nproc=int(n))))
@@ -22,23 +29,34 @@ def test_no_rank_hangs(device, tmp_path, name):
 
 def test_weights_go_from_device_to_device(device, tmp_path):
     """--gen_ranks: a message for each tensor, on a stream of its own where the trainer is."""
-    done = run(device, tmp_path, "grpo 2 --gen_ranks 1 --async_steps 1 --steps 3")  # the first two batches are of one version
-    ours, theirs = ([CALL.fullmatch(line) for line in log if line.startswith("nccl broadcast")] for log in calls(done))
+    # the first two batches are of one version
+    done = run(device, tmp_path, "grpo 2 --gen_ranks 1 --async_steps 1 --steps 3")
+    ours, theirs = (
+        [CALL.fullmatch(line) for line in log if line.startswith("nccl broadcast")]
+        for log in calls(done)
+    )
     assert not play(done.logs) and len(ours) == len(theirs) and not len(ours) % 2  # two versions
-    assert [call[6] for call in ours] == [call[6] for call in theirs] and sum(int(call[6]) for call in ours) > 600_000
+    assert [call[6] for call in ours] == [call[6] for call in theirs] and sum(
+        int(call[6]) for call in ours
+    ) > 600_000
     computes = {line.split()[1] for line in done.logs[0] if line.startswith("kernel stream=")}
     assert computes and f"stream={ours[0][8]}" not in computes
 
 
 def test_without_its_groups_the_same_run_hangs(device, tmp_path):
-    """1F1B sends forward and receives the gradients in one group; one by one, both neighbours would wait in their sends."""
-    logs = calls(device.run(tmp_path, "train_llama3.py", "--pp", 2, "--local_batch_size", 4, nproc=2))
+    """1F1B sends forward and receives the gradients in one group; one by one, both neighbours would
+    wait in their sends."""
+    logs = calls(
+        device.run(tmp_path, "train_llama3.py", "--pp", 2, "--local_batch_size", 4, nproc=2)
+    )
     assert not play(logs)
-    ungrouped = [[line for line in log if line not in ("nccl group_start", "nccl group_end")] for log in logs]
+    ungrouped = [
+        [line for line in log if line not in ("nccl group_start", "nccl group_end")] for log in logs
+    ]
     assert any("hangs in: nccl send" in text for text in play(ungrouped))
 
 
-# ---------------------------------------------------------------- the simulation itself: ranks whose end is known
+# -------------------------------------------------- the simulation itself: ranks whose end is known
 def call(op, rank, peer=-1, comm=7, count=5, stream=1, size=2):
     return f"nccl {op} comm={comm} size={size} rank={rank} peer={peer} count={count} type=7 stream={stream}"
 
@@ -64,21 +82,34 @@ def test_the_order_on_a_stream_and_on_a_communicator():
 
     assert not play([[first(0), second(0)], [first(1), second(1)]])
     assert len(play([[first(0), second(0)], [second(1), first(1)]])) == 2
-    assert not play([[first(0), second(0, 2)], [second(1), first(1, 2)]])  # on two streams nobody waits
+    # on two streams nobody waits
+    assert not play([[first(0), second(0, 2)], [second(1), first(1, 2)]])
     # one communicator has one order, whatever the streams
-    a, b = [call("send", 0, 1), call("recv", 0, 1, stream=2)], [call("send", 1, 0), call("recv", 1, 0, stream=2)]
+    a, b = (
+        [call("send", 0, 1), call("recv", 0, 1, stream=2)],
+        [call("send", 1, 0), call("recv", 1, 0, stream=2)],
+    )
     assert len(play([a, b])) == 2
 
 
 def test_events_and_the_host_make_a_stream_wait():
     def rank(r, between, ops):
-        return [call("all_reduce", r, comm=ops[0], stream=1), *between, call("all_reduce", r, comm=ops[1], stream=2)]
+        return [
+            call("all_reduce", r, comm=ops[0], stream=1),
+            *between,
+            call("all_reduce", r, comm=ops[1], stream=2),
+        ]
 
-    for between in (["record stream=1 event=3", "wait stream=2 event=3"], ["sync_stream stream=1"], ["sync_device"],
-                    ["record stream=1 event=3", "sync_event event=3"]):
+    for between in (
+        ["record stream=1 event=3", "wait stream=2 event=3"],
+        ["sync_stream stream=1"],
+        ["sync_device"],
+        ["record stream=1 event=3", "sync_event event=3"],
+    ):
         assert len(play([rank(0, between, (1, 2)), rank(1, between, (2, 1))])) == 2, between
         assert not play([rank(0, between, (1, 2)), rank(1, between, (1, 2))]), between
-    before = ["record stream=2 event=3", "wait stream=2 event=3"]  # of another stream's work: no reason to wait
+    # of another stream's work: no reason to wait
+    before = ["record stream=2 event=3", "wait stream=2 event=3"]
     assert not play([rank(0, before, (1, 2)), rank(1, before, (2, 1))])
 
 

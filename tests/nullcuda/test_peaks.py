@@ -1,5 +1,6 @@
-"""Real sizes under the memory of a real device, rank 0 of a world that is not there: the peak, what the allocator asks of the
-driver once a run is under way, and whether --dry_run knew."""
+"""Real sizes under the memory of a real device, rank 0 of a world that is not there: the peak, what
+the allocator asks of the driver once a run is under way, and whether --dry_run knew."""
+
 import re
 from dataclasses import replace
 from importlib import import_module
@@ -10,7 +11,9 @@ import pytest
 from support.config import parse_config
 from tools.dryrun import make_report
 
-PEAKS = (line.split(" : ") for line in Path(__file__).with_name("peaks.txt").read_text().splitlines())
+PEAKS = (
+    line.split(" : ") for line in Path(__file__).with_name("peaks.txt").read_text().splitlines()
+)
 CASES = {name: row.split() for name, row in PEAKS}  # world, GiB of a device, recipe and flags
 
 
@@ -22,17 +25,42 @@ def predicted(recipe: str, flags, world: int) -> float:
     return max(rank.peak for rank in report.ranks) / 2**30
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if "layers" in name else pytest.mark.slow) for name in CASES])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if "layers" in name else pytest.mark.slow) for name in CASES],
+)
 def test_the_peak_and_what_the_allocator_asks_for(device, tmp_path, name):
     world, gib, recipe, *flags = CASES[name]
     options = dict(world=int(world)) if world != "1" else {}
-    done = device.run(tmp_path, f"{recipe}.py", *flags, "--steps", 4, gib=int(gib), memory=True, empty_weights=True, **options)
-    peaks = [float(x) for x in re.findall(r"memory after step [34]: .* max_memory_allocated=([\d.]+)", done.texts[0])]
+    done = device.run(
+        tmp_path,
+        f"{recipe}.py",
+        *flags,
+        "--steps",
+        4,
+        gib=int(gib),
+        memory=True,
+        empty_weights=True,
+        **options,
+    )
+    peaks = [
+        float(x)
+        for x in re.findall(
+            r"memory after step [34]: .* max_memory_allocated=([\d.]+)", done.texts[0]
+        )
+    ]
     assert len(peaks) == 2, done.texts[0][-2000:]
     log = done.logs[0]
     later = [line.split()[0] for line in log[log.index("mark step 3") : log.index("mark end 4")]]
-    asked = {kind: later.count(kind) for kind in ("malloc", "free", "malloc_failed", "map", "unmap") if kind in later}
+    asked = {
+        kind: later.count(kind)
+        for kind in ("malloc", "free", "malloc_failed", "map", "unmap")
+        if kind in later
+    }
     says = predicted(recipe, flags, int(world))
-    print(f"{name}: peak {peaks[-1]:.2f} GiB, --dry_run {says:.2f}, asked of the driver from step 3 on: {asked or 'nothing'}")
+    print(
+        f"{name}: peak {peaks[-1]:.2f} GiB, --dry_run {says:.2f}, asked of the driver from step 3 "
+        f"on: {asked or 'nothing'}"
+    )
     assert not {"free", "malloc_failed", "unmap"} & asked.keys()
     assert abs(says / peaks[-1] - 1) < 0.1

@@ -1,4 +1,6 @@
-"""The host does not wait for the device between two log lines: it asks for nothing that would have to be computed first."""
+"""The host does not wait for the device between two log lines: it asks for nothing that would have
+to be computed first."""
+
 import re
 from pathlib import Path
 
@@ -7,7 +9,8 @@ from rows import rows, run
 
 WAITS = re.compile("sync_stream|sync_device|sync_event|copy_sync")
 
-# A row, and how often its host waits in a step. Each number that is not 0 is known, and says what it is.
+# A row, and how often its host waits in a step. Each number that is not 0 is known, and says what
+# it is.
 NOTHING = Path(__file__).with_name("waits_never.txt").read_text()
 
 
@@ -37,8 +40,8 @@ KNOWN = Path(__file__).with_name("waits_sometimes.txt").read_text()
 
 @pytest.mark.parametrize("row, times", rows(KNOWN))
 def test_the_host_waits_as_often_as_is_known(device, tmp_path, row, times):
-    """With --ep the layer's exchange of tokens needs its sizes on the host: one wait per layer and forward. With
-    --cpu_offload the gradient of each of 84 parameters has to arrive, and 3 more."""
+    """With --ep the layer's exchange of tokens needs its sizes on the host: one wait per layer and
+    forward. With --cpu_offload the gradient of each of 84 parameters has to arrive, and 3 more."""
     for log in run(device, tmp_path, row, "--steps", 4, timeout=200).logs:
         per_step = waits(log)
         assert (per_step[2], per_step[3]) == (times, times), per_step

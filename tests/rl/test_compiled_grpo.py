@@ -1,4 +1,6 @@
-"""grpo.py --compile: blocks are compiled once for training; rollouts of the same model run uncompiled blocks."""
+"""grpo.py --compile: blocks are compiled once for training; rollouts of the same model run
+uncompiled blocks."""
+
 import random
 
 import pytest
@@ -22,8 +24,8 @@ def steps_of_samples(config) -> list[list[dict]]:
 
 
 def train(steps, flags: dict, model: str):
-    """On this rank: (numbers, gradients) of each step; (graphs, graph breaks) so far after each step, and after rollouts and
-    a further step; the ids of the rollouts."""
+    """On this rank: (numbers, gradients) of each step; (graphs, graph breaks) so far after each
+    step, and after rollouts and a further step; the ids of the rollouts."""
     config, found, graphs = CONFIGS[model], [], []
     torch._dynamo.reset()
     counters.clear()
@@ -31,11 +33,15 @@ def train(steps, flags: dict, model: str):
         trainer = trainer_of(config=config, **flags)
         for samples in steps:
             numbers = trainer.train_on([dict(s) for s in samples])
-            found.append((numbers, {fqn: g / trainer.denominator for fqn, g in gradients(trainer).items()}))
+            found.append(
+                (numbers, {fqn: g / trainer.denominator for fqn, g in gradients(trainer).items()})
+            )
             trainer.optimizer.zero_grad()
             trainer.denominator = 0.0
             trainer.score(samples)
-            graphs.append((counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())))
+            graphs.append(
+                (counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()))
+            )
         mesh = trainer.layout.mesh["tp"] if trainer.layout.tp > 1 else None
         with rollouts.whole_weights(trainer.model):
             ids = [s["ids"] for s in samples_of(trainer.model, tp_mesh=mesh)]
@@ -47,13 +53,17 @@ def train(steps, flags: dict, model: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n, flags, model", [
-    (1, dict(ac="full"), "llama3"),
-    (2, dict(tp=2), "llama3"),
-    (2, dict(cp=2, loss="gspo"), "llama3"),
-    (2, dict(ep=2, dp_shard=2), "qwen3"),
-    (1, dict(), "deepseek"),
-], ids=str)
+@pytest.mark.parametrize(
+    "n, flags, model",
+    [
+        (1, dict(ac="full"), "llama3"),
+        (2, dict(tp=2), "llama3"),
+        (2, dict(cp=2, loss="gspo"), "llama3"),
+        (2, dict(ep=2, dp_shard=2), "qwen3"),
+        (1, dict(), "deepseek"),
+    ],
+    ids=str,
+)
 def test_compiled_blocks_train_as_eager_ones_and_are_compiled_once(n, flags, model):
     config, flags = CONFIGS[model], flags | {"pack_tokens": 64}
     steps = steps_of_samples(config)
@@ -65,4 +75,5 @@ def test_compiled_blocks_train_as_eager_ones_and_are_compiled_once(n, flags, mod
             assert numbers["loss"] == pytest.approx(want["loss"], abs=1e-5)
             assert numbers["entropy"] == pytest.approx(want["entropy"], abs=1e-5)
             assert_close(grads, wanted, 1e-5)
-        assert graphs[0][0] > 0 == graphs[0][1] and set(graphs) == {graphs[0]}  # all in the first step, and none in rollouts
+        # all in the first step, and none in rollouts
+        assert graphs[0][0] > 0 == graphs[0][1] and set(graphs) == {graphs[0]}

@@ -1,4 +1,5 @@
 """Problems in files, --env dataset and gsm8k: right answers, lines of a file, and runs."""
+
 import json
 from pathlib import Path
 
@@ -31,7 +32,9 @@ def task(env_data, **flags):
 
 # ---------------------------------------------------------------- answers
 TABLE = Path(__file__).with_name("answers.txt").read_text(encoding="utf-8").splitlines()[1:]
-RIGHT, WRONG, NUMBERS = ([tuple(line.split(sign)) for line in TABLE if sign in line] for sign in (" == ", " != ", " -> "))
+RIGHT, WRONG, NUMBERS = (
+    [tuple(line.split(sign)) for line in TABLE if sign in line] for sign in (" == ", " != ", " -> ")
+)
 
 
 @pytest.mark.parametrize("text, number", [*NUMBERS, ("", "None"), ("#### 1\n#### 2", "2")])
@@ -40,12 +43,20 @@ def test_final_number(text, number):
 
 
 WRONG += [
-    ("", "5"), ("9" * 5000, "9"), ("\\boxed{" * 9999, "5"), ("\\boxed{" + "(" * 9999 + "}", "5"), ("-" * 9999 + "5", "5"),
-    ("\\boxed{" + "\\frac{" * 99 + "1" + "}{1}" * 99 + "}", "2")]
+    ("", "5"),
+    ("9" * 5000, "9"),
+    ("\\boxed{" * 9999, "5"),
+    ("\\boxed{" + "(" * 9999 + "}", "5"),
+    ("-" * 9999 + "5", "5"),
+    ("\\boxed{" + "\\frac{" * 99 + "1" + "}{1}" * 99 + "}", "2"),
+]
 
 
-@pytest.mark.parametrize("text, answer, right", [(*x, True) for x in RIGHT] + [(*x, False) for x in WRONG],
-                         ids=lambda x: str(x)[:30])
+@pytest.mark.parametrize(
+    "text, answer, right",
+    [(*x, True) for x in RIGHT] + [(*x, False) for x in WRONG],
+    ids=lambda x: str(x)[:30],
+)
 def test_mathematics(text, answer, right):
     assert answers.is_right("math", text, answer) == right
     assert not right or answers.is_right("math", answer, answer)
@@ -55,10 +66,15 @@ def test_mathematics_by_a_library(tmp_path, monkeypatch):
     data = write(tmp_path / "a.jsonl", {"question": "expand (x+1)^2", "answer": "x^2+2x+1"})
     if answers.find_spec("math_verify"):
         judge = task(data, reward="math_verify").reward
-        assert [judge("expand (x+1)^2", f"so it is $\\boxed{{{text}}}$") for text in ("(x+1)^2", "x^2+1")] == [1.0, 0.0]
+        assert [
+            judge("expand (x+1)^2", f"so it is $\\boxed{{{text}}}$")
+            for text in ("(x+1)^2", "x^2+1")
+        ] == [1.0, 0.0]
         assert judge("expand (x+1)^2", "$(x+1)^2$", truncated=True) == 0.0
     monkeypatch.setattr(answers, "find_spec", lambda name: None)
-    refuses("math_verify needs a library: pip install math-verify", task, data, reward="math_verify")
+    refuses(
+        "math_verify needs a library: pip install math-verify", task, data, reward="math_verify"
+    )
 
 
 # ---------------------------------------------------------------- files
@@ -66,84 +82,174 @@ def test_mathematics_by_a_library(tmp_path, monkeypatch):
 
 def test_prompts_answers_and_rewards_of_a_file(tmp_path):
     """Two files, neither is split; a model with random weights knows the characters of both."""
-    train, test = write(tmp_path / "a.jsonl", *sums(3, 0, 40)), write(tmp_path / "b.jsonl", *sums(7, 0, 20), *sums(7, 0, 2))
+    train, test = (
+        write(tmp_path / "a.jsonl", *sums(3, 0, 40)),
+        write(tmp_path / "b.jsonl", *sums(7, 0, 20), *sums(7, 0, 2)),
+    )
     env = task(train, eval_data=test)
-    assert env.ALPHABET == "+0123456789=" and len(env.problems) == 40 and len(env.eval_problems) == 20
+    assert (
+        env.ALPHABET == "+0123456789=" and len(env.problems) == 40 and len(env.eval_problems) == 20
+    )
     drawn = [environments.draw_task(env, "train/0", i) for i in range(40)]
     assert sorted(drawn) == sorted(env.problems) and ("3+4=", "7") in drawn
     held_out = environments.held_out_tasks(env, -1)
-    assert sorted(held_out) == sorted(f"7+{b}=" for b in range(20)) and len(environments.held_out_tasks(env, 5)) == 5
+    assert (
+        sorted(held_out) == sorted(f"7+{b}=" for b in range(20))
+        and len(environments.held_out_tasks(env, 5)) == 5
+    )
     assert env.reward("3+4=", " 7\n") == 1.0 == env.reward("7+1=", "8")
-    assert env.reward("3+4=", "07") == env.reward("3+4=", "7", truncated=True) == env.reward("3+4=", "it is 7") == 0.0
-    assert [task(train, reward=kind).reward("3+4=", "it is 14/2") for kind in ("exact", "number", "math")] == [0.0, 0.0, 1.0]
-    half = task(train, prompt_template="Q: {question}\\nIs it {answer}?")  # the same spelling as in evaluate.py
+    assert (
+        env.reward("3+4=", "07")
+        == env.reward("3+4=", "7", truncated=True)
+        == env.reward("3+4=", "it is 7")
+        == 0.0
+    )
+    assert [
+        task(train, reward=kind).reward("3+4=", "it is 14/2")
+        for kind in ("exact", "number", "math")
+    ] == [0.0, 0.0, 1.0]
+    # the same spelling as in evaluate.py
+    half = task(train, prompt_template="Q: {question}\\nIs it {answer}?")
     assert half.problems[4] == ("Q: 3+4=\nIs it 7?", "7") and not hasattr(half, "eval_problems")
-    assert set(environments.held_out_tasks(half, -1)) == {p for p, _ in half.problems if environments.is_held_out(p)}
+    assert set(environments.held_out_tasks(half, -1)) == {
+        p for p, _ in half.problems if environments.is_held_out(p)
+    }
 
 
 def test_messages_and_answers_as_verl_has_them(tmp_path):
-    """Rows of a .parquet. A user's message alone is like a text; more of them go through the template as they are."""
+    """Rows of a .parquet. A user's message alone is like a text; more of them go through the
+    template as they are."""
     user, system = {"role": "user", "content": "2+3="}, {"role": "system", "content": "add"}
-    rows = [{"question": said, "reward_model": {"ground_truth": "5", "style": "rule"}, "data_source": "x"}
-            for said in ([user], [system, user])]
+    rows = [
+        {
+            "question": said,
+            "reward_model": {"ground_truth": "5", "style": "rule"},
+            "data_source": "x",
+        }
+        for said in ([user], [system, user])
+    ]
     pq.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     env = task(tmp_path / "a.parquet")
-    assert env.problems == [("2+3=", "5"), ("add\n\n2+3=", "5")] and env.reward("add\n\n2+3=", "5") == 1.0
+    assert (
+        env.problems == [("2+3=", "5"), ("add\n\n2+3=", "5")]
+        and env.reward("add\n\n2+3=", "5") == 1.0
+    )
     hf_folder(tmp_path / "hf", "llama")
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
     (tmp_path / "hf" / "chat_template.jinja").write_text(template)
-    flags = dict(init_from=str(tmp_path / "hf"), env_data=str(tmp_path / "a.parquet"), env="dataset")
+    flags = dict(
+        init_from=str(tmp_path / "hf"), env_data=str(tmp_path / "a.parquet"), env="dataset"
+    )
     ids = [env.problems[i][0] for i in (0, 1)]
-    text = datasets.Text(flags["init_from"], chat=open_chat(flags["init_from"], grpo.Config(**flags)), env=env)
-    assert [text.decode(text.prompt(prompt)) for prompt in ids] == ["user: 2+3=;", "system: add;user: 2+3=;"]
-    refuses("list of messages, which needs the chat template", datasets.Text(flags["init_from"], env=env).prompt, ids[1])
+    text = datasets.Text(
+        flags["init_from"], chat=open_chat(flags["init_from"], grpo.Config(**flags)), env=env
+    )
+    assert [text.decode(text.prompt(prompt)) for prompt in ids] == [
+        "user: 2+3=;",
+        "system: add;user: 2+3=;",
+    ]
+    refuses(
+        "list of messages, which needs the chat template",
+        datasets.Text(flags["init_from"], env=env).prompt,
+        ids[1],
+    )
     text.chat = open_chat(flags["init_from"], grpo.Config(**flags, system="Be brief."))
-    refuses("--system 'Be brief.': the prompts have a system message of their own", text.prompt, ids[1])
+    refuses(
+        "--system 'Be brief.': the prompts have a system message of their own", text.prompt, ids[1]
+    )
     data = write(tmp_path / "a.jsonl", {"prompt": [user, {"role": "user"}], "answer": 5})
     refuses("a.jsonl:1: prompt is no text, and no list of messages", task, data)
-    (tmp_path / "own.py").write_text("def reward(completion, fields):\n    return float(completion == fields['word'])")
-    own = task(write(tmp_path / "a.jsonl", {"prompt": "say x", "word": "x"}), reward=str(tmp_path / "own.py"))
+    (tmp_path / "own.py").write_text(
+        "def reward(completion, fields):\n    return float(completion == fields['word'])"
+    )
+    own = task(
+        write(tmp_path / "a.jsonl", {"prompt": "say x", "word": "x"}),
+        reward=str(tmp_path / "own.py"),
+    )
     assert own.problems == [("say x", "")] and own.reward("say x", "x") == 1.0
 
 
 def test_a_reward_of_your_own_is_given_what_it_asks_for(tmp_path):
     """The countdown set with division, with the numbers in each line: docs/grpo.md."""
-    lines = [{"prompt": f"Make {t} of 8, 2 and 3", "answer": t, "numbers": [8, 2, 3]} for t in (1, 12, 19)]
+    lines = [
+        {"prompt": f"Make {t} of 8, 2 and 3", "answer": t, "numbers": [8, 2, 3]}
+        for t in (1, 12, 19)
+    ]
     data, own = write(tmp_path / "a.jsonl", *lines), tmp_path / "my_reward.py"
     own.write_text(
-        "from forks.calculator import arithmetic\nimport re\n\n\ndef reward(completion, answer, fields, weight=2.0):\n"
-                   "    used = sorted(map(int, re.findall(r'\\d+', completion))) == sorted(fields['numbers'])\n"
-                   "    return weight * (used and arithmetic(completion) == int(answer))\n")
+        "from forks.calculator import arithmetic\nimport re\n\n\ndef reward(completion, answer, "
+        "fields, weight=2.0):\n"
+        "    used = sorted(map(int, re.findall(r'\\d+', completion))) == "
+        "sorted(fields['numbers'])\n"
+        "    return weight * (used and arithmetic(completion) == int(answer))\n"
+    )
     env = task(data, reward=str(own))
-    assert env.reward(lines[2]["prompt"], "8*2+3") == 2.0 and env.reward(lines[2]["prompt"], "19") == 0.0
-    own.write_text("def reward(prompt, completion, answer, truncated, fields):\n    return truncated and fields['answer'] == 1")
-    assert rewards.pay(task(data, reward=str(own)), lines[0]["prompt"], [""], [True]) == [(1.0, "", {})]
-    assert local_code()["my_reward.py"] == own.read_text()  # a checkpoint keeps the source of the reward
-    for code, message in [("def reward(prompt, solution): pass", "reward\\(\\) asks for solution; it may ask for prompt, "),
-                          ("x = 1", "it must define reward\\(prompt, "), ("import nope", "No module named 'nope'")]:
+    assert (
+        env.reward(lines[2]["prompt"], "8*2+3") == 2.0
+        and env.reward(lines[2]["prompt"], "19") == 0.0
+    )
+    own.write_text(
+        "def reward(prompt, completion, answer, truncated, fields):\n    return truncated and "
+        "fields['answer'] == 1"
+    )
+    assert rewards.pay(task(data, reward=str(own)), lines[0]["prompt"], [""], [True]) == [
+        (1.0, "", {})
+    ]
+    # a checkpoint keeps the source of the reward
+    assert local_code()["my_reward.py"] == own.read_text()
+    for code, message in [
+        (
+            "def reward(prompt, solution): pass",
+            "reward\\(\\) asks for solution; it may ask for prompt, ",
+        ),
+        ("x = 1", "it must define reward\\(prompt, "),
+        ("import nope", "No module named 'nope'"),
+    ]:
         own.write_text(code)
         refuses(message, task, data, reward=str(own))
-    refuses("--reward best is no file ending in .py and none of exact, number, math", task, data, reward="best")
+    refuses(
+        "--reward best is no file ending in .py and none of exact, number, math",
+        task,
+        data,
+        reward="best",
+    )
 
 
 # a row of files.jsonl: the objects of a file, flags, what is said
-@pytest.mark.parametrize("lines, flags, message", map(json.loads, open(Path(__file__).with_name("files.jsonl"))))
+@pytest.mark.parametrize(
+    "lines, flags, message", map(json.loads, open(Path(__file__).with_name("files.jsonl")))
+)
 def test_files_that_cannot_be_used(tmp_path, lines, flags, message):
     data = write(tmp_path / "a.jsonl", *lines)
     write(tmp_path / "b.jsonl", *sums(7, 0, 3))
-    flags = {name: str(tmp_path / value) if name == "eval_data" else value for name, value in flags.items()}
+    flags = {
+        name: str(tmp_path / value) if name == "eval_data" else value
+        for name, value in flags.items()
+    }
     refuses(message, task, data, **flags)
 
 
 def test_gsm8k(tmp_path):
-    lines = [{"question": f"{i} and {i}?", "answer": f"<<{i}+{i}>> so\n#### 1,0{i:02d}"} for i in range(40)]
+    lines = [
+        {"question": f"{i} and {i}?", "answer": f"<<{i}+{i}>> so\n#### 1,0{i:02d}"}
+        for i in range(40)
+    ]
     env = task(write(tmp_path / "p.jsonl", *lines), env="gsm8k")
     prompt, answer = environments.draw_task(env, "eval", 0)
     number = answer.split("#### ")[1].replace(",", "")
-    assert prompt.endswith("?\nThink step by step, and end with the answer alone on a line: #### number")
-    assert env.reward(prompt, f"I think 12, no: #### {number}") == 1.0 == env.reward(prompt, f"it is {number}.0")
+    assert prompt.endswith(
+        "?\nThink step by step, and end with the answer alone on a line: #### number"
+    )
+    assert (
+        env.reward(prompt, f"I think 12, no: #### {number}")
+        == 1.0
+        == env.reward(prompt, f"it is {number}.0")
+    )
     assert env.reward(prompt, "#### 12") == 0.0 == env.reward(prompt, "no idea")
-    assert task(tmp_path / "p.jsonl", env="gsm8k", prompt_template="{question}").problems[0][0] == "0 and 0?"
+    assert (
+        task(tmp_path / "p.jsonl", env="gsm8k", prompt_template="{question}").problems[0][0]
+        == "0 and 0?"
+    )
 
 
 @pytest.mark.skipif(not GSM8K.exists(), reason="no gsm8k_train.jsonl")
@@ -152,17 +258,26 @@ def test_the_published_gsm8k():
     assert len(env.problems) == 7473 and len(env.eval_problems) == 1319
     for prompt, answer in env.problems + env.eval_problems:
         number = answer.split("#### ")[1]
-        assert answers.final_number(answer) == float(number.replace(",", "")) and answers.is_right("math", answer, number)
-        assert env.reward(prompt, answer) == 1.0 and env.reward(prompt, answer, truncated=True) == 0.0
+        assert answers.final_number(answer) == float(number.replace(",", "")) and answers.is_right(
+            "math", answer, number
+        )
+        assert (
+            env.reward(prompt, answer) == 1.0 and env.reward(prompt, answer, truncated=True) == 0.0
+        )
         assert env.reward(prompt, f"{answer}\nNo: #### {answers.final_number(answer) + 1}") == 0.0
-    text = grpo.Text("", alphabet=env.ALPHABET)  # a model with random weights also reads the few characters outside of ASCII
+    # a model with random weights also reads the few characters outside of ASCII
+    text = grpo.Text("", alphabet=env.ALPHABET)
     assert all(text.decode(text.prompt(prompt)) == prompt for prompt, _ in env.problems)
 
 
 def test_a_run_goes_on_with_the_characters_that_it_began_with(tmp_path):
-    """Before the first checkpoint any characters will do; afterwards each character is an id of the model."""
+    """Before the first checkpoint any characters will do; afterwards each character is an id of the
+    model."""
+
     def text_of(*questions):
-        data = write(tmp_path / "a.jsonl", *({"question": question, "answer": "1"} for question in questions))
+        data = write(
+            tmp_path / "a.jsonl", *({"question": question, "answer": "1"} for question in questions)
+        )
         text = grpo.Text("", str(tmp_path), task(data).ALPHABET)
         text.save()
         return text
@@ -171,7 +286,11 @@ def test_a_run_goes_on_with_the_characters_that_it_began_with(tmp_path):
     ids = text_of("abc").ids("cab")
     (tmp_path / "checkpoints" / "step-1").mkdir(parents=True)
     assert text_of("cba").ids("cab") == ids
-    for make in (lambda: text_of("abé"), lambda: text_of("ab"), lambda: grpo.Text("", str(tmp_path), "cba1")):
+    for make in (
+        lambda: text_of("abé"),
+        lambda: text_of("ab"),
+        lambda: grpo.Text("", str(tmp_path), "cba1"),
+    ):
         refuses("tokenizer.json, .*; give the old ALPHABET or data, or use --out NEW", make)
 
 
@@ -179,17 +298,55 @@ def test_a_run_goes_on_with_the_characters_that_it_began_with(tmp_path):
 
 
 def test_a_run_on_two_files(tmp_path):
-    """A run trains on a file and evaluates on all of another; too long prompts of both are left out and counted."""
+    """A run trains on a file and evaluates on all of another; too long prompts of both are left out
+    and counted."""
     train = write(tmp_path / "a.jsonl", *sums(3, 0, 30), {"question": "1" * 20, "answer": 1})
     test = write(tmp_path / "b.jsonl", *sums(7, 0, 20), {"question": "2" * 30, "answer": 1})
-    flags = [*TINY[2:TINY.index("--eval_n")], "--eval_k", 2, "--eval_every", 2, "--log_every", 1, "--env", "dataset"]
-    flags += ["--env_data", train, "--eval_data", test, "--reward", "number", "--checkpoint_every", 0, "--steps", 2]
+    flags = [
+        *TINY[2 : TINY.index("--eval_n")],
+        "--eval_k",
+        2,
+        "--eval_every",
+        2,
+        "--log_every",
+        1,
+        "--env",
+        "dataset",
+    ]
+    flags += [
+        "--env_data",
+        train,
+        "--eval_data",
+        test,
+        "--reward",
+        "number",
+        "--checkpoint_every",
+        0,
+        "--steps",
+        2,
+    ]
     said = run(1, *flags, "--out", tmp_path / "run")
-    assert "1 of 31 problems are left out: with their prompts --seq_len 16" in said and "1 of 21 eval problems are left" in said
+    assert (
+        "1 of 31 problems are left out: with their prompts --seq_len 16" in said
+        and "1 of 21 eval problems are left" in said
+    )
     assert len(steps_of(tmp_path / "run")) == 2
-    evals = [line for line in map(json.loads, (tmp_path / "run" / "metrics.jsonl").open()) if "eval_n" in line]
+    evals = [
+        line
+        for line in map(json.loads, (tmp_path / "run" / "metrics.jsonl").open())
+        if "eval_n" in line
+    ]
     assert [line["eval_n"] for line in evals] == [20, 20]
     shown = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").open()]
-    assert {(line["evaluation"], line["prompt"][:2]) for line in shown} == {(False, "3+"), (True, "7+")}
-    said = run(1, *flags[:-2], "--steps", 3, "--env_data", test, "--out", tmp_path / "none", status=2)
-    assert said.count("\n") == 1 and "21 of the 21 prompts of --eval_data" in said and not (tmp_path / "none").exists()
+    assert {(line["evaluation"], line["prompt"][:2]) for line in shown} == {
+        (False, "3+"),
+        (True, "7+"),
+    }
+    said = run(
+        1, *flags[:-2], "--steps", 3, "--env_data", test, "--out", tmp_path / "none", status=2
+    )
+    assert (
+        said.count("\n") == 1
+        and "21 of the 21 prompts of --eval_data" in said
+        and not (tmp_path / "none").exists()
+    )

@@ -1,4 +1,6 @@
-"""Decoding, against rl/decoding.py: shapes of a rollout, tools, and forks with attention of their own."""
+"""Decoding, against rl/decoding.py: shapes of a rollout, tools, and forks with attention of their
+own."""
+
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -16,16 +18,38 @@ from models.llama3 import Llama3Config
 from models.qwen3 import Qwen3Config
 from rl import decoding
 
-LONG = Llama3Config(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=64, vocab_size=24, max_seq_len=512)
-EXPERTS = Qwen3Config(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, n_experts=4, top_k=2, moe_ffn_dim=32,
-                      vocab_size=24)
-LATENT = replace(deepseek.FLAVORS["debug"], dim=32, n_layers=2, n_heads=4, ffn_dim=64, vocab_size=24)
+LONG = Llama3Config(
+    dim=32,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=8,
+    ffn_dim=64,
+    vocab_size=24,
+    max_seq_len=512,
+)
+EXPERTS = Qwen3Config(
+    dim=32,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=8,
+    n_experts=4,
+    top_k=2,
+    moe_ffn_dim=32,
+    vocab_size=24,
+)
+LATENT = replace(
+    deepseek.FLAVORS["debug"], dim=32, n_layers=2, n_heads=4, ffn_dim=64, vocab_size=24
+)
 PROMPTS = [[1, 2, 3], [4] * 20, [5, 6], [7, 8, 9, 10], [11] * 7, [12, 13]]
 
 
 def sample(model, new=40, group=3, seed=0, **options):
     noise = torch.rand(len(PROMPTS), group, new, generator=torch.Generator().manual_seed(seed))
-    return decoding.rollout(model, PROMPTS, noise, 1.0, **{"eot": 0, "max_len": 400, "rows": 12} | options)
+    return decoding.rollout(
+        model, PROMPTS, noise, 1.0, **{"eot": 0, "max_len": 400, "rows": 12} | options
+    )
 
 
 def tokens(samples):
@@ -46,20 +70,24 @@ def shapes_of_new_tokens(monkeypatch) -> set:
 
 
 def test_few_shapes_and_the_same_tokens(monkeypatch):
-    """300 tokens have 5 numbers of keys for each number of rows, not 300, and the same tokens as without the rounding."""
+    """300 tokens have 5 numbers of keys for each number of rows, not 300, and the same tokens as
+    without the rounding."""
     model = sharp_model(LONG)
     shapes = shapes_of_new_tokens(monkeypatch)
     of_any_length = lambda s: None if len(s["ids"]) == 13 * s["ids"][0] else []  # noqa: E731  so that rows are refilled
     options = dict(new=300, eot=[], reply=of_any_length)
     bucketed = sample(model, **options)
-    assert {keys for _, keys in shapes} == {*range(64, 321, 64)} and len({len(s["ids"]) for s in bucketed}) > 5
+    assert {keys for _, keys in shapes} == {*range(64, 321, 64)} and len(
+        {len(s["ids"]) for s in bucketed}
+    ) > 5
     assert len(shapes) <= 5 * len({rows for rows, _ in shapes})
     monkeypatch.setattr(decoding, "KEY_BUCKET", 1)
     assert tokens(sample(model, **options)) == tokens(bucketed) and len(shapes) > 290
 
 
 def test_few_keys_are_read_for_samples_of_different_lengths(monkeypatch):
-    """Without neighbours of about equal length all rows would read the keys of the longest: three times what is needed."""
+    """Without neighbours of about equal length all rows would read the keys of the longest: three
+    times what is needed."""
     read, needed, known = [], [], decoding.sdpa
 
     def sdpa(q, k, v, mask, **options):
@@ -69,14 +97,28 @@ def test_few_keys_are_read_for_samples_of_different_lengths(monkeypatch):
         return known(q, k, v, mask, **options)
 
     monkeypatch.setattr(decoding, "sdpa", sdpa)
-    lengths = (torch.randn(64, generator=torch.Generator().manual_seed(0)).exp() * 96).clamp(1, 450).tolist()
+    lengths = (
+        (torch.randn(64, generator=torch.Generator().manual_seed(0)).exp() * 96)
+        .clamp(1, 450)
+        .tolist()
+    )
     ends = lambda s: None if len(s["ids"]) >= lengths[s["index"]] else []  # noqa: E731
-    decoding.rollout(sharp_model(LONG), [[1]] * 16, torch.rand(16, 4, 450), 1.0, [], max_len=500, rows=16, reply=ends)
+    decoding.rollout(
+        sharp_model(LONG),
+        [[1]] * 16,
+        torch.rand(16, 4, 450),
+        1.0,
+        [],
+        max_len=500,
+        rows=16,
+        reply=ends,
+    )
     assert sum(read) < 2.2 * sum(needed)
 
 
 def test_rows_go_on_while_another_waits_for_its_reply():
-    """The reply to one sample comes when another has 30 tokens more: without that the test would wait for ever, or be late."""
+    """The reply to one sample comes when another has 30 tokens more: without that the test would
+    wait for ever, or be late."""
     model, went_on, late = sharp_model(LONG), Event(), []
 
     def answer():
@@ -91,14 +133,23 @@ def test_rows_go_on_while_another_waits_for_its_reply():
 
     with ThreadPoolExecutor(2) as thread:
         found = sample(model, reply=reply, eot=[])
-    assert late == [False, False] and found[1]["ids"][5:7] == [20, 21] and found[1]["mask"][4:8] == [1, 0, 0, 1]
+    assert (
+        late == [False, False]
+        and found[1]["ids"][5:7] == [20, 21]
+        and found[1]["mask"][4:8] == [1, 0, 0, 1]
+    )
     assert tokens(found) == tokens(sample(model, reply=partial(reply, in_thread=False), eot=[]))
 
 
-@pytest.mark.parametrize("tool", [
-    lambda ids: [20, 21, 22][: ids[-1] % 4] if ids[-1] in (5, 6, 7, 8) else [], lambda ids: [0, 0] if ids[-1] == 7 else [],
-    lambda ids: [20, 7] if ids[-1] == 7 else []],
-    ids=["answers of all lengths", "an end in an answer", "a question in an answer"])
+@pytest.mark.parametrize(
+    "tool",
+    [
+        lambda ids: [20, 21, 22][: ids[-1] % 4] if ids[-1] in (5, 6, 7, 8) else [],
+        lambda ids: [0, 0] if ids[-1] == 7 else [],
+        lambda ids: [20, 7] if ids[-1] == 7 else [],
+    ],
+    ids=["answers of all lengths", "an end in an answer", "a question in an answer"],
+)
 @pytest.mark.parametrize("config", [LONG, EXPERTS, LATENT], ids=["llama3", "experts", "latents"])
 def test_a_tool_is_asked_after_each_token_of_the_model(config, tool):
     """The tool's answer follows, ends no sample and asks nothing."""
@@ -116,17 +167,26 @@ def test_a_tool_is_asked_after_each_token_of_the_model(config, tool):
 
 def takes_time_and_batch(self, x, cos, sin, attend):
     B, T, _ = x.shape
-    q, k, v = (w(x).view(B, T, -1, self.head_dim).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
-    return self.wo(attend(rotate(q, cos, sin), rotate(k, cos, -sin), v).transpose(1, 2).reshape(B, T, -1))
+    q, k, v = (
+        w(x).view(B, T, -1, self.head_dim).transpose(1, 2) for w in (self.wq, self.wk, self.wv)
+    )
+    return self.wo(
+        attend(rotate(q, cos, sin), rotate(k, cos, -sin), v).transpose(1, 2).reshape(B, T, -1)
+    )
 
 
 def test_blocks_of_a_fork_decode_as_without_a_cache():
-    """A block gets (R, 1, D); its log-probabilities equal the same block without a cache, token by token."""
+    """A block gets (R, 1, D); its log-probabilities equal the same block without a cache, token by
+    token."""
     model = sharp_model(LONG)
     for block in model.blocks.values():
         block.attn.forward = MethodType(takes_time_and_batch, block.attn)
     samples = sample(model, new=9)
     for s, prompt in zip(samples[::3], PROMPTS):
         logits, _ = in_pieces(model, [prompt + s["ids"]], [1] * len(s["ids"]))
-        wanted = logits[0][len(prompt) - 1 : -1].log_softmax(-1).gather(-1, torch.tensor(s["ids"])[:, None])[:, 0]
+        wanted = (
+            logits[0][len(prompt) - 1 : -1]
+            .log_softmax(-1)
+            .gather(-1, torch.tensor(s["ids"])[:, None])[:, 0]
+        )
         torch.testing.assert_close(torch.tensor(s["logprobs"]), wanted, atol=1e-5, rtol=0)

@@ -1,4 +1,5 @@
 """Tasks and rewards, against rl/environments.py: paid answers, drawn prompts and held-out prompts."""
+
 import math
 from fractions import Fraction
 from types import SimpleNamespace
@@ -17,7 +18,9 @@ def test_what_was_cut_off_is_not_paid_for():
     for name in ("reverse", "sum_digits", "calculator"):
         env = environments.open_env(name)
         prompt, answer = environments.draw_task(env, "eval", 3)
-        assert [rewards.pay(env, prompt, [answer], [truncated])[0].reward for truncated in (False, True)] == [1, 0]
+        assert [
+            rewards.pay(env, prompt, [answer], [truncated])[0].reward for truncated in (False, True)
+        ] == [1, 0]
     asks = SimpleNamespace(reward=lambda prompt, completion, truncated: -1.0 if truncated else 1.0)
     other = SimpleNamespace(reward=lambda prompt, completion: 0.5)
     assert [rewards.pay(env, "", [""], [True])[0].reward for env in (asks, other)] == [-1.0, 0.5]
@@ -30,8 +33,14 @@ def test_a_reward_that_is_none_names_its_sample(value):
             raise KeyError("no\nsuch key")
         return value
 
-    ((nothing, failure, _),) = rewards.pay(SimpleNamespace(reward=reward), "1 2", ["some\nwhere"], [False])
-    assert nothing is None and "no reward for prompt '1 2', completion 'some\\nwhere'" in failure and "\n" not in failure
+    ((nothing, failure, _),) = rewards.pay(
+        SimpleNamespace(reward=reward), "1 2", ["some\nwhere"], [False]
+    )
+    assert (
+        nothing is None
+        and "no reward for prompt '1 2', completion 'some\\nwhere'" in failure
+        and "\n" not in failure
+    )
 
 
 def test_prompts_are_drawn_without_replacement_where_there_is_a_list():
@@ -41,12 +50,17 @@ def test_prompts_are_drawn_without_replacement_where_there_is_a_list():
     assert len(held_out) == len(set(held_out)) == sum(map(environments.is_held_out, prompts)) == 122
     n = len(prompts) - len(held_out)
     drawn = [environments.draw_task(env, "train/0", i)[0] for i in range(2 * n)]
-    assert set(drawn[:n]) == set(drawn[n:]) == set(prompts) - set(held_out) and drawn[:n] != drawn[n:]
+    assert (
+        set(drawn[:n]) == set(drawn[n:]) == set(prompts) - set(held_out) and drawn[:n] != drawn[n:]
+    )
     assert set(environments.held_out_tasks(env, 50)) < set(held_out)
     many = environments.held_out_tasks(environments.open_env("reverse"), 1024)
     assert len(set(many)) == 1024 and all(map(environments.is_held_out, many))
-    small = SimpleNamespace(__name__="small", make=lambda rng: (str(rng.randrange(100)), ""))  # of unknown number
-    assert sorted(environments.held_out_tasks(small, 1024)) == sorted(filter(environments.is_held_out, map(str, range(100))))
+    # of unknown number
+    small = SimpleNamespace(__name__="small", make=lambda rng: (str(rng.randrange(100)), ""))
+    assert sorted(environments.held_out_tasks(small, 1024)) == sorted(
+        filter(environments.is_held_out, map(str, range(100)))
+    )
 
 
 LENGTHS = """
@@ -58,30 +72,88 @@ reward = lambda prompt, completion: float(len(completion) % 2)
 
 @pytest.mark.parametrize("finite", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path, finite):
-    """--seq_len 16 has no room for an answer to most prompts: once such a prompt ended the run, again after every restart."""
-    more = "problems = [('7' * (i % 25) + str(i) + '>', '7') for i in range(400)]\ndel make\n" if finite else ""
+    """--seq_len 16 has no room for an answer to most prompts: once such a prompt ended the run,
+    again after every restart."""
+    more = (
+        "problems = [('7' * (i % 25) + str(i) + '>', '7') for i in range(400)]\ndel make\n"
+        if finite
+        else ""
+    )
     (tmp_path / "env.py").write_text(LENGTHS + more)
-    said = run(1, *TINY, "--env", tmp_path / "env.py", "--steps", 2, "--checkpoint_every", 0, "--out", tmp_path / "run")
+    said = run(
+        1,
+        *TINY,
+        "--env",
+        tmp_path / "env.py",
+        "--steps",
+        2,
+        "--checkpoint_every",
+        0,
+        "--out",
+        tmp_path / "run",
+    )
     steps = steps_of(tmp_path / "run")
     assert len(steps) == 2 and all((line["prompts_too_long"] > 0) == (not finite) for line in steps)
-    assert ("problems are left out: with their prompts --seq_len 16 leaves no room" if finite else " prompts too long") in said
-    flags = ["--env", tmp_path / "env.py", "--seq_len", 2, "--max_new_tokens", 1, "--out", tmp_path / "none"]
+    assert (
+        "problems are left out: with their prompts --seq_len 16 leaves no room"
+        if finite
+        else " prompts too long"
+    ) in said
+    flags = [
+        "--env",
+        tmp_path / "env.py",
+        "--seq_len",
+        2,
+        "--max_new_tokens",
+        1,
+        "--out",
+        tmp_path / "none",
+    ]
     said = run(1, *TINY, *flags, status=2)
-    assert "--seq_len" in said and said.count("\n") == 1 and not (tmp_path / "none" / "metrics.jsonl").exists()
+    assert (
+        "--seq_len" in said
+        and said.count("\n") == 1
+        and not (tmp_path / "none" / "metrics.jsonl").exists()
+    )
 
 
-@pytest.mark.parametrize("processes, flags", [
-    (1, []), pytest.param(2, ["--dp_shard", 2], marks=pytest.mark.slow),
-    pytest.param(2, ["--gen_ranks", 1, "--async_steps", 1], marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "processes, flags",
+    [
+        (1, []),
+        pytest.param(2, ["--dp_shard", 2], marks=pytest.mark.slow),
+        pytest.param(2, ["--gen_ranks", 1, "--async_steps", 1], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_a_reward_that_fails_ends_the_run_in_one_line(tmp_path, processes, flags):
     (tmp_path / "env.py").write_text(
         "import tests.env_counting\nfrom tests.env_counting import ALPHABET, make\ncalls = []\n\n\n"
         "def reward(prompt, completion):\n    calls.append(1)\n"
-        "    return None if len(calls) == 20 else tests.env_counting.reward(prompt, completion)\n")
-    said = run(processes, *TINY, "--env", tmp_path / "env.py", "--steps", 9, "--eval_every", 0, "--checkpoint_every", 0, *flags,
-               "--out", tmp_path / "run", status=1)
+        "    return None if len(calls) == 20 else tests.env_counting.reward(prompt, completion)\n"
+    )
+    said = run(
+        processes,
+        *TINY,
+        "--env",
+        tmp_path / "env.py",
+        "--steps",
+        9,
+        "--eval_every",
+        0,
+        "--checkpoint_every",
+        0,
+        *flags,
+        "--out",
+        tmp_path / "run",
+        status=1,
+    )
     ours = [line for line in said.splitlines() if "error on rank" in line]
-    assert len(ours) == 1 and "env.py: no reward for prompt '" in ours[0] and ", completion '" in ours[0]
+    assert (
+        len(ours) == 1
+        and "env.py: no reward for prompt '" in ours[0]
+        and ", completion '" in ours[0]
+    )
     assert processes > 1 or said.count("\n") == 1  # torchrun adds a report of its own
 
 
@@ -90,21 +162,37 @@ def test_environments_pay_for_their_own_answers_only(name):
     env = environments.open_env(name)
     tasks = [environments.draw_task(env, "train/0", i) for i in range(50)]
     assert all(env.reward(prompt, answer) == 1.0 for prompt, answer in tasks)
-    assert all(env.reward(prompt, "") == 0.0 == env.reward(prompt, "1") for prompt, _ in tasks if tasks[0][1] != "1")
+    assert all(
+        env.reward(prompt, "") == 0.0 == env.reward(prompt, "1")
+        for prompt, _ in tasks
+        if tasks[0][1] != "1"
+    )
     held_out = {environments.draw_task(env, "eval", i)[0] for i in range(50)}
-    assert not held_out & {environments.draw_task(env, f"train/{seed}", i)[0] for seed in range(3) for i in range(300)}
+    assert not held_out & {
+        environments.draw_task(env, f"train/{seed}", i)[0] for seed in range(3) for i in range(300)
+    }
     text = grpo.Text("", alphabet=env.ALPHABET)
     for prompt, answer in tasks:
         s = grpo.supervised_sample(env, text, prompt, answer)
         assert text.decode(s["ids"]) == answer and text.tokenizer.decode(s["prompt"]) == prompt
         masked = text.decode([t for t, m in zip(s["ids"], s["mask"]) if not m])
-        assert masked == ("".join(f"{turn.split('=')[1]};" for turn in answer.split(";")[:-1]) if name == "calculator" else "")
+        assert masked == (
+            "".join(f"{turn.split('=')[1]};" for turn in answer.split(";")[:-1])
+            if name == "calculator"
+            else ""
+        )
 
 
 def test_a_tool_is_asked_once_where_a_token_goes_on_after_its_mark():
     words, heard = ["", "1+1", "</", "code>", "code>\n", "2", "1+"], []
-    text = SimpleNamespace(decode=lambda ids: "".join(words[i] for i in ids), ids=lambda said: [words.index(said)], ends=[0])
-    env = SimpleNamespace(TOOL_END="</code>", tool=lambda completion: heard.append(completion) or "2")
+    text = SimpleNamespace(
+        decode=lambda ids: "".join(words[i] for i in ids),
+        ids=lambda said: [words.index(said)],
+        ends=[0],
+    )
+    env = SimpleNamespace(
+        TOOL_END="</code>", tool=lambda completion: heard.append(completion) or "2"
+    )
     for last in (3, 4):  # 4: the mark and a new line in one token
         turns, ids = environments.Turns(env, text, ["task"]), [1, 2, last, 5, 1, 2, last]
         ask = lambda begin, end: turns.reply(dict(index=0, begin=begin, ids=ids[:end]))  # noqa: B023, E731
@@ -112,27 +200,52 @@ def test_a_tool_is_asked_once_where_a_token_goes_on_after_its_mark():
         assert [ask(0, 3).result(), ask(4, 7).result()] == [[5], [5]] and turns.calls == [2]
         assert heard[-2:] == ["1+1</code>", f"1+1</{words[last]}21+1</code>"]
     env.tool = lambda completion: 1 / 0
-    assert turns.reply(dict(index=0, begin=0, ids=[1, 2, 3])).result() is None and "ZeroDivisionError" in turns.failed[0]
-    game = SimpleNamespace(TURN_END="</code>", reset=lambda task: (task, ""), step=lambda state, said: ("", False, math.nan))
+    assert (
+        turns.reply(dict(index=0, begin=0, ids=[1, 2, 3])).result() is None
+        and "ZeroDivisionError" in turns.failed[0]
+    )
+    game = SimpleNamespace(
+        TURN_END="</code>",
+        reset=lambda task: (task, ""),
+        step=lambda state, said: ("", False, math.nan),
+    )
     turns = environments.Turns(game, text, ["task"])
-    assert turns.reply(dict(index=0, begin=0, ids=[1, 2, 3])).result() is None and "the reward is nan" in turns.failed[0]
+    assert (
+        turns.reply(dict(index=0, begin=0, ids=[1, 2, 3])).result() is None
+        and "the reward is nan" in turns.failed[0]
+    )
     game.step = lambda state, said: ("", 1.0, True)
-    assert turns.reply(dict(index=0, begin=0, ids=[1, 2, 3])).result() is None and "True or False, not 1.0" in turns.failed[1]
+    assert (
+        turns.reply(dict(index=0, begin=0, ids=[1, 2, 3])).result() is None
+        and "True or False, not 1.0" in turns.failed[1]
+    )
 
 
 def test_an_environment_with_state_plays_each_sample_by_itself():
-    """Three turns, each ended by a 7 and paid by its letters: read and not trained, and the last is the end of the sample."""
+    """Three turns, each ended by a 7 and paid by its letters: read and not trained, and the last is
+    the end of the sample."""
+
     def step(state, turn):
         state.append(turn)
         return f"{len(state)}.", len(state) == 4, float(len(turn))
 
-    game = SimpleNamespace(__name__="game", TURN_END="7", make=lambda rng: (str(rng.randrange(1000)), "12373."), step=step,
-                           reset=lambda task: ([task], task[::-1] + ">"))
+    game = SimpleNamespace(
+        __name__="game",
+        TURN_END="7",
+        make=lambda rng: (str(rng.randrange(1000)), "12373."),
+        step=step,
+        reset=lambda task: ([task], task[::-1] + ">"),
+    )
     text = grpo.Text("", alphabet="0123456789>.", env=game)
     s = grpo.supervised_sample(game, text, "35", "1272.73.7799")
-    assert s["mask"] == [1.0] * 3 + [0.0] * 2 + [1.0] + [0.0] * 2 + [1.0] and text.decode(s["prompt"]) == "53>"
+    assert (
+        s["mask"] == [1.0] * 3 + [0.0] * 2 + [1.0] + [0.0] * 2 + [1.0]
+        and text.decode(s["prompt"]) == "53>"
+    )
     text.ends, trainer = [], trainer_of(seq_len=64, unknown=[0, *range(13, 24)])
-    cfg = grpo.Config(prompts_per_step=6, group_size=4, seq_len=64, max_new_tokens=40, reward_threads=3)
+    cfg = grpo.Config(
+        prompts_per_step=6, group_size=4, seq_len=64, max_new_tokens=40, reward_threads=3
+    )
     samples = rollouts.make_batch(cfg, game, text, trainer.layout, trainer.model, 0, 0)["samples"]
     for s in samples:
         *turns, _ = "".join(word for word, mask in zip(s["text"], s["mask"]) if mask).split("7")
@@ -143,28 +256,66 @@ def test_an_environment_with_state_plays_each_sample_by_itself():
 
 
 def test_own_environments(tmp_path):
-    for lines, said in (("make = print", "does not define reward"), ("TOOL_END='='\nmake = reward = print", "not define tool;"),
-                        ("TOOL_END = 7\nmake = reward = tool = print", "TOOL_END must be a text with at least one .*, not 7"),
-                        ("problems = ['7+', '1+']\nreward = print", "must be pairs .* and '7.' is a text")):
+    for lines, said in (
+        ("make = print", "does not define reward"),
+        ("TOOL_END='='\nmake = reward = print", "not define tool;"),
+        (
+            "TOOL_END = 7\nmake = reward = tool = print",
+            "TOOL_END must be a text with at least one .*, not 7",
+        ),
+        ("problems = ['7+', '1+']\nreward = print", "must be pairs .* and '7.' is a text"),
+    ):
         (tmp_path / "mine.py").write_text(lines)
         refuses(f"mine.py:? .*{said}", environments.open_env, str(tmp_path / "mine.py"))
-    (tmp_path / "game.py").write_text("def make(rng):\n    return 'x'\n\ndef reset(task):\n    return {}, int(task)\n")
+    (tmp_path / "game.py").write_text(
+        "def make(rng):\n    return 'x'\n\ndef reset(task):\n    return {}, int(task)\n"
+    )
     refuses("game.py does not define step", environments.open_env, str(tmp_path / "game.py"))
-    (tmp_path / "game.py").write_text((tmp_path / "game.py").read_text() + "\ndef step(state, text):\n    return 1\n")
+    (tmp_path / "game.py").write_text(
+        (tmp_path / "game.py").read_text() + "\ndef step(state, text):\n    return 1\n"
+    )
     game = environments.open_env(str(tmp_path / "game.py"))
-    with pytest.raises(RuntimeError, match="^--env: make fails, or does not return two values: ValueError"):
+    with pytest.raises(
+        RuntimeError, match="^--env: make fails, or does not return two values: ValueError"
+    ):
         environments.draw_task(game, "train", 0)
-    with pytest.raises(RuntimeError, match="^--env: reset fails, or .*: ValueError.*invalid literal"):
+    with pytest.raises(
+        RuntimeError, match="^--env: reset fails, or .*: ValueError.*invalid literal"
+    ):
         grpo.Text("", env=game).prompt("x")
     text = grpo.Text("", alphabet=environments.Reverse.ALPHABET)
     refuses("'é' in '1é>' is not in the ALPHABET of --env; add it there", text.prompt, "1é>")
-    refuses("--env n is no file ending in .py and none of reverse.*calculator, dataset, gsm8k", environments.open_env, "n")
+    refuses(
+        "--env n is no file ending in .py and none of reverse.*calculator, dataset, gsm8k",
+        environments.open_env,
+        "n",
+    )
 
 
 def test_arithmetic_is_no_eval():
     assert calculator.arithmetic("2*(3+4)-1") == 13 == calculator.arithmetic("91/7")
     assert str(calculator.arithmetic("9/3")) == "3"  # as in the calculator's text
-    assert calculator.arithmetic("1/3") == Fraction(1, 3) and calculator.arithmetic("(1/3 + 1/6) * 4") == 2
-    for text in ("2**9", "1/0", "3//2", "2/(1-1)", "a", "__import__('os')", "(" * 5000, "", "1+", "-1", "2 3", "3*7--2",
-                 "3*7 #2", "3*7-2\n#", "2_1-2", "\u0663*7-2", "3*7-2=19"):
+    assert (
+        calculator.arithmetic("1/3") == Fraction(1, 3)
+        and calculator.arithmetic("(1/3 + 1/6) * 4") == 2
+    )
+    for text in (
+        "2**9",
+        "1/0",
+        "3//2",
+        "2/(1-1)",
+        "a",
+        "__import__('os')",
+        "(" * 5000,
+        "",
+        "1+",
+        "-1",
+        "2 3",
+        "3*7--2",
+        "3*7 #2",
+        "3*7-2\n#",
+        "2_1-2",
+        "\u0663*7-2",
+        "3*7-2=19",
+    ):
         assert calculator.arithmetic(text) is None

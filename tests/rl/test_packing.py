@@ -1,4 +1,6 @@
-"""Packing of samples: a packed step equals a step with one sample per row, in every layout, with little padding."""
+"""Packing of samples: a packed step equals a step with one sample per row, in every layout, with
+little padding."""
+
 import random
 from types import SimpleNamespace
 
@@ -22,7 +24,9 @@ def lognormal(n: int, seed=0) -> list[int]:
 
 
 def plan_of(lengths, ranks, pp=1, **flags):
-    usual = dict(pack_tokens=0, local_batch_size=64, compile=False, batch_invariant=False, seq_len=4096)
+    usual = dict(
+        pack_tokens=0, local_batch_size=64, compile=False, batch_invariant=False, seq_len=4096
+    )
     cfg = SimpleNamespace(**usual | flags)
     return packing.plan_forwards(lengths, cfg, SimpleNamespace(data_ranks=ranks, cp=2, tp=2, pp=pp))
 
@@ -33,42 +37,60 @@ def plan_of(lengths, ranks, pp=1, **flags):
 def test_a_plan_has_every_sample_once_and_few_tokens_of_padding(n, ranks, room):
     lengths = lognormal(n)
     plan = plan_of(lengths, ranks, pack_tokens=room)
-    assert len(plan) == ranks and len({len(share) for share in plan}) == 1  # every rank has equally many forwards
-    assert sorted(i for share in plan for rows, _ in share for row in rows for i in row) == list(range(n))
+    # every rank has equally many forwards
+    assert len(plan) == ranks and len({len(share) for share in plan}) == 1
+    assert sorted(i for share in plan for rows, _ in share for row in rows for i in row) == list(
+        range(n)
+    )
     for rows, T in (forward for share in plan for forward in share):
-        assert T % 8 == 0 and max(sum(lengths[i] for i in row) for row in rows) <= T <= (room or 4096)
+        assert T % 8 == 0 and max(sum(lengths[i] for i in row) for row in rows) <= T <= (
+            room or 4096
+        )
     per_forward = [[max(len(rows), 1) * T for rows, T in share] for share in plan]
     fed, real = sum(map(sum, per_forward)), sum(lengths)
     if room:
         assert fed <= (1.15 if n / ranks >= 32 or room == 4096 else 1.3) * real
         assert len({T for share in plan for _, T in share}) <= 16
-        # ranks wait for the rank with the most tokens; with four samples per rank, the longest sample decides
+        # ranks wait for the rank with the most tokens; with four samples per rank, the longest
+        # sample decides
         assert sum(map(max, zip(*per_forward))) * ranks <= (1.15 if n / ranks >= 32 else 2) * real
     elif n == 256:
         assert fed > 2.3 * real
 
 
 def test_with_compile_all_sequences_have_one_length():
-    assert {T for share in plan_of(lognormal(256), 8, pack_tokens=4096, compile=True) for _, T in share} == {4096}
+    assert {
+        T for share in plan_of(lognormal(256), 8, pack_tokens=4096, compile=True) for _, T in share
+    } == {4096}
     longer = plan_of([90, 10, 10], 2, pack_tokens=64, compile=True)  # an answer of the warm-up
     assert sorted(T for share in longer for _, T in share) == [64, 96]
 
 
-@pytest.mark.parametrize("flags", [dict(local_batch_size=8), dict(pack_tokens=4096)], ids=["rows", "packed"])
+@pytest.mark.parametrize(
+    "flags", [dict(local_batch_size=8), dict(pack_tokens=4096)], ids=["rows", "packed"]
+)
 @pytest.mark.parametrize("n", [1, 3, 21, 256])
 def test_in_a_pipeline_all_forwards_have_one_shape_and_each_stage_has_one(n, flags):
     plan = plan_of(lengths := lognormal(n), 2, 4, **flags)
-    assert sorted(i for share in plan for rows, _ in share for row in rows for i in row) == list(range(n))
+    assert sorted(i for share in plan for rows, _ in share for row in rows for i in row) == list(
+        range(n)
+    )
     ((B, T, forwards),) = {(len(rows), T, len(share)) for share in plan for rows, T in share}
     assert forwards >= 4 and B * T <= 8 * 4096 and (B == 1 or 2 * forwards * B < n + 8)
-    assert T >= max(sum(lengths[i] for i in row) for share in plan for rows, _ in share for row in rows)
+    assert T >= max(
+        sum(lengths[i] for i in row) for share in plan for rows, _ in share for row in rows
+    )
 
 
 def test_samples_that_fill_a_sequence_alone_are_planned():
-    assert sorted(rows for share in plan_of([40] * 5, 2, pack_tokens=64) for rows, _ in share if rows) == [
-        [[i]] for i in range(5)]
-    assert [[len(rows) for rows, _ in share] for share in plan_of([8], 4, pack_tokens=64)].count([1]) == 1
-    assert plan_of([8, 65, 30], 1, pack_tokens=64) == [[([[1]], 72), ([[2, 0]], 40)]]  # 65: an answer for the warm-up
+    assert sorted(
+        rows for share in plan_of([40] * 5, 2, pack_tokens=64) for rows, _ in share if rows
+    ) == [[[i]] for i in range(5)]
+    assert [[len(rows) for rows, _ in share] for share in plan_of([8], 4, pack_tokens=64)].count(
+        [1]
+    ) == 1
+    # 65: an answer for the warm-up
+    assert plan_of([8, 65, 30], 1, pack_tokens=64) == [[([[1]], 72), ([[2, 0]], 40)]]
 
 
 def test_a_packed_row_is_its_samples_one_after_the_other():
@@ -79,23 +101,37 @@ def test_a_packed_row_is_its_samples_one_after_the_other():
     begin, ids = 0, sum((s["ids"] for s in samples), [])
     for k, s in enumerate(part):
         whole, here = s["prompt"] + s["ids"], slice(begin, begin + packing.n_read(s))
-        assert b["tokens"][0, here].tolist() == whole[:-1] and b["labels"][0, here].tolist() == whole[1:]
-        assert b["positions"][0, here].tolist() == list(range(len(whole) - 1)) and set(b["doc_ids"][0, here].tolist()) == {k}
+        assert (
+            b["tokens"][0, here].tolist() == whole[:-1]
+            and b["labels"][0, here].tolist() == whole[1:]
+        )
+        assert b["positions"][0, here].tolist() == list(range(len(whole) - 1)) and set(
+            b["doc_ids"][0, here].tolist()
+        ) == {k}
         asked = b["at"][0, here]
-        assert [ids[i] for i in asked[asked >= 0].tolist()] == s["ids"] == b["labels"][0, here][b["mask"][0, here] > 0].tolist()
+        assert (
+            [ids[i] for i in asked[asked >= 0].tolist()]
+            == s["ids"]
+            == b["labels"][0, here][b["mask"][0, here] > 0].tolist()
+        )
         begin = here.stop
-    assert b["mask"][0, begin:].sum() == 0 and set(b["doc_ids"][0, begin:].tolist()) <= {len(samples)}
+    assert b["mask"][0, begin:].sum() == 0 and set(b["doc_ids"][0, begin:].tolist()) <= {
+        len(samples)
+    }
 
 
 # ---------------------------------------------------------------- the same training step
 
 # sharp_model makes the routers certain of their choices
-OTHERS = {name: config(**KINDS[name], n_layers=2, vocab_size=24) for name in ("qwen3_moe", "deepseek")}
+OTHERS = {
+    name: config(**KINDS[name], n_layers=2, vocab_size=24) for name in ("qwen3_moe", "deepseek")
+}
 OTHERS["tied"] = config(n_layers=2, vocab_size=24, tie_embeddings=True)
 
 
 def off_policy(samples, seed=1):
-    """As if from an older policy; the last token of each sample is a tool's, and some samples are masked (--mask_truncated)."""
+    """As if from an older policy; the last token of each sample is a tool's, and some samples are
+    masked (--mask_truncated)."""
     rng = random.Random(seed)
     for i, s in enumerate(samples):
         s["logprobs"] = [lp + rng.gauss(0, 0.3) for lp in s["logprobs"]]
@@ -106,7 +142,8 @@ def off_policy(samples, seed=1):
 
 
 def two_updates(flags: dict, samples: list[dict], model="llama3"):
-    """On this rank: numbers and gradients of two updates of a step, and the scores before the first update."""
+    """On this rank: numbers and gradients of two updates of a step, and the scores before the first
+    update."""
     config = OTHERS.get(model, policy.MODEL)
     flags = dict(local_batch_size=3) | flags if not flags.get("pack_tokens") else flags
     trainer, samples = trainer_of(config=config, **flags), [dict(s) for s in samples]
@@ -119,7 +156,10 @@ def two_updates(flags: dict, samples: list[dict], model="llama3"):
             s["old"] = [lp + rng.gauss(0, 0.2) for lp in s["old"]]
     for part in (samples[: len(samples) // 2], samples[len(samples) // 2 :]):
         found = trainer.train_on(part)
-        steps.append(found | {"gradients": {fqn: g / trainer.denominator for fqn, g in gradients(trainer).items()}})
+        steps.append(
+            found
+            | {"gradients": {fqn: g / trainer.denominator for fqn, g in gradients(trainer).items()}}
+        )
         trainer.optimizer.zero_grad()
         trainer.denominator = 0.0
     if dist.get_world_size() > 1:
@@ -133,7 +173,10 @@ def assert_equal_steps(a, b, tolerance=1e-5):
     for mine, theirs in zip(scored, scored_there):
         assert mine == pytest.approx(theirs, abs=1e-5)
     for found, want in zip(steps, wanted, strict=True):
-        assert found["tokens"] > 0 and found["tokens"] * want["ranks"] == want["tokens"] * found["ranks"]
+        assert (
+            found["tokens"] > 0
+            and found["tokens"] * want["ranks"] == want["tokens"] * found["ranks"]
+        )
         for name in ("logprob_k3", "ratio_outside", "entropy", "logprob_max_diff"):
             assert found[name] == pytest.approx(want[name], rel=1e-4, abs=1e-5), name
         if "loss" in want:
@@ -155,13 +198,17 @@ ALL = dict(kl_coef=0.3, tis=2.0, minibatches=2, clip_low=0.01, clip_high=0.015)
 def test_packed_and_rows_are_one_step(kind, flags):
     samples = off_policy(samples_of(sharp_model(seed=0), n_prompts=8))
     flags = dict(clip_low=0.01, clip_high=0.015) | flags | dict(loss=kind)
-    rows, packed = (two_updates(flags | more, samples) for more in ({"local_batch_size": 16}, {"pack_tokens": PACKED}))
+    rows, packed = (
+        two_updates(flags | more, samples)
+        for more in ({"local_batch_size": 16}, {"pack_tokens": PACKED})
+    )
     assert_equal_steps(counted(1, packed), counted(1, rows))
     assert packed[0][1]["padding"] < 0.1 < rows[0][1]["padding"]
 
 
 def test_scored_log_probabilities_come_back_to_every_rank():
-    """A rank trains on samples scored by another rank: --tis with --minibatches. Scores once went to the sampling rank."""
+    """A rank trains on samples scored by another rank: --tis with --minibatches. Scores once went
+    to the sampling rank."""
     samples = samples_of(sharp_model(), n_prompts=5)
     for flags in (dict(), dict(pack_tokens=PACKED)):
         for _, scored in pool(2).run(two_updates, ALL | flags | dict(dp_shard=2), samples):
@@ -181,11 +228,16 @@ def test_packed_layouts_take_the_step_of_rows_on_one_process(row):
     alone = {name: flags[name] for name in flags if name not in axes}
     want = counted(1, pool(1).run(two_updates, alone, samples, model)[0])
     for packed in [dict(pack_tokens=PACKED)] + [{}] * (pp > 1):
-        found = pool(n).run(two_updates, flags | packed | dict(engine="no" * (pp > 1)), samples, model)
+        found = pool(n).run(
+            two_updates, flags | packed | dict(engine="no" * (pp > 1)), samples, model
+        )
         for stages in (found[i :: n // pp] for i in range(n // pp)):
-            for i in (1, 2):  # a stage has its own gradients, and two stages have parts of a tied weight's
+            # a stage has its own gradients, and two stages have parts of a tied weight's
+            for i in (1, 2):
                 parts = [steps[i]["gradients"] for steps, _ in stages]
-                whole = {fqn: sum(part.get(fqn, 0) for part in parts) for part in parts for fqn in part}
+                whole = {
+                    fqn: sum(part.get(fqn, 0) for part in parts) for part in parts for fqn in part
+                }
                 for steps, _ in stages:
                     steps[i]["gradients"] = whole
             for result in stages:

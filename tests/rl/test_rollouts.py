@@ -1,4 +1,6 @@
-"""Samples of a policy, in place and on ranks of their own: the same tokens and log-probabilities, against rl/rollouts.py."""
+"""Samples of a policy, in place and on ranks of their own: the same tokens and log-probabilities,
+against rl/rollouts.py."""
+
 import json
 import math
 import shutil
@@ -13,7 +15,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from layouts import build, config
-from policy import SAME, TINY, assert_same, full_logprobs, gradients, run, samples_of, sharp_model, steps_of, trainer_of
+from policy import (
+    SAME,
+    TINY,
+    assert_same,
+    full_logprobs,
+    gradients,
+    run,
+    samples_of,
+    sharp_model,
+    steps_of,
+    trainer_of,
+)
 from pool import pool
 from runs import Job
 from saves import refuses
@@ -29,7 +42,9 @@ from storage.hf import load_hf_model
 
 
 @pytest.mark.parametrize("tp, tool", [(1, None), (2, None), (1, print)])
-def test_ranks_whose_forwards_are_their_own_or_alike_do_not_wait_for_each_other(monkeypatch, tp, tool):
+def test_ranks_whose_forwards_are_their_own_or_alike_do_not_wait_for_each_other(
+    monkeypatch, tp, tool
+):
     monkeypatch.setattr(rollouts, "patient_group", None)
     assert rollouts.lockstep(SimpleNamespace(ep=1, tp=tp), 1, tool)(3, 4) == (3, 4)
 
@@ -39,32 +54,47 @@ def test_a_sample_depends_on_its_noise_and_not_on_its_row():
     model = sharp_model()
     together = samples_of(model, n_prompts=11, group_size=3)
     lengths = {len(s["ids"]) for s in together}
-    assert len(lengths) > 3 and any(not s["truncated"] for s in together)  # rows end at different times, so rows are refilled
+    # rows end at different times, so rows are refilled
+    assert len(lengths) > 3 and any(not s["truncated"] for s in together)
     for rows in (3, 7, 100):
         again = samples_of(model, n_prompts=11, group_size=3, rows=rows)
         assert [s["ids"] for s in again] == [s["ids"] for s in together]
         for a, b in zip(again, together):
-            assert torch.allclose(torch.tensor(a["logprobs"]), torch.tensor(b["logprobs"]), atol=1e-5)
+            assert torch.allclose(
+                torch.tensor(a["logprobs"]), torch.tensor(b["logprobs"]), atol=1e-5
+            )
 
 
 @pytest.mark.parametrize("kind", ["reward", "group_reward", "tool"])
 def test_rewards_begin_while_other_samples_go_on(monkeypatch, kind):
-    """After the first sample has ended, no forward goes on before its reward has begun; of a group, after its last sample. With
-    a tool rewards come after all, so that a single thread calls one of the two at a time."""
+    """After the first sample has ended, no forward goes on before its reward has begun; of a group,
+    after its last sample. With a tool rewards come after all, so that a single thread calls one of
+    the two at a time."""
     model, added, begun, seen = sharp_model(), threading.Event(), threading.Event(), []
     pays = lambda prompt, text: begun.set() or 1.0  # noqa: E731
-    env = SimpleNamespace(reward=pays) if kind != "group_reward" else SimpleNamespace(
-        group_reward=lambda prompt, texts: [pays(prompt, text) for text in texts])
+    env = (
+        SimpleNamespace(reward=pays)
+        if kind != "group_reward"
+        else SimpleNamespace(
+            group_reward=lambda prompt, texts: [pays(prompt, text) for text in texts]
+        )
+    )
     if kind == "tool":
         env.tool, env.TOOL_END = str, "never"
     add = rollouts.Payments.add
     monkeypatch.setattr(rollouts.Payments, "add", lambda *args: (add(*args), added.set()))
-    model.register_forward_pre_hook(lambda *_: seen.append(begun.wait(30)) if added.is_set() else None)
+    model.register_forward_pre_hook(
+        lambda *_: seen.append(begun.wait(30)) if added.is_set() else None
+    )
     cfg = Config(rollout_rows=3, max_new_tokens=9, seq_len=16)
     layout = SimpleNamespace(world_size=1, data_rank=0, data_ranks=1, cp=1, tp=1, ep=1, rank=0)
     text = SimpleNamespace(prompt=lambda task: [1, 2, int(task)], decode=str, ends=[0])
-    samples = rollouts.sample_groups(cfg, env, text, layout, model, [(f"train/0/{i}", str(i), "") for i in range(6)], 3, 1.0)
-    assert len(samples) == 18 and all(s["reward"] == 1 and s["text"] == str(list(s["ids"])) for s in samples)
+    samples = rollouts.sample_groups(
+        cfg, env, text, layout, model, [(f"train/0/{i}", str(i), "") for i in range(6)], 3, 1.0
+    )
+    assert len(samples) == 18 and all(
+        s["reward"] == 1 and s["text"] == str(list(s["ids"])) for s in samples
+    )
     assert bool(seen) == (kind != "tool") and all(seen) and begun.is_set()
 
 
@@ -74,17 +104,22 @@ def test_prompts_are_read_once_for_their_group_and_rows_are_refilled():
     samples = samples_of(model, n_prompts=6, group_size=4, rows=8)
     hook.remove()
     prefills = [shape for i, shape in enumerate(seen) if i == 0 or shape[0] not in (8,)]
-    assert sum(shape[0] for shape in prefills if shape[0] <= 2) == 6  # every prompt once, in a row of a prefill
-    without_refill = sum(max(len(s["ids"]) for s in samples[i : i + 8]) for i in range(0, 24, 8))  # 8 samples, then the next 8
+    # every prompt once, in a row of a prefill
+    assert sum(shape[0] for shape in prefills if shape[0] <= 2) == 6
+    # 8 samples, then the next 8
+    without_refill = sum(max(len(s["ids"]) for s in samples[i : i + 8]) for i in range(0, 24, 8))
     assert len([s for s in seen if s[0] == 8]) <= without_refill
 
 
 def test_a_rank_that_is_done_goes_on_with_those_that_are_not():
-    """All samples of this rank end at once; another rank has prompts left, and this rank joins the other's forwards."""
+    """All samples of this rank end at once; another rank has prompts left, and this rank joins the
+    other's forwards."""
     answers = iter([(3, False), (0, True), (0, False)])  # from all ranks, after this rank's end
     agree = lambda *numbers: numbers if any(numbers) else next(answers)  # noqa: E731
     noise = torch.rand(8, 4, 5, generator=torch.Generator().manual_seed(0))
-    samples = decoding.rollout(sharp_model(), [[1, 2, 3]] * 8, noise, 1.0, [], max_len=32, rows=64, agree=agree)
+    samples = decoding.rollout(
+        sharp_model(), [[1, 2, 3]] * 8, noise, 1.0, [], max_len=32, rows=64, agree=agree
+    )
     assert [len(s["ids"]) for s in samples] == [5] * 32 and next(answers, None) is None
 
 
@@ -93,7 +128,10 @@ def test_eos_is_in_and_everything_after_it_is_out_also_when_padding_is_eos():
     model = sharp_model()
     samples = samples_of(model, n_prompts=12)
     whole = [s for s in samples if not s["truncated"]]
-    assert whole and all(s["ids"][-1] == 0 and 0 not in s["ids"][:-1] and s["mask"] == [1.0] * len(s["ids"]) for s in whole)
+    assert whole and all(
+        s["ids"][-1] == 0 and 0 not in s["ids"][:-1] and s["mask"] == [1.0] * len(s["ids"])
+        for s in whole
+    )
     samples, packed = next(trainer_of().microbatches(samples))  # right padding is id 0 as well
     assert packed["mask"].sum() == sum(len(s["ids"]) for s in samples)
     for row, s in zip(range(len(samples)), samples):
@@ -104,12 +142,19 @@ def test_eos_is_in_and_everything_after_it_is_out_also_when_padding_is_eos():
 def test_what_has_probability_0_is_never_sampled():
     """test_generate.py has the distribution; here are its ends."""
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, -torch.inf]])
-    assert decoding.draw(logits, torch.tensor([1 - 2**-24]), 1.0)[0] == 3 and decoding.draw(logits, torch.rand(1), 0.0)[0] == 0
+    assert (
+        decoding.draw(logits, torch.tensor([1 - 2**-24]), 1.0)[0] == 3
+        and decoding.draw(logits, torch.rand(1), 0.0)[0] == 0
+    )
     assert decoding.draw(logits.flip(1), torch.zeros(1), 1.0)[0] == 1
     wide = torch.full((3, 2000), -torch.inf)  # a draw has two levels, with chunks of the vocabulary
     wide[0, 0] = wide[1, 1999] = wide[2, decoding.DRAW_CHUNK - 1] = wide[2, decoding.DRAW_CHUNK] = 0
     for u, last in ((0.0, decoding.DRAW_CHUNK - 1), (1 - 2**-53, decoding.DRAW_CHUNK)):
-        assert decoding.draw(wide, torch.full((3,), u, dtype=torch.float64), 1.0)[0].tolist() == [0, 1999, last]
+        assert decoding.draw(wide, torch.full((3,), u, dtype=torch.float64), 1.0)[0].tolist() == [
+            0,
+            1999,
+            last,
+        ]
 
 
 def test_batch_invariant_is_exact(request):
@@ -126,15 +171,23 @@ def test_batch_invariant_is_exact(request):
 
 
 def test_ids_that_the_tokenizer_lacks_are_never_sampled():
-    """In the rewarded text such ids would be invisible. Generator and trainer both give probability 0."""
+    """In the rewarded text such ids would be invisible. Generator and trainer both give probability
+    0."""
     unknown = [3, 7, 14, 19, 23]
-    usual, samples = (samples_of(trainer_of(unknown=ids).model, n_prompts=8, group_size=6) for ids in (None, unknown))
-    assert {i for s in usual for i in s["ids"]} & set(unknown) and not {i for s in samples for i in s["ids"]} & set(unknown)
+    usual, samples = (
+        samples_of(trainer_of(unknown=ids).model, n_prompts=8, group_size=6)
+        for ids in (None, unknown)
+    )
+    assert {i for s in usual for i in s["ids"]} & set(unknown) and not {
+        i for s in samples for i in s["ids"]
+    } & set(unknown)
     trainer, other = trainer_of(unknown=unknown), trainer_of()
     found = trainer.train_on(samples)
     assert found["logprob_max_diff"] < 1e-4 and math.isfinite(found["entropy"])
     assert other.train_on(samples)["logprob_max_diff"] > 0.01
-    head = gradients(trainer)[next(fqn for fqn in gradients(trainer) if fqn.endswith("head.weight"))]
+    head = gradients(trainer)[
+        next(fqn for fqn in gradients(trainer) if fqn.endswith("head.weight"))
+    ]
     assert (head[unknown] == 0).all() and head.isfinite().all() and head.any()
 
 
@@ -142,18 +195,36 @@ def test_tool_tokens_are_read_and_not_trained():
     """The tool's answer is in the context, without gradient and outside of the denominator."""
     model = sharp_model()
     tool = lambda ids: [20, 7] if ids[-1] == 7 else []  # noqa: E731
-    found = [s for seed in range(9) for s in samples_of(model, seed=seed, reply=lambda s: tool(s["ids"])) if 0.0 in s["mask"]]
+    found = [
+        s
+        for seed in range(9)
+        for s in samples_of(model, seed=seed, reply=lambda s: tool(s["ids"]))
+        if 0.0 in s["mask"]
+    ]
     assert found
     for s in found:
         chosen = torch.tensor(s["mask"]) > 0
-        assert torch.allclose(full_logprobs(model, s)[chosen], torch.tensor(s["logprobs"])[chosen], atol=1e-4)
+        assert torch.allclose(
+            full_logprobs(model, s)[chosen], torch.tensor(s["logprobs"])[chosen], atol=1e-4
+        )
     # a sample that ends with the tool's words: others in their place change nothing at all
-    end = [dict(prompt=[1, 2], ids=[5, 7, a, b], logprobs=[-1.0, -1.0, 0.0, 0.0], mask=[1.0, 1.0, 0.0, 0.0], advantage=1.0)
-           for a, b in ((20, 21), (3, 4))]
+    end = [
+        dict(
+            prompt=[1, 2],
+            ids=[5, 7, a, b],
+            logprobs=[-1.0, -1.0, 0.0, 0.0],
+            mask=[1.0, 1.0, 0.0, 0.0],
+            advantage=1.0,
+        )
+        for a, b in ((20, 21), (3, 4))
+    ]
     trainers = [trainer_of(loss="dapo") for _ in end]
     losses = [t.train_on([s])["loss"] for t, s in zip(trainers, end)]
     assert losses[0] == losses[1] and trainers[0].denominator == 2
-    assert all(torch.equal(a, b) for a, b in zip(gradients(trainers[0]).values(), gradients(trainers[1]).values()))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(gradients(trainers[0]).values(), gradients(trainers[1]).values())
+    )
 
 
 def test_what_is_trained_are_the_sampled_ids():
@@ -166,7 +237,10 @@ def test_what_is_trained_are_the_sampled_ids():
     batch = rollouts.make_batch(cfg, env, text, trainer.layout, trainer.model, 0, 0)
     for s in batch["samples"]:
         _, packed = next(trainer.microbatches([s | {"advantage": 1.0}]))
-        assert packed["labels"][0][packed["mask"][0] > 0].tolist() == [*s["ids"]] and s["text"] == "something else"
+        assert (
+            packed["labels"][0][packed["mask"][0] > 0].tolist() == [*s["ids"]]
+            and s["text"] == "something else"
+        )
 
 
 WAITING = """
@@ -194,48 +268,92 @@ def written():
 
 @pytest.mark.parametrize("k", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_separate_generators_equal_the_emulation(tmp_path, k):
-    """A trainer and a generator, k steps ahead, against a single process with the same schedule. The generator pays for a batch
-    only after the previous step was trained, so a trainer that waits for its generator first would hang."""
-    (tmp_path / "env_waiting.py").write_text(f"PATH = {str(tmp_path / 'two' / 'metrics.jsonl')!r}\n{WAITING}")
-    flags = [*SAME, "--env", tmp_path / "env_waiting.py", "--reward_timeout_s", 100, "--steps", k + 2, "--async_steps", k,
-             "--lr", "1e-2", "--warmup_steps", 0]
+    """A trainer and a generator, k steps ahead, against a single process with the same schedule.
+    The generator pays for a batch only after the previous step was trained, so a trainer that waits
+    for its generator first would hang."""
+    (tmp_path / "env_waiting.py").write_text(
+        f"PATH = {str(tmp_path / 'two' / 'metrics.jsonl')!r}\n{WAITING}"
+    )
+    flags = [
+        *SAME,
+        "--env",
+        tmp_path / "env_waiting.py",
+        "--reward_timeout_s",
+        100,
+        "--steps",
+        k + 2,
+        "--async_steps",
+        k,
+        "--lr",
+        "1e-2",
+        "--warmup_steps",
+        0,
+    ]
     run(2, *flags, "--gen_ranks", 1, "--out", tmp_path / "two")
     run(1, *flags, "--out", tmp_path / "one")
     two, one = steps_of(tmp_path / "two"), steps_of(tmp_path / "one")
     assert_same(two, one, 1e-5)
-    assert [line["staleness"] for line in two] == [*range(k), k, k] == [line["staleness"] for line in one]
+    assert (
+        [line["staleness"] for line in two]
+        == [*range(k), k, k]
+        == [line["staleness"] for line in one]
+    )
     assert two[0]["logprob_max_diff"] < 1e-4 < two[-1]["logprob_max_diff"]  # k policies apart
 
 
 def batches_of(out, step: int) -> list[dict]:
     """The batches that a checkpoint keeps for the next steps."""
-    return json.loads((out / "checkpoints" / f"step-{step}" / rollouts.BATCHES).read_text())["batch"]
+    return json.loads((out / "checkpoints" / f"step-{step}" / rollouts.BATCHES).read_text())[
+        "batch"
+    ]
 
 
 def test_ranks_that_share_a_model_must_sample_the_same(monkeypatch):
     monkeypatch.setattr(rollouts, "gather", lambda value, group: [value, (value[0] + 1, [])])
-    with pytest.raises(RuntimeError, match="ranks 0 and 1 share one model but sampled different tokens"):
+    with pytest.raises(
+        RuntimeError, match="ranks 0 and 1 share one model but sampled different tokens"
+    ):
         rollouts.gather_samples([], SimpleNamespace(cp=1, tp=2, rank=0), None)
 
 
 def test_batches_ahead_are_saved_as_arrays(tmp_path):
     """A token has 12 bytes, as base64 16; a list in JSON had 60."""
     cfg, numbers = Config(async_steps=1), torch.rand(1000).tolist()
-    sample = dict(prompt=[1, 2], ids=[*range(1000)], logprobs=numbers, mask=[1.0, 0.0] * 500, text="", reward=1.0)
+    sample = dict(
+        prompt=[1, 2],
+        ids=[*range(1000)],
+        logprobs=numbers,
+        mask=[1.0, 0.0] * 500,
+        text="",
+        reward=1.0,
+    )
     batch = dict(samples=[rollouts.as_arrays(sample)], cursor=3, version=1)
     assert [*batch["samples"][0]["logprobs"]] == numbers
     ((name, content),) = rollouts.pack_batches([batch], cfg).items()
     (tmp_path / name).write_bytes(content)
-    assert len(content) < 16 * 1000 + 3000 and rollouts.reuse_batches({"ahead": 1}, str(tmp_path), cfg, True) == [batch]
+    assert len(content) < 16 * 1000 + 3000 and rollouts.reuse_batches(
+        {"ahead": 1}, str(tmp_path), cfg, True
+    ) == [batch]
     assert rollouts.pack_batches([], cfg) == {} and rollouts.reuse_batches({}, "", cfg, True) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("k, processes, flags", [
-    (3, 1, ["--minibatches", 2]), (3, 2, ["--gen_ranks", 1, "--dynamic_sampling", 1]), (2, 2, ["--dp_shard", 2])], ids=str)
+@pytest.mark.parametrize(
+    "k, processes, flags",
+    [
+        (3, 1, ["--minibatches", 2]),
+        (3, 2, ["--gen_ranks", 1, "--dynamic_sampling", 1]),
+        (2, 2, ["--dp_shard", 2]),
+    ],
+    ids=str,
+)
 def test_a_run_goes_on_with_all_batches_that_were_ahead(tmp_path, k, processes, flags):
-    """From each checkpoint, also from the last, with fewer batches ahead because the run was about to end."""
-    flags, out = [*SAME, *flags, "--async_steps", k, "--lr", "3e-3", "--warmup_steps", 0, "--steps", 6], tmp_path / "run"
+    """From each checkpoint, also from the last, with fewer batches ahead because the run was about
+    to end."""
+    flags, out = (
+        [*SAME, *flags, "--async_steps", k, "--lr", "3e-3", "--warmup_steps", 0, "--steps", 6],
+        tmp_path / "run",
+    )
     del flags[flags.index("--checkpoint_every") : flags.index("--checkpoint_every") + 2]
     run(processes, *flags, "--checkpoint_every", 2, "--out", out)
     whole, updates = steps_of(out), 2 if "--minibatches" in flags else 1
@@ -265,11 +383,34 @@ def step(state, text):
 
 @pytest.mark.slow
 def test_games_sampled_ahead_go_on_after_a_kill(tmp_path):
-    """kill -9 of trainer and generator while batches are in flight: the hashes, rewards and losses of an undisturbed run."""
+    """kill -9 of trainer and generator while batches are in flight: the hashes, rewards and losses
+    of an undisturbed run."""
     (tmp_path / "game.py").write_text(GAME)
-    flags = [*TINY, "--env", tmp_path / "game.py", "--max_new_tokens", 20, "--seq_len", 32, "--gen_ranks", 1, "--steps", 12,
-             "--async_steps", 2, "--reward_threads", 4, "--eval_every", 0, "--checkpoint_every", 2, "--lr", "3e-3",
-             "--warmup_steps", 0]
+    flags = [
+        *TINY,
+        "--env",
+        tmp_path / "game.py",
+        "--max_new_tokens",
+        20,
+        "--seq_len",
+        32,
+        "--gen_ranks",
+        1,
+        "--steps",
+        12,
+        "--async_steps",
+        2,
+        "--reward_threads",
+        4,
+        "--eval_every",
+        0,
+        "--checkpoint_every",
+        2,
+        "--lr",
+        "3e-3",
+        "--warmup_steps",
+        0,
+    ]
     out = tmp_path / "run"
     job = Job(policy.launch(2, *flags, "--out", out), out, tmp_path / "log")
     job.until_step(5)
@@ -278,15 +419,24 @@ def test_games_sampled_ahead_go_on_after_a_kill(tmp_path):
     assert "continuing from" in run(2, *flags, "--out", out)
     run(2, *flags, "--out", tmp_path / "whole")
     assert_same(steps_of(out), steps_of(tmp_path / "whole"), 0.0)
-    assert steps_of(out)[-1]["staleness"] == 2 and all(line["tool_calls"] > 0.5 for line in steps_of(out))
+    assert steps_of(out)[-1]["staleness"] == 2 and all(
+        line["tool_calls"] > 0.5 for line in steps_of(out)
+    )
 
 
 def test_trainer_and_generator_meet_at_the_start(monkeypatch):
-    """Twice on one store, which torchrun keeps for all starts: machines count their starts each for themselves."""
-    store, cpu = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), torch.device("cpu")
+    """Twice on one store, which torchrun keeps for all starts: machines count their starts each for
+    themselves."""
+    store, cpu = (
+        dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
+        torch.device("cpu"),
+    )
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(store.port))
-    cfg, numbers = SimpleNamespace(gen_ranks=1, init_timeout_s=5, rollout_timeout_s=9), [torch.zeros(1), torch.ones(1)]
+    cfg, numbers = (
+        SimpleNamespace(gen_ranks=1, init_timeout_s=5, rollout_timeout_s=9),
+        [torch.zeros(1), torch.ones(1)],
+    )
 
     def meet(rank):
         engines.open_bridge(cfg, rank, cpu).talk.broadcast(numbers[rank], 0).wait()
@@ -301,13 +451,16 @@ def test_trainer_and_generator_meet_at_the_start(monkeypatch):
 def test_a_batch_that_is_too_old_ends_the_run():
     cfg = Config(async_steps=2, minibatches=2)
     assert engines.staleness({"version": 5}, 7, cfg) == {"staleness": 2}
-    with pytest.raises(RuntimeError, match="5 policy versions old, more than --async_steps 2 x --minibatches 2"):
+    with pytest.raises(
+        RuntimeError, match="5 policy versions old, more than --async_steps 2 x --minibatches 2"
+    ):
         engines.staleness({"version": 5}, 10, cfg)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "deepseek_v3", "adapters"])
 def test_weights_travel_bit_by_bit(tmp_path, kind):
-    """Tied ones once, buffers in their own dtype; with LoRA from the second time on only the adapters."""
+    """Tied ones once, buffers in their own dtype; with LoRA from the second time on only the
+    adapters."""
     policy.hf_folder(tmp_path / "hf", "llama" if kind == "adapters" else kind, std=0.3)
     ours, theirs = (load_hf_model(str(tmp_path / "hf"))[0] for _ in range(2))
     for model in (ours, theirs):
@@ -316,33 +469,75 @@ def test_weights_travel_bit_by_bit(tmp_path, kind):
     for t, dtype in received.values():
         t.data = torch.zeros(t.shape, dtype=dtype)
     for again in (False, True):
-        for p in [p for fqn, p in ours.named_parameters() if not again or kind != "adapters" or is_adapter(fqn)]:
+        for p in [
+            p
+            for fqn, p in ours.named_parameters()
+            if not again or kind != "adapters" or is_adapter(fqn)
+        ]:
             torch.nn.init.normal_(p)
         listed = list_weights(ours, torch.bfloat16, again and kind == "adapters")
         packed, whole = pack_weights(listed, Layout(), None), list_weights(ours, torch.bfloat16)
-        assert [*packed] == [*listed] and pack_weights(listed, Layout(dp_shard=2, rank=1), None) == {}
+        assert [*packed] == [*listed] and pack_weights(
+            listed, Layout(dp_shard=2, rank=1), None
+        ) == {}
         for fqn, sent in packed.items():
             received[fqn][0].data.copy_(sent)
-        assert [*whole] == [*received] and (len(listed) < len(whole) or not (again and kind == "adapters"))
-        assert all(received[fqn][0].dtype == dtype and torch.equal(t.to(dtype), received[fqn][0])
-                   for fqn, (t, dtype) in whole.items())
-    assert len({dtype for _, dtype in whole.values()}) == (2 if kind in ("deepseek_v3", "qwen3_moe") else 1)
+        assert [*whole] == [*received] and (
+            len(listed) < len(whole) or not (again and kind == "adapters")
+        )
+        assert all(
+            received[fqn][0].dtype == dtype and torch.equal(t.to(dtype), received[fqn][0])
+            for fqn, (t, dtype) in whole.items()
+        )
+    assert len({dtype for _, dtype in whole.values()}) == (
+        2 if kind in ("deepseek_v3", "qwen3_moe") else 1
+    )
 
 
-@pytest.mark.parametrize("kind, processes, layout", [
-    ("", 3, ["--pp", 2]), pytest.param("deepseek_v3", 3, ["--tp", 2], marks=pytest.mark.slow),
-    pytest.param("qwen3_moe", 5, ["--pp", 2, "--dp_shard", 2], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind, processes, layout",
+    [
+        ("", 3, ["--pp", 2]),
+        pytest.param("deepseek_v3", 3, ["--tp", 2], marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", 5, ["--pp", 2, "--dp_shard", 2], marks=pytest.mark.slow),
+    ],
+)
 def test_generators_serve_trainers_that_could_not_sample(tmp_path, kind, processes, layout):
-    """Samples and evaluations equal those of one process; and either run, of slow rows, goes on in the other's layout, with
-    its reference and the batch that was sampled ahead."""
+    """Samples and evaluations equal those of one process; and either run, of slow rows, goes on in
+    the other's layout, with its reference and the batch that was sampled ahead."""
     model = ["--model_args", f"{policy.SMALL},tie_embeddings=true"]
     if kind:
         policy.hf_folder(tmp_path / "hf", kind, std=0.3)
         model = ["--init_from", tmp_path / "hf"]
-    flags = [*SAME[:2], *SAME[4:], *model, "--seq_len", 64, "--steps", 4, "--lr", "2e-3", "--warmup_steps", 0, "--abort_k3", 0,
-             "--eval_every", 1, "--async_steps", 1, "--kl_coef", 0.1, "--dynamic_sampling", 1, "--checkpoint_every", 2]
+    flags = [
+        *SAME[:2],
+        *SAME[4:],
+        *model,
+        "--seq_len",
+        64,
+        "--steps",
+        4,
+        "--lr",
+        "2e-3",
+        "--warmup_steps",
+        0,
+        "--abort_k3",
+        0,
+        "--eval_every",
+        1,
+        "--async_steps",
+        1,
+        "--kl_coef",
+        0.1,
+        "--dynamic_sampling",
+        1,
+        "--checkpoint_every",
+        2,
+    ]
     layouts = (processes, *layout, "--gen_ranks", 1), (1,)
-    for names, more in [(("many", "one"), []), (("one", "many"), ["--load_step", 2])][: 1 + (kind != "")]:
+    for names, more in [(("many", "one"), []), (("one", "many"), ["--load_step", 2])][
+        : 1 + (kind != "")
+    ]:
         for name, (n, *own) in zip(names, layouts):
             run(n, *flags, *own, *more, "--out", tmp_path / name)
         assert_same(steps_of(tmp_path / "many"), steps_of(tmp_path / "one"), 1e-4 if kind else 1e-5)
@@ -351,21 +546,31 @@ def test_generators_serve_trainers_that_could_not_sample(tmp_path, kind, process
 
 @pytest.mark.slow
 def test_a_batch_of_other_flags_is_sampled_again(tmp_path):
-    """--async_steps 1 keeps a batch in the checkpoint; with another --group_size it would merge the groups of two prompts."""
+    """--async_steps 1 keeps a batch in the checkpoint; with another --group_size it would merge the
+    groups of two prompts."""
     out, flags = tmp_path / "run", [*TINY, "--steps", 4, "--eval_every", 0, "--checkpoint_every", 2]
     run(1, *flags, "--async_steps", 1, "--out", out)
     again = {}
-    for name, other in {"same": ["--async_steps", 1], "step": [], "group": ["--async_steps", 1, "--group_size", 8]}.items():
+    for name, other in {
+        "same": ["--async_steps", 1],
+        "step": [],
+        "group": ["--async_steps", 1, "--group_size", 8],
+    }.items():
         shutil.copytree(out, tmp_path / name)
         said = run(1, *flags, *other, "--load_step", 2, "--out", tmp_path / name)
         again[name] = steps_of(tmp_path / name)[2:]
         assert ("sampled again" in said) == (name != "same") and len(again[name]) == 2
     assert_same(again["same"], steps_of(out)[2:], 0.0)
     assert "--async_steps 1 -> 0" not in said and "--group_size 4 -> 8" in said
-    assert [line["staleness"] for line in again["step"]] == [0, 0] and [line["staleness"] for line in again["group"]] == [0, 1]
+    assert [line["staleness"] for line in again["step"]] == [0, 0] and [
+        line["staleness"] for line in again["group"]
+    ] == [0, 1]
     prompts = [s["prompt"] for s in batches_of(tmp_path / "group", 2)[0]["samples"]]
-    shown = [json.loads(line) for line in (tmp_path / "group" / "samples.jsonl").read_text().splitlines()]
-    assert len({s["prompt"] for s in shown if s["step"] == 3}) == 1 and prompts[0] != prompts[4]  # a group has one prompt
+    shown = [
+        json.loads(line) for line in (tmp_path / "group" / "samples.jsonl").read_text().splitlines()
+    ]
+    # a group has one prompt
+    assert len({s["prompt"] for s in shown if s["step"] == 3}) == 1 and prompts[0] != prompts[4]
 
 
 @pytest.mark.slow
@@ -374,14 +579,32 @@ def test_a_batch_of_other_flags_is_sampled_again(tmp_path):
 def test_generator_ranks_compute_what_the_trainer_computes(tmp_path, kind, dtype):
     """To the last bit: the same tokens and log-probabilities, and so the same loss and gradient."""
     policy.hf_folder(tmp_path / "hf", kind, std=0.3)
-    flags = [*TINY[:2], *TINY[4:], "--init_from", tmp_path / "hf", "--seq_len", 64, "--max_new_tokens", 24, "--steps", 3,
-             "--eval_every", 0, "--checkpoint_every", 0, "--compute_dtype", dtype]
+    flags = [
+        *TINY[:2],
+        *TINY[4:],
+        "--init_from",
+        tmp_path / "hf",
+        "--seq_len",
+        64,
+        "--max_new_tokens",
+        24,
+        "--steps",
+        3,
+        "--eval_every",
+        0,
+        "--checkpoint_every",
+        0,
+        "--compute_dtype",
+        dtype,
+    ]
     run(1, *flags, "--out", tmp_path / "one")
     run(2, *flags, "--gen_ranks", 1, "--out", tmp_path / "two")
     exact = ("tokens_hash", "reward_mean", "loss", "grad_norm", "logprob_max_diff")
-    one, two = ([{name: step[name] for name in exact} for step in steps_of(tmp_path / out)] for out in ("one", "two"))
+    one, two = (
+        [{name: step[name] for name in exact} for step in steps_of(tmp_path / out)]
+        for out in ("one", "two")
+    )
     assert one == two and all(step["grad_norm"] > 0 for step in one)
-
 
 
 def hooks_around_forwards(flags) -> list[int]:
@@ -399,7 +622,8 @@ def hooks_around_forwards(flags) -> list[int]:
 
 
 def test_nothing_is_gathered_around_each_token():
-    """FSDP's hooks are off while a rank decodes, those of tp stay, and training finds all of them again."""
+    """FSDP's hooks are off while a rank decodes, those of tp stay, and training finds all of them
+    again."""
     before, inside, after = pool(2).run(hooks_around_forwards, {})[0]
     assert before == after > 0 == inside
     before, inside, after = pool(2).run(hooks_around_forwards, {"tp": 2})[0]
@@ -409,5 +633,11 @@ def test_nothing_is_gathered_around_each_token():
 def test_kernels_that_a_gpu_lacks_end_the_run_before_anything_is_trained(monkeypatch):
     model, layout = sharp_model(), SimpleNamespace(tp=1)
     rollouts.try_sampling(model, layout)
-    monkeypatch.setattr(decoding, "sdpa", Mock(side_effect=RuntimeError("No available kernel.\nAborting execution.")))
-    refuses("cannot sample .No available kernel.*: use --engine", rollouts.try_sampling, model, layout)
+    monkeypatch.setattr(
+        decoding,
+        "sdpa",
+        Mock(side_effect=RuntimeError("No available kernel.\nAborting execution.")),
+    )
+    refuses(
+        "cannot sample .No available kernel.*: use --engine", rollouts.try_sampling, model, layout
+    )

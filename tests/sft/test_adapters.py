@@ -1,4 +1,5 @@
 """Files of a LoRA run, against sft/lora.py: peft and transformers read them."""
+
 import json
 import os
 import shutil
@@ -25,8 +26,15 @@ from tools import checkpoint_commands
 
 DS = dict(model="deepseek", n_layers=2)
 WITHOUT_FFN = MLA | dict(lora_on=MLA["lora_on"][:-1])
-SMALL = {"llama3": (dict(n_layers=2), ALL), "qwen3": (MOE | dict(n_layers=2), LORA), "deepseek": (DS, WITHOUT_FFN),
-         "deepseek v2": (KINDS["v2"] | dict(n_layers=2), MLA | dict(lora_on=("blocks.1.attn.wq", "wkv_b", "wo")))}
+SMALL = {
+    "llama3": (dict(n_layers=2), ALL),
+    "qwen3": (MOE | dict(n_layers=2), LORA),
+    "deepseek": (DS, WITHOUT_FFN),
+    "deepseek v2": (
+        KINDS["v2"] | dict(n_layers=2),
+        MLA | dict(lora_on=("blocks.1.attn.wq", "wkv_b", "wo")),
+    ),
+}
 
 
 def flags_of(lora: dict, **more) -> SimpleNamespace:
@@ -43,8 +51,12 @@ def identity_of(model_config, cfg) -> dict:
 
 
 def open_run(out, modules, model_config, cfg, optimizers=()):
-    rest = dict(identity=identity_of(model_config, cfg), config={"seed": 3}, source="",
-                load_base=partial(load_base, modules, cfg) if cfg.lora_rank else None)
+    rest = dict(
+        identity=identity_of(model_config, cfg),
+        config={"seed": 3},
+        source="",
+        load_base=partial(load_base, modules, cfg) if cfg.lora_rank else None,
+    )
     return Checkpoints(cfg, str(out), modules=modules, optimizer=list(optimizers), **rest)
 
 
@@ -61,14 +73,17 @@ def theirs(folder):
 
 @pytest.mark.parametrize("kind", SMALL)
 @torch.no_grad()
-def test_merged_weights_and_the_adapter_give_the_same_logits_in_transformers_and_here(kind, tmp_path):
+def test_merged_weights_and_the_adapter_give_the_same_logits_in_transformers_and_here(
+    kind, tmp_path
+):
     """From a run: to_hf merged, to_hf --adapter with peft and here, and load_model."""
     import peft  # not at the top: slow to import, and every worker of a pool would wait
 
     problem, lora = SMALL[kind]
     _, base = written_base(tmp_path / "base", problem)
     cfg = flags_of(lora, init_from=base, out=str(tmp_path / "run"))
-    model = initialised(config(**problem), Flags(lora_alpha=6, **lora), 7)  # other weights than the base's
+    # other weights than the base's
+    model = initialised(config(**problem), Flags(lora_alpha=6, **lora), 7)
     run = open_run(tmp_path / "run", [model], config(**problem), cfg)
     assert run.load() is None
     run.save(1, {"step": 1}, last=True)
@@ -76,10 +91,16 @@ def test_merged_weights_and_the_adapter_give_the_same_logits_in_transformers_and
     tokens = random_tokens(2, 24, seed=1)
     expected = model(tokens).float()
     for out, adapter in ("merged", False), ("adapter", True):
-        checkpoint_commands.to_hf(str(tmp_path / "run"), str(tmp_path / out), "float32", adapter=adapter)
-    assert (tmp_path / "adapter" / "tokenizer.json").exists() == (tmp_path / "merged" / "tokenizer.json").exists()
+        checkpoint_commands.to_hf(
+            str(tmp_path / "run"), str(tmp_path / out), "float32", adapter=adapter
+        )
+    assert (tmp_path / "adapter" / "tokenizer.json").exists() == (
+        tmp_path / "merged" / "tokenizer.json"
+    ).exists()
     found = peft.PeftModel.from_pretrained(theirs(base), tmp_path / "adapter")
-    assert sum(".lora_A." in name for name, _ in found.named_parameters()) == len(lora_names(model, cfg.lora_on))
+    assert sum(".lora_A." in name for name, _ in found.named_parameters()) == len(
+        lora_names(model, cfg.lora_on)
+    )
     merged, loaded = theirs(tmp_path / "merged"), load_model(str(tmp_path / "run"))[0]
     adapted = hf.load_hf_model(str(tmp_path / "adapter"))[0]
     for other in found(tokens).logits, merged(tokens).logits, loaded(tokens), adapted(tokens):
@@ -88,55 +109,96 @@ def test_merged_weights_and_the_adapter_give_the_same_logits_in_transformers_and
 
 @torch.no_grad()
 def test_an_adapter_of_peft_is_read_as_peft_merges_it(tmp_path):
-    """Patterns and rsLoRA, on one process and with tp; what is no plain LoRA, or does not fit the base, is refused by name."""
+    """Patterns and rsLoRA, on one process and with tp; what is no plain LoRA, or does not fit the
+    base, is refused by name."""
     import peft
 
-    problem, adapter, tokens = dict(n_layers=2), str(tmp_path / "adapter"), random_tokens(2, 24, seed=1)
+    problem, adapter, tokens = (
+        dict(n_layers=2),
+        str(tmp_path / "adapter"),
+        random_tokens(2, 24, seed=1),
+    )
     _, base = written_base(tmp_path / "base", problem)
-    lora = peft.LoraConfig(r=4, lora_alpha=6, use_rslora=True, target_modules="all-linear", init_lora_weights=False,
-                           rank_pattern={"q_proj": 2}, alpha_pattern={"layers.1.self_attn.q_proj": 20})
+    lora = peft.LoraConfig(
+        r=4,
+        lora_alpha=6,
+        use_rslora=True,
+        target_modules="all-linear",
+        init_lora_weights=False,
+        rank_pattern={"q_proj": 2},
+        alpha_pattern={"layers.1.self_attn.q_proj": 20},
+    )
     adapted = peft.get_peft_model(theirs(base), lora)
     adapted.save_pretrained(adapter)
     expected = adapted.merge_and_unload()(tokens).logits.log_softmax(-1)
     read = hf.load_hf_model(adapter)[0]
     torch.testing.assert_close(read(tokens).log_softmax(-1), expected, rtol=0, atol=1e-4)
     for weights in pool(2).run(merged_weights, adapter, problem, dict(tp=2)):
-        assert all(torch.allclose(weight, read.get_parameter(fqn), rtol=0, atol=1e-6) for fqn, weight in weights.items())
+        assert all(
+            torch.allclose(weight, read.get_parameter(fqn), rtol=0, atol=1e-6)
+            for fqn, weight in weights.items()
+        )
     config_file = tmp_path / "adapter/adapter_config.json"
     about = json.loads(config_file.read_text())
-    for change, words in [(dict(use_dora=True), "has use_dora True, and only plain LoRA is read here; merge_and_unload"),
-                          (dict(alpha_pattern={"(q|k)_proj": 3}), "alpha_pattern {'.q|k._proj': 3}"),
-                          (dict(base_model_name_or_path=f"{adapter}/"), "adapter/', which is no folder of weights here"),
-                          (dict(base_model_name_or_path="meta/Llama"), "is 'meta/Llama', which is no folder of weights here")]:
+    for change, words in [
+        (
+            dict(use_dora=True),
+            "has use_dora True, and only plain LoRA is read here; merge_and_unload",
+        ),
+        (dict(alpha_pattern={"(q|k)_proj": 3}), "alpha_pattern {'.q|k._proj': 3}"),
+        (
+            dict(base_model_name_or_path=f"{adapter}/"),
+            "adapter/', which is no folder of weights here",
+        ),
+        (
+            dict(base_model_name_or_path="meta/Llama"),
+            "is 'meta/Llama', which is no folder of weights here",
+        ),
+    ]:
         config_file.write_text(json.dumps(about | change))
         refuses(words, hf.load_hf_model, adapter)
     written_base(tmp_path / "other", dict(n_layers=1))
-    config_file.write_text(json.dumps(about | dict(base_model_name_or_path=str(tmp_path / "other"))))
-    refuses("layers.1.mlp.down_proj.lora_A.weight, .*: no pair of LoRA matrices that fits a weight of .*/other",
-            hf.load_hf_model, adapter)
+    config_file.write_text(
+        json.dumps(about | dict(base_model_name_or_path=str(tmp_path / "other")))
+    )
+    refuses(
+        "layers.1.mlp.down_proj.lora_A.weight, .*: no pair of LoRA matrices that fits a weight of "
+        ".*/other",
+        hf.load_hf_model,
+        adapter,
+    )
 
 
 def test_what_peft_would_take_for_experts_is_not_exported_for_it(tmp_path):
     _, base = written_base(tmp_path / "base", DS)
     cfg = flags_of(MLA, init_from=base, out=str(tmp_path / "run"))
-    run = open_run(tmp_path / "run", [initialised(config(**DS), Flags(**MLA), 3)], config(**DS), cfg)
+    run = open_run(
+        tmp_path / "run", [initialised(config(**DS), Flags(**MLA), 3)], config(**DS), cfg
+    )
     run.load()
     run.save(1, {}, last=True)
-    with pytest.raises(ValueError, match="peft takes gate_proj for weights of experts; leave out --adapter"):
+    with pytest.raises(
+        ValueError, match="peft takes gate_proj for weights of experts; leave out --adapter"
+    ):
         checkpoint_commands.to_hf(str(tmp_path / "run"), str(tmp_path / "out"), adapter=True)
 
 
 # ---------------------------------------------------------------- in every layout
-def saved_and_hashed(out, base, problem, flags, seed, step=None, alone=False, load_number=0) -> tuple:
-    """Load in a layout, then take a step with made-up gradients and save as step `step`, or export. Returns (hash of the base,
-    {fqn: adapter}, saved tensors of the model that are no adapters). alone: without a process group and without an export."""
+def saved_and_hashed(
+    out, base, problem, flags, seed, step=None, alone=False, load_number=0
+) -> tuple:
+    """Load in a layout, then take a step with made-up gradients and save as step `step`, or export.
+    Returns (hash of the base, {fqn: adapter}, saved tensors of the model that are no adapters).
+    alone: without a process group and without an export."""
     if alone:
         stages = [initialised(config(**problem), Flags(**flags), seed)]
     else:
         stages, _ = build(config(**problem), flags, 4, 1, seed)
     trained = [p for s in stages for p in s.parameters() if p.requires_grad]
     optimizer = [torch.optim.AdamW(trained, lr=0.1)] if trained else []
-    run = open_run(out, stages, config(**problem), flags_of(LORA, init_from=base, out=str(out)), optimizer)
+    run = open_run(
+        out, stages, config(**problem), flags_of(LORA, init_from=base, out=str(out)), optimizer
+    )
     run.load()
     if step:
         for p in trained:
@@ -161,25 +223,40 @@ def merged_weights(out, problem, flags) -> dict:
 ZBV = dict(pp=2, pp_schedule="ZBVZeroBubble")
 
 
-@pytest.mark.parametrize("layouts", [
-    [(2, dict(tp=2)), (2, ZBV)],
-    pytest.param([(1, {}), (2, dict(dp_shard=2)), (2, ZBV), (4, dict(tp=2, dp_shard=2)), (2, {})], marks=pytest.mark.slow),
-])
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        [(2, dict(tp=2)), (2, ZBV)],
+        pytest.param(
+            [(1, {}), (2, dict(dp_shard=2)), (2, ZBV), (4, dict(tp=2, dp_shard=2)), (2, {})],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
 @pytest.mark.slow
 def test_a_run_goes_on_in_another_layout_with_the_same_base(layouts, tmp_path):
     problem = dict(tie_embeddings=True)
     model, base = written_base(tmp_path / "base", problem)
     before, hashes, six = {}, {base_hash([model])}, LORA | dict(lora_alpha=6)
     for step, (processes, flags) in enumerate(layouts, 1):
-        found = pool(processes).run(saved_and_hashed, tmp_path / "run", base, problem, six | flags, step, step)
-        again = pool(processes).run(saved_and_hashed, tmp_path / "run", base, problem, six | flags, 9, None, False, step)
+        found = pool(processes).run(
+            saved_and_hashed, tmp_path / "run", base, problem, six | flags, step, step
+        )
+        again = pool(processes).run(
+            saved_and_hashed, tmp_path / "run", base, problem, six | flags, 9, None, False, step
+        )
         for (base_is, now, others), (also, loaded, _) in zip(found, again, strict=True):
             hashes |= {base_is, also}
-            assert others == [] and now and all(torch.equal(t, loaded[fqn]) for fqn, t in now.items())
+            assert (
+                others == [] and now and all(torch.equal(t, loaded[fqn]) for fqn, t in now.items())
+            )
             assert not before or any(not torch.equal(t, before[fqn]) for fqn, t in now.items())
         merged, _ = hf.load_hf_model(f"{tmp_path}/run-merged-{step}")
         weights = dict(load_model(f"{tmp_path}/run")[0].named_parameters())
-        for other in dict(merged.named_parameters()), *pool(processes).run(merged_weights, tmp_path / "run", problem, flags):
+        for other in (
+            dict(merged.named_parameters()),
+            *pool(processes).run(merged_weights, tmp_path / "run", problem, flags),
+        ):
             assert other.keys() <= weights.keys()
             for fqn, weight in other.items():
                 torch.testing.assert_close(weight, weights[fqn], rtol=0, atol=1e-7)
@@ -195,15 +272,25 @@ def test_a_checkpoint_holds_the_adapters_alone_and_knows_its_base(tmp_path):
     names = {key.split(".", 1)[1] for key in table}
     assert all(is_adapter(name) for name in names) and len(table) == 16 * 2 * (1 + 3)
     about = json.loads((tmp_path / "run/checkpoints/step-1/state.json").read_text())
-    assert about["base"]["folder"] == base and about["identity"]["lora"] == dict(rank=4, alpha=6, on=["wq*", "w[kv]*", "wo"])
-    with pytest.raises(ValueError, match=f"holds adapters of {base}, whose hash was .* now; give the weights of the training"):
+    assert about["base"]["folder"] == base and about["identity"]["lora"] == dict(
+        rank=4, alpha=6, on=["wq*", "w[kv]*", "wo"]
+    )
+    with pytest.raises(
+        ValueError,
+        match=f"holds adapters of {base}, whose hash was .* now; give the weights of the training",
+    ):
         saved_and_hashed(tmp_path / "run", other, {}, LORA, 5, None, True)
     # a copy of the base is the base
     shutil.copytree(base, tmp_path / "copy")
     saved_and_hashed(tmp_path / "run", str(tmp_path / "copy"), {}, LORA, 5, None, True)
     os.rename(base, base + "-gone")
-    refuses(f"holds adapters of {base}, which is gone; continue the run with", load_model, str(tmp_path / "run"))
-    refuses(f"holds adapters of {base}, which is gone", read_checkpoint, str(tmp_path / "run"))  # evaluate.py's first call
+    refuses(
+        f"holds adapters of {base}, which is gone; continue the run with",
+        load_model,
+        str(tmp_path / "run"),
+    )
+    # evaluate.py's first call
+    refuses(f"holds adapters of {base}, which is gone", read_checkpoint, str(tmp_path / "run"))
 
 
 def test_adapters_of_a_run_that_was_trained_on_since_are_told_their_step(tmp_path):
@@ -211,31 +298,52 @@ def test_adapters_of_a_run_that_was_trained_on_since_are_told_their_step(tmp_pat
     own, run = tmp_path / "own", tmp_path / "run"
     for step in (1, 2):
         stage = initialised(config(), Flags(), seed=step)
-        base = open_run(own, [stage], config(), flags_of({}), [torch.optim.AdamW(stage.parameters())])
+        base = open_run(
+            own, [stage], config(), flags_of({}), [torch.optim.AdamW(stage.parameters())]
+        )
         base.save(step, {}, last=True)
         base.close()
         if step == 1:
             first, _, _ = saved_and_hashed(run, str(own), {}, LORA, 5, 1, True)
-    with pytest.raises(ValueError, match=f"holds adapters of {path(own, 1)}, whose hash was .*; give the weights"):
+    with pytest.raises(
+        ValueError, match=f"holds adapters of {path(own, 1)}, whose hash was .*; give the weights"
+    ):
         saved_and_hashed(run, str(own), {}, LORA, 5, None, True)
     assert saved_and_hashed(run, path(own, 1), {}, LORA, 5, None, True)[0] == first
 
 
-@pytest.mark.parametrize("change, words", [
-    (dict(lora_rank=8), "lora.rank is 8 but .* was trained with 4; use --out NEW"),
-    (dict(lora_rank=0), "lora is not set but .* was trained with"),
-    (dict(init_from="no/where"), "--init_from no/where is no folder; give the one of the frozen weights"),
-    (dict(init_from=""), "--lora_rank 4 trains beside weights that have learned; give --init_from"),
-    (dict(init_model_only=False), "--no-init_model_only with --lora_rank"),
-    (dict(exclude_from_loading=["head"]), "--exclude_from_loading head with --lora_rank"),
-    (dict(out="new", init_from="run"), "--init_from .*run holds adapters only; merge them"),
-])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(lora_rank=8), "lora.rank is 8 but .* was trained with 4; use --out NEW"),
+        (dict(lora_rank=0), "lora is not set but .* was trained with"),
+        (
+            dict(init_from="no/where"),
+            "--init_from no/where is no folder; give the one of the frozen weights",
+        ),
+        (
+            dict(init_from=""),
+            "--lora_rank 4 trains beside weights that have learned; give --init_from",
+        ),
+        (dict(init_model_only=False), "--no-init_model_only with --lora_rank"),
+        (dict(exclude_from_loading=["head"]), "--exclude_from_loading head with --lora_rank"),
+        (dict(out="new", init_from="run"), "--init_from .*run holds adapters only; merge them"),
+    ],
+)
 def test_what_cannot_go_on_is_refused_by_name(change, words, tmp_path):
     _, base = written_base(tmp_path / "base", {})
     saved_and_hashed(tmp_path / "run", base, {}, LORA, 5, 1, True)
-    flags = dict(init_from=base, out=str(tmp_path / change.pop("out", "run"))) | LORA | dict(lora_alpha=6)
-    flags |= {name: str(tmp_path / value) if value == "run" else value for name, value in change.items()}
-    cfg = SimpleNamespace(**vars(CheckpointConfig()) | vars(Flags()) | flags | dict(tokenizer="", data=""))
+    flags = (
+        dict(init_from=base, out=str(tmp_path / change.pop("out", "run")))
+        | LORA
+        | dict(lora_alpha=6)
+    )
+    flags |= {
+        name: str(tmp_path / value) if value == "run" else value for name, value in change.items()
+    }
+    cfg = SimpleNamespace(
+        **vars(CheckpointConfig()) | vars(Flags()) | flags | dict(tokenizer="", data="")
+    )
     refuses(words, lambda: check_run(cfg.out, identity_of(config(), cfg), cfg))
 
 
@@ -244,10 +352,15 @@ def test_the_hash_of_a_base_is_that_of_its_bits_and_their_places():
     for shape in (77,), (300, 7), (3, 40000), (4, 70, 90), (0, 3):
         t = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         bits = t.bfloat16().view(torch.int16).flatten().tolist()
-        assert placed_sum(t) % 2**64 == sum(bit * place for place, bit in enumerate(bits, 1)) % 2**64
+        assert (
+            placed_sum(t) % 2**64 == sum(bit * place for place, bit in enumerate(bits, 1)) % 2**64
+        )
     model = torch.nn.Linear(8, 8)
     before = base_hash([model])
     with torch.no_grad():
-        model.weight[0, 0], model.weight[5, 3] = model.weight[5, 3].clone(), model.weight[0, 0].clone()
+        model.weight[0, 0], model.weight[5, 3] = (
+            model.weight[5, 3].clone(),
+            model.weight[0, 0].clone(),
+        )
     exchanged = base_hash([model])
     assert exchanged != before and base_hash([model.bfloat16()]) == exchanged

@@ -1,4 +1,5 @@
 """Conversations as tokens, against sft/chat.py: transformers is the judge of ids and of masks."""
+
 import hashlib
 import json
 import re
@@ -7,7 +8,17 @@ import sys
 from functools import partial
 
 import pytest
-from chats import EOS, SPECIAL, TEMPLATES, WORDS, bpe, chat_folder, conversations, judged, with_marks
+from chats import (
+    EOS,
+    SPECIAL,
+    TEMPLATES,
+    WORDS,
+    bpe,
+    chat_folder,
+    conversations,
+    judged,
+    with_marks,
+)
 from runs import REPO
 from saves import refuses
 from test_data import call_cli
@@ -18,13 +29,25 @@ from corpus.build import is_chat
 from corpus.tokenizer import ChatConfig, load_tokenizer, read_special_tokens
 from data import DataConfig, open_data
 from sft import chat, sandbox
-from sft.chat import add_marks, chat_tokenizer, open_chat, parse_conversation, read_template, tokens_and_mask
+from sft.chat import (
+    add_marks,
+    chat_tokenizer,
+    open_chat,
+    parse_conversation,
+    read_template,
+    tokens_and_mask,
+)
 from sft.chat_data import ChatData
 from tools.data_commands import documents_of
 
 FOUR = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}] * 2
-CALLS = [FOUR[0], FOUR[1] | {"tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {}}}] * 2},
-         {"role": "tool", "content": '"3"'}, FOUR[1]]
+CALLS = [
+    FOUR[0],
+    FOUR[1]
+    | {"tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {}}}] * 2},
+    {"role": "tool", "content": '"3"'},
+    FOUR[1],
+]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +56,9 @@ def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("templates")
 
     def judge(kind):
-        theirs = AutoTokenizer.from_pretrained(chat_folder(root / f"{kind}-marks", kind, marks=True))
+        theirs = AutoTokenizer.from_pretrained(
+            chat_folder(root / f"{kind}-marks", kind, marks=True)
+        )
         return partial(judged, theirs)
 
     return {kind: (chat_folder(root / kind, kind), judge(kind)) for kind in TEMPLATES}
@@ -43,21 +68,34 @@ def ours(folder, record, template=None):
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)
     conversation = parse_conversation(json.dumps(record).encode())
-    return tokens_and_mask(conversation, read_template(str(folder), "x"), chat_tokenizer(folder / "tokenizer.json"))
+    return tokens_and_mask(
+        conversation, read_template(str(folder), "x"), chat_tokenizer(folder / "tokenizer.json")
+    )
 
 
 def told(folder, record, template=None) -> list[str]:
     """[text with a loss, other text] of a conversation."""
-    (ids, mask), tokenizer = ours(folder, record, template), chat_tokenizer(folder / "tokenizer.json")
-    return [tokenizer.decode([i for i, bit in zip(ids, mask, strict=True) if bit == want], skip_special_tokens=False)
-            for want in (1, 0)]
+    (ids, mask), tokenizer = (
+        ours(folder, record, template),
+        chat_tokenizer(folder / "tokenizer.json"),
+    )
+    return [
+        tokenizer.decode(
+            [i for i, bit in zip(ids, mask, strict=True) if bit == want], skip_special_tokens=False
+        )
+        for want in (1, 0)
+    ]
 
 
-@pytest.mark.parametrize("kind", ["llama3", "deepseek", pytest.param("qwen3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["llama3", "deepseek", pytest.param("qwen3", marks=pytest.mark.slow)]
+)
 def test_masks_are_those_of_transformers(folders, kind):
     """300 conversations with marks in the template, and without, by rendering prefixes."""
     folder, judge = folders[kind]
-    marked, plain = (read_template(str(path), "x") for path in (folder.with_name(f"{kind}-marks"), folder))
+    marked, plain = (
+        read_template(str(path), "x") for path in (folder.with_name(f"{kind}-marks"), folder)
+    )
     assert (marked.has_marks, plain.has_marks) == (True, False)
     tokenizer, answers = chat_tokenizer(folder / "tokenizer.json"), 0
     for record in conversations(300):
@@ -70,50 +108,92 @@ def test_masks_are_those_of_transformers(folders, kind):
 
 
 def test_what_the_mask_covers(folders, tmp_path):
-    """In plain sight: from the end of the header to the end of the turn; a thought before a later question is gone."""
+    """In plain sight: from the end of the header to the end of the turn; a thought before a later
+    question is gone."""
     folder, _ = folders["qwen3"]
-    ids, mask = ours(folder, {"messages": [
-        {"role": "system", "content": "Be kind."}, {"role": "user", "content": "2+2?"},
-        {"role": "assistant", "content": "<think>\neasy\n</think>\n\n4"}, {"role": "user", "content": "sure?"},
-        {"role": "assistant", "content": "<think>\nyes\n</think>\n\nYes."}]})
+    ids, mask = ours(
+        folder,
+        {
+            "messages": [
+                {"role": "system", "content": "Be kind."},
+                {"role": "user", "content": "2+2?"},
+                {"role": "assistant", "content": "<think>\neasy\n</think>\n\n4"},
+                {"role": "user", "content": "sure?"},
+                {"role": "assistant", "content": "<think>\nyes\n</think>\n\nYes."},
+            ]
+        },
+    )
     tokenizer = chat_tokenizer(folder / "tokenizer.json")
     said = tokenizer.decode([i for i, bit in zip(ids, mask) if bit], skip_special_tokens=False)
     assert said == "4<|im_end|>\n<think>\nyes\n</think>\n\nYes.<|im_end|>\n"
     assert tokenizer.decode(ids, skip_special_tokens=False) == (
-        "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
-        "<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n<think>\nyes\n</think>\n\nYes.<|im_end|>\n")
+        "<|im_start|>system\nBe "
+        "kind.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
+        "<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n<think>\nyes\n</think>\n\nYes.<|im_end|>\n"
+    )
 
 
-@pytest.mark.parametrize("template", [
-    "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' if loop.index0 > messages|length - 3 else '' }}{% endfor %}",
-    "{{ messages|length }}{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}",
-    # an earlier answer is rewritten, and has no ending
-    "{% for m in messages %}<{{ m.role }}>{{ m.content if loop.last else m.content|upper }}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}",
-    "{% for m in messages %}{{ '<' + m.role + '>' + m.content + '<end>' if m.role != 'tool' else '' }}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% else %}{{ eos_token }}{% endif %}",
-    # an earlier thought is removed, and a call is a separate turn after the answer: the first ending is not the answer's
-    "{% for m in messages %}<{{ m.role }}>{{ '<think></think>' if loop.last and m.role == 'assistant' }}{{ m.content }}<end>"
-    "{% for call in m.tool_calls or [] %}<call>{{ call.function.name }}<end>{% endfor %}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}",
-])
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' if loop.index0 > "
+        "messages|length - 3 else '' }}{% endfor %}",
+        "{{ messages|length }}{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% "
+        "endfor %}",
+        # an earlier answer is rewritten, and has no ending
+        "{% for m in messages %}<{{ m.role }}>{{ m.content if loop.last else m.content|upper }}{% "
+        "endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}",
+        "{% for m in messages %}{{ '<' + m.role + '>' + m.content + '<end>' if m.role != 'tool' "
+        "else '' }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% else %}{{ eos_token }}{% endif %}",
+        # an earlier thought is removed, and a call is a separate turn after the answer: the first
+        # ending is not the answer's
+        "{% for m in messages %}<{{ m.role }}>{{ '<think></think>' if loop.last and m.role == "
+        "'assistant' }}{{ m.content }}<end>"
+        "{% for call in m.tool_calls or [] %}<call>{{ call.function.name }}<end>{% endfor %}{% "
+        "endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}",
+    ],
+)
 def test_a_template_that_does_not_tell_is_refused_by_name(tmp_path, template):
     folder = chat_folder(tmp_path / "strange", "qwen3")
     words = f"^the chat template of {folder} does not tell which tokens of message .*{{% generation %}} ... {{% endgeneration"
-    refuses(words, ours, folder, {"messages": CALLS if "tool_calls" in template else FOUR}, template)
+    refuses(
+        words, ours, folder, {"messages": CALLS if "tool_calls" in template else FOUR}, template
+    )
 
 
-@pytest.mark.parametrize("row, name, messages, said", [
-    (0, "short_deepseek", CALLS, "aadd<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>add<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
-     "<｜end▁of▁sentence｜>a<｜end▁of▁sentence｜>"),
-    (1, "short_gpt_oss", [*FOUR, *CALLS[:3], FOUR[1] | {"thinking": "t"}],
-     "<|channel|>final<|message|>a<|end|>" * 2 + " to=add<|call|>"
-     "<|channel|>analysis<|message|>t<|end|><|start|>assistant<|channel|>final<|message|>a<|return|>"),
-    (2, "short_phi3", FOUR, "a<|end|>a<|end|>"),
-])
-def test_published_templates_get_marks_by_their_hash(tmp_path, monkeypatch, capsys, row, name, messages, said):
-    """Short templates with pieces of the published ones; their hash comes into a copy of chat_marks.json."""
-    folder, record, rows = chat_folder(tmp_path / name, "qwen3"), {"messages": messages}, json.loads(chat.MARKS.read_text())
+@pytest.mark.parametrize(
+    "row, name, messages, said",
+    [
+        (
+            0,
+            "short_deepseek",
+            CALLS,
+            "aadd<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>add<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+            "<｜end▁of▁sentence｜>a<｜end▁of▁sentence｜>",
+        ),
+        (
+            1,
+            "short_gpt_oss",
+            [*FOUR, *CALLS[:3], FOUR[1] | {"thinking": "t"}],
+            "<|channel|>final<|message|>a<|end|>" * 2 + " to=add<|call|>"
+            "<|channel|>analysis<|message|>t<|end|><|start|>assistant<|channel|>final<|message|>a<|return|>",
+        ),
+        (2, "short_phi3", FOUR, "a<|end|>a<|end|>"),
+    ],
+)
+def test_published_templates_get_marks_by_their_hash(
+    tmp_path, monkeypatch, capsys, row, name, messages, said
+):
+    """Short templates with pieces of the published ones; their hash comes into a copy of
+    chat_marks.json."""
+    folder, record, rows = (
+        chat_folder(tmp_path / name, "qwen3"),
+        {"messages": messages},
+        json.loads(chat.MARKS.read_text()),
+    )
     template = (REPO / f"tests/chat_templates/{name}.jinja").read_text().strip()
     refuses("does not tell which tokens", ours, folder, record, template)
     rows[row]["sha256"][hashlib.sha256(template.encode()).hexdigest()] = name
@@ -122,10 +202,22 @@ def test_published_templates_get_marks_by_their_hash(tmp_path, monkeypatch, caps
     (ids, mask), theirs = ours(folder, record, template), AutoTokenizer.from_pretrained(folder)
     assert (ids, mask) == judged(theirs, record, chat_template=add_marks(template)[0])
     assert ids == judged(theirs, record, chat_template=template)[0]
-    assert chat_tokenizer(folder / "tokenizer.json").decode([i for i, bit in zip(ids, mask) if bit]) == said
+    assert (
+        chat_tokenizer(folder / "tokenizer.json").decode([i for i, bit in zip(ids, mask) if bit])
+        == said
+    )
     (tmp_path / "chat.jsonl").write_text(f"{json.dumps(record)}\n" * 99)
-    open_data(DataConfig(data=str(tmp_path / "chat.jsonl"), tokenizer=str(folder), cache_dir=str(tmp_path)), 64, Chats=ChatData)
-    assert f"the chat template is that of {name}, with marks of ours around the answers\n" in capsys.readouterr().out
+    open_data(
+        DataConfig(
+            data=str(tmp_path / "chat.jsonl"), tokenizer=str(folder), cache_dir=str(tmp_path)
+        ),
+        64,
+        Chats=ChatData,
+    )
+    assert (
+        f"the chat template is that of {name}, with marks of ours around the answers\n"
+        in capsys.readouterr().out
+    )
 
 
 def test_an_end_of_turn_inside_an_answer_is_not_taken_for_its_end(tmp_path, folders):
@@ -139,14 +231,20 @@ def test_an_end_of_turn_inside_an_answer_is_not_taken_for_its_end(tmp_path, fold
 
 
 def test_marks_in_every_place(tmp_path):
-    """Dashes and blanks in the tag; blocks around nothing, around the header, in a macro, with a variable."""
+    """Dashes and blanks in the tag; blocks around nothing, around the header, in a macro, with a
+    variable."""
     said = partial(told, chat_folder(tmp_path / "marks", "qwen3"), {"messages": FOUR[:2]})
-    assert said("<{{ messages[0].content }}>{%generation%}[{{ messages[1].content }}]{%-endgeneration-%}  .") == ["[a]", "<u>."]
+    assert said(
+        "<{{ messages[0].content }}>{%generation%}[{{ messages[1].content }}]{%-endgeneration-%}  ."
+    ) == ["[a]", "<u>."]
     both = "{{ messages[0].content }}{{ messages[1].content }}"
     assert said("{% generation %}{% endgeneration %}" + both) == ["", "ua"]
     macro = "{% macro say(m) %}{% generation %}{{ m.content }}{% endgeneration %}{% endmacro %}"
     assert said(macro + "{{ messages[0].content }}<{{ say(messages[1]) }}>") == ["a", "u<>"]
-    assert said("{% generation %}{% set x = 1 %}{{ x }}{% endgeneration %}{{ x }}-" + both) == ["1", "-ua"]
+    assert said("{% generation %}{% set x = 1 %}{{ x }}{% endgeneration %}{{ x }}-" + both) == [
+        "1",
+        "-ua",
+    ]
     assert said(both + "{% if false %}{% generation %}{% endgeneration %}{% endif %}") == ["", "ua"]
 
 
@@ -154,20 +252,43 @@ def test_tools_and_other_spellings_of_a_conversation(folders):
     """ShareGPT's names, system message and calls; tools as a string of JSON."""
     folder, judge = folders["qwen3"]
     function = {"name": "add", "arguments": {"a": 1, "b": 2}}
-    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "1+2?"},
-                {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
-                {"role": "tool", "content": "3"}, {"role": "assistant", "content": "It is 3."}]
+    messages = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "1+2?"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": function}],
+        },
+        {"role": "tool", "content": "3"},
+        {"role": "assistant", "content": "It is 3."},
+    ]
     tools = [{"type": "function", "function": {"name": "add"}}]
     expected = judge({"messages": messages, "tools": tools})
     assert sum(expected[1]) > 10
-    turns = [("human", "1+2?"), ("function_call", json.dumps(function)), ("observation", "3"), ("gpt", "It is 3.")]
+    turns = [
+        ("human", "1+2?"),
+        ("function_call", json.dumps(function)),
+        ("observation", "3"),
+        ("gpt", "It is 3."),
+    ]
     sharegpt = [{"from": name, "value": value} for name, value in turns]
-    for record in ({"messages": messages, "tools": json.dumps(tools)}, {"conversations": messages, "tools": tools},
-                   {"conversations": sharegpt, "system": "s", "tools": tools},
-                   {"conversations": [{"from": "system", "value": "s"}, *sharegpt], "tools": json.dumps(tools)}):
+    for record in (
+        {"messages": messages, "tools": json.dumps(tools)},
+        {"conversations": messages, "tools": tools},
+        {"conversations": sharegpt, "system": "s", "tools": tools},
+        {
+            "conversations": [{"from": "system", "value": "s"}, *sharegpt],
+            "tools": json.dumps(tools),
+        },
+    ):
         assert ours(folder, record) == expected
     none = {"messages": messages[:2]}
-    assert ours(folder, none | {"tools": []}) == ours(folder, none | {"tools": ""}) == ours(folder, none)
+    assert (
+        ours(folder, none | {"tools": []})
+        == ours(folder, none | {"tools": ""})
+        == ours(folder, none)
+    )
     assert sum(ours(folder, none)[1]) == 0  # nobody answers
 
 
@@ -175,26 +296,58 @@ def test_tools_and_other_spellings_of_a_conversation(folders):
 def test_thoughts_under_every_name(tmp_path, name):
     folder = chat_folder(tmp_path / "thinks", "llama3")
     (folder / "chat_template.jinja").write_text(
-        "{% for m in messages %}{{ m.role }}{% generation %}{% if m.thinking %}({{ m.reasoning_content }}|{{ m.thinking }})"
-        "{% endif %}{{ m.content }}{% endgeneration %}{% endfor %}")
-    record = {"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a", name: "why"}]}
-    theirs = AutoTokenizer.from_pretrained(folder).apply_chat_template(record["messages"], return_dict=True)["input_ids"]
+        "{% for m in messages %}{{ m.role }}{% generation %}{% if m.thinking %}({{ "
+        "m.reasoning_content }}|{{ m.thinking }})"
+        "{% endif %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    )
+    record = {
+        "messages": [
+            {"role": "user", "content": "u"},
+            {"role": "assistant", "content": "a", name: "why"},
+        ]
+    }
+    theirs = AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        record["messages"], return_dict=True
+    )["input_ids"]
     ids, _ = ours(folder, record)
-    assert ids == list(theirs) and chat_tokenizer(folder / "tokenizer.json").decode(ids) == "useruassistant(why|why)a"
+    assert (
+        ids == list(theirs)
+        and chat_tokenizer(folder / "tokenizer.json").decode(ids) == "useruassistant(why|why)a"
+    )
 
 
 def test_a_token_at_the_border_counts_as_in_transformers(tmp_path):
-    """Without a special token after the header, a token may hold the end of the header and the begin of the answer."""
-    template = ("{% for m in messages %}{% if m.role == 'assistant' %}A: {% generation %}{{ m.content }}{% endgeneration %}"
-                "{% else %}{{ m.content }}{% endif %}\n{% endfor %}")
+    """Without a special token after the header, a token may hold the end of the header and the
+    begin of the answer."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}A: {% generation %}{{ m.content "
+        "}}{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}\n{% endfor %}"
+    )
     folder, straddles = chat_folder(tmp_path / "loose", "llama3"), 0
     (folder / "chat_template.jinja").write_text(template)
     theirs = AutoTokenizer.from_pretrained(folder)
-    for content in ("think", "then so", "it's\ndone", "  return x", "naïve.", "spaces   ", "so 🙂", "e\u0301"):
-        record = {"messages": [{"role": "user", "content": "What"}, {"role": "assistant", "content": content}]}
+    for content in (
+        "think",
+        "then so",
+        "it's\ndone",
+        "  return x",
+        "naïve.",
+        "spaces   ",
+        "so 🙂",
+        "e\u0301",
+    ):
+        record = {
+            "messages": [
+                {"role": "user", "content": "What"},
+                {"role": "assistant", "content": content},
+            ]
+        }
         ids, mask = ours(folder, record)
         assert (ids, mask) == judged(theirs, record)
-        said = chat_tokenizer(folder / "tokenizer.json").decode([i for i, bit in zip(ids, mask) if bit])
+        said = chat_tokenizer(folder / "tokenizer.json").decode(
+            [i for i, bit in zip(ids, mask) if bit]
+        )
         straddles += said != content
     assert straddles
 
@@ -205,8 +358,12 @@ def test_masks_where_the_tokenizer_puts_in_a_blank_of_its_own(tmp_path, kind):
     folder = chat_folder(tmp_path / kind, kind, marks=True)
     made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
-    made.train_from_iterator([" ".join(WORDS)] * 9, trainers.BpeTrainer(
-        vocab_size=400, special_tokens=["<unk>", *SPECIAL[kind]], show_progress=False))
+    made.train_from_iterator(
+        [" ".join(WORDS)] * 9,
+        trainers.BpeTrainer(
+            vocab_size=400, special_tokens=["<unk>", *SPECIAL[kind]], show_progress=False
+        ),
+    )
     made.save(str(folder / "tokenizer.json"))
     theirs = AutoTokenizer.from_pretrained(folder)
     for record in conversations(60, seed=2):
@@ -214,32 +371,62 @@ def test_masks_where_the_tokenizer_puts_in_a_blank_of_its_own(tmp_path, kind):
         assert (ids, mask) == judged(theirs, record) and sum(mask) > 0
 
 
-@pytest.mark.parametrize("line, part", [
-    ("{", "Expecting property name"), ("[]", "AttributeError"), ('{"messages": []}', "every message needs"),
-    ('{"messages": {"role": "user"}}', "every message needs"), ('{"messages": [{"role": "user"}]}', "every message needs"),
-    ('{"messages": [{"content": "x"}]}', "every message needs"), ('{"messages": [{"role": "user", "content": 3}]}', "every"),
-    ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "surrogates"), ('{"text": "x"}', "conversations"),
-    ('{"messages": [{"role": "user", "content": "\\ufdd0"}]}', "U\\+FDD0"), ('{"conversations": [3]}', "int"),
-    ('{"messages": [{"role": "user", "content": "x"}], "tools": {"a": 1}}', "tools must be a list"),
-    ('{"conversations": [{"from": "function_call", "value": "add(1)"}]}', "Expecting value"),
-    pytest.param('{"messages": "' + "\xe4" * 9999 + '"}', "can't decode byte 0xe4 in position", id="bytes that are not UTF-8"),
-])
+@pytest.mark.parametrize(
+    "line, part",
+    [
+        ("{", "Expecting property name"),
+        ("[]", "AttributeError"),
+        ('{"messages": []}', "every message needs"),
+        ('{"messages": {"role": "user"}}', "every message needs"),
+        ('{"messages": [{"role": "user"}]}', "every message needs"),
+        ('{"messages": [{"content": "x"}]}', "every message needs"),
+        ('{"messages": [{"role": "user", "content": 3}]}', "every"),
+        ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "surrogates"),
+        ('{"text": "x"}', "conversations"),
+        ('{"messages": [{"role": "user", "content": "\\ufdd0"}]}', "U\\+FDD0"),
+        ('{"conversations": [3]}', "int"),
+        (
+            '{"messages": [{"role": "user", "content": "x"}], "tools": {"a": 1}}',
+            "tools must be a list",
+        ),
+        ('{"conversations": [{"from": "function_call", "value": "add(1)"}]}', "Expecting value"),
+        pytest.param(
+            '{"messages": "' + "\xe4" * 9999 + '"}',
+            "can't decode byte 0xe4 in position",
+            id="bytes that are not UTF-8",
+        ),
+    ],
+)
 def test_bad_lines_are_named(tmp_path, line, part):
     file, folder = tmp_path / "c.jsonl", chat_folder(tmp_path / "qwen", "qwen3")
-    file.write_bytes(f"\ufeff{json.dumps({'messages': FOUR})}\n\n".encode() + line.encode("latin1") + b"\n")
+    file.write_bytes(
+        f"\ufeff{json.dumps({'messages': FOUR})}\n\n".encode() + line.encode("latin1") + b"\n"
+    )
     words = f"c.jsonl line 3: need a conversation like .*{part}"
-    assert len(refuses(words, list, documents_of(file, folder / "tokenizer.json", 0))) < 500  # without the line itself
+    # without the line itself
+    assert len(refuses(words, list, documents_of(file, folder / "tokenizer.json", 0))) < 500
 
 
 def test_a_template_that_fails_or_never_ends_is_named_with_the_line(tmp_path, monkeypatch):
     folder = chat_folder(tmp_path / "fails", "qwen3")
-    with pytest.raises(ValueError, match="^the chat template of .*fails fails: roles must alternate$"):
+    with pytest.raises(
+        ValueError, match="^the chat template of .*fails fails: roles must alternate$"
+    ):
         ours(folder, {"messages": FOUR}, "{{ raise_exception('roles must alternate') }}")
     refuses("^the chat template of .*fails fails: ", ours, folder, {"messages": FOUR}, "{% if %}")
     for what, evil in [
-        ("longer than 0.2 s", "{% for i in range(9**5) %}{% for j in range(9**5) %}{{ {}['z'] }}{% endfor %}{% endfor %}"),
-        ("grown by 1 GiB", "{% set ns = namespace(x='abc') %}{% for i in range(40) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}"),
-        ("makes more than", "{{ 'x' * 2 ** 62 }}"), ("text is longer than", "{{ 'x'|center(300000000) }}"),
+        (
+            "longer than 0.2 s",
+            "{% for i in range(9**5) %}{% for j in range(9**5) %}{{ {}['z'] }}{% endfor %}{% "
+            "endfor %}",
+        ),
+        (
+            "grown by 1 GiB",
+            "{% set ns = namespace(x='abc') %}{% for i in range(40) %}{% set ns.x = ns.x ~ ns.x "
+            "%}{% endfor %}",
+        ),
+        ("makes more than", "{{ 'x' * 2 ** 62 }}"),
+        ("text is longer than", "{{ 'x'|center(300000000) }}"),
     ]:
         monkeypatch.setattr(sandbox, "LONGEST_S", 0.2 if "longer than 0" in what else 60)
         refuses(f"fails fails: .*{what}", ours, folder, {"messages": FOUR}, evil)
@@ -249,29 +436,52 @@ def test_a_template_that_fails_or_never_ends_is_named_with_the_line(tmp_path, mo
 
 
 def test_rules_of_a_tokenizer_that_grow_a_text_absurdly_are_refused(tmp_path):
-    rules = [{"type": "Replace", "pattern": {"String": a}, "content": b * 99} for a, b in ("ab", "bc", "cd")]
+    rules = [
+        {"type": "Replace", "pattern": {"String": a}, "content": b * 99}
+        for a, b in ("ab", "bc", "cd")
+    ]
     for part in "normalizer", "decoder":
-        made = json.loads(bpe("abc", 300).to_str()) | {part: {"type": "Sequence", f"{part}s": rules}}
+        made = json.loads(bpe("abc", 300).to_str()) | {
+            part: {"type": "Sequence", f"{part}s": rules}
+        }
         (tmp_path / f"{part}.json").write_text(json.dumps(made))
-        refuses(f"{part}.json: its rules may make a text 970,299 times longer", load_tokenizer, tmp_path / f"{part}.json")
+        refuses(
+            f"{part}.json: its rules may make a text 970,299 times longer",
+            load_tokenizer,
+            tmp_path / f"{part}.json",
+        )
 
 
 def test_a_second_template_for_tools_is_not_passed_over(tmp_path):
     folder = chat_folder(tmp_path / "two", "qwen3")
     (folder / "chat_template.jinja").unlink()
     rules = json.loads((folder / "tokenizer_config.json").read_text())
-    rules["chat_template"] = [{"name": "default", "template": TEMPLATES["qwen3"].replace("ENDMARK", "").replace("MARK", "")},
-                              {"name": "tool_use", "template": "{{ tools }}"}]
+    rules["chat_template"] = [
+        {
+            "name": "default",
+            "template": TEMPLATES["qwen3"].replace("ENDMARK", "").replace("MARK", ""),
+        },
+        {"name": "tool_use", "template": "{{ tools }}"},
+    ]
     (folder / "tokenizer_config.json").write_text(json.dumps(rules))
     assert sum(ours(folder, {"messages": FOUR})[1]) > 0
     with pytest.raises(ValueError, match="two has another chat template for tools"):
-        ours(folder, {"messages": FOUR, "tools": [{"type": "function", "function": {"name": "add"}}]})
+        ours(
+            folder, {"messages": FOUR, "tools": [{"type": "function", "function": {"name": "add"}}]}
+        )
 
 
-@pytest.mark.parametrize("name, first, expected", [
-    ("a.jsonl", {"messages": []}, True), ("a.jsonl", {"conversations": []}, True), ("a.txt", {"messages": []}, False),
-    ("a.jsonl", {"text": "x", "messages": []}, False), ("a.jsonl", {"text": "x"}, False), ("a.jsonl", [], False),
-])
+@pytest.mark.parametrize(
+    "name, first, expected",
+    [
+        ("a.jsonl", {"messages": []}, True),
+        ("a.jsonl", {"conversations": []}, True),
+        ("a.txt", {"messages": []}, False),
+        ("a.jsonl", {"text": "x", "messages": []}, False),
+        ("a.jsonl", {"text": "x"}, False),
+        ("a.jsonl", [], False),
+    ],
+)
 def test_what_is_a_file_of_conversations(tmp_path, name, first, expected):
     (tmp_path / name).write_text("\n" + json.dumps(first) + "\n")
     assert is_chat(tmp_path / name) is expected
@@ -283,12 +493,17 @@ def test_marks_are_not_in_the_prompt_of_a_chat(tmp_path):
     """generate.py --chat and grpo.py also use templates for training."""
     folder = chat_folder(tmp_path / "marked", "qwen3", marks=True)
     (folder / "model.safetensors").touch()
-    assert open_chat(str(folder), ChatConfig(chat=True))("hi") == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}{% generation %}A: {% endgeneration %}")
+    assert (
+        open_chat(str(folder), ChatConfig(chat=True))("hi")
+        == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    )
+    (folder / "chat_template.jinja").write_text(
+        "{{ messages[0].content }}{% generation %}A: {% endgeneration %}"
+    )
     assert open_chat(str(folder), ChatConfig(chat=True))("hi") == "hiA: "
 
 
-# ---- python data.py show ---------------------------------------------------------------------------------------------
+# ---- python data.py show -------------------------------------------------------------------------
 
 
 def test_show(tmp_path, folders, monkeypatch, capsys):
@@ -296,24 +511,44 @@ def test_show(tmp_path, folders, monkeypatch, capsys):
     folder, judge = folders["llama3"]
     records = conversations(5, seed=3)
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert [*map(tuple, documents_of(tmp_path / "chat.jsonl", folder / "tokenizer.json", 0))] == [*map(judge, records)]
-    record = {"messages": [{"role": "user", "content": "a\033[2Jb"}, {"role": "assistant", "content": "def f(x)"}]}
+    assert [*map(tuple, documents_of(tmp_path / "chat.jsonl", folder / "tokenizer.json", 0))] == [
+        *map(judge, records)
+    ]
+    record = {
+        "messages": [
+            {"role": "user", "content": "a\033[2Jb"},
+            {"role": "assistant", "content": "def f(x)"},
+        ]
+    }
     (tmp_path / "one.jsonl").write_text(json.dumps(record))
-    status, out, err = call_cli(monkeypatch, capsys, "show", tmp_path / "one.jsonl", "--tokenizer", folder / "tokenizer.json")
+    status, out, err = call_cli(
+        monkeypatch,
+        capsys,
+        "show",
+        tmp_path / "one.jsonl",
+        "--tokenizer",
+        folder / "tokenizer.json",
+    )
     ids, mask = judge(record)
     assert (status, err) == (0, "") and out == (
-        f"--- document 1: {len(ids)} tokens, {sum(mask)} with a loss (green)\n<|begin_of_text|><|start_header_id|>user"
+        f"--- document 1: {len(ids)} tokens, {sum(mask)} with a loss "
+        "(green)\n<|begin_of_text|><|start_header_id|>user"
         "<|end_header_id|>\n\na\ufffd[2Jb<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
-        "\033[32mdef f(x)<|eot_id|>\033[0m\n")
+        "\033[32mdef f(x)<|eot_id|>\033[0m\n"
+    )
 
 
-@pytest.mark.parametrize("name, text", [("a.jsonl", '{"text": "x = <|eot_id|>"}\n'), ("a.txt", "x = <|eot_id|>")])
+@pytest.mark.parametrize(
+    "name, text", [("a.jsonl", '{"text": "x = <|eot_id|>"}\n'), ("a.txt", "x = <|eot_id|>")]
+)
 def test_show_of_text(tmp_path, folders, name, text):
     """Every token has a loss, also the end of the document; a typed special token is text."""
     folder, _ = folders["llama3"]
     (tmp_path / name).write_text(text)
     tokenizer = chat_tokenizer(folder / "tokenizer.json")
-    ((ids, mask),) = documents_of(tmp_path / name, folder / "tokenizer.json", tokenizer.token_to_id("<|end_of_text|>"))
+    ((ids, mask),) = documents_of(
+        tmp_path / name, folder / "tokenizer.json", tokenizer.token_to_id("<|end_of_text|>")
+    )
     assert mask == [1] * len(ids) and tokenizer.token_to_id("<|eot_id|>") not in ids
     assert tokenizer.decode(ids, skip_special_tokens=False) == "x = <|eot_id|><|end_of_text|>"
 
@@ -321,7 +556,14 @@ def test_show_of_text(tmp_path, folders, name, text):
 def test_show_ends_when_nobody_reads_on(tmp_path, folders):
     """As in show ... | head -1."""
     (tmp_path / "a.txt").write_text("x = 1\n" * 100_000)  # more than a pipe holds
-    command = [sys.executable, "data.py", "show", tmp_path / "a.txt", "--tokenizer", folders["qwen3"][0]]
+    command = [
+        sys.executable,
+        "data.py",
+        "show",
+        tmp_path / "a.txt",
+        "--tokenizer",
+        folders["qwen3"][0],
+    ]
     shown = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert shown.stdout.read(8) == b"--- docu"
     shown.stdout.close()
@@ -329,7 +571,10 @@ def test_show_ends_when_nobody_reads_on(tmp_path, folders):
 
 
 def text_of(folders, kind, *messages) -> list[str]:
-    return told(folders[kind][0], {"messages": [dict(zip(("role", "content"), m[:2])) | dict(*m[2:]) for m in messages]})
+    return told(
+        folders[kind][0],
+        {"messages": [dict(zip(("role", "content"), m[:2])) | dict(*m[2:]) for m in messages]},
+    )
 
 
 @pytest.mark.parametrize("kind", [*TEMPLATES])
@@ -341,19 +586,46 @@ def test_content_in_parts_is_one_text_and_messages_without_weight_have_no_loss(f
     for off in (dict(weight=0), dict(train=False)):
         trained, rest = text_of(folders, kind, plain[0], ("assistant", "answer", off), *plain[2:])
         assert "more" in trained and "answer" not in trained and "answer" in rest
-    assert text_of(folders, kind, plain[0], ("assistant", "answer", dict(weight=1, train=True)), *plain[2:]) == text_of(
-        folders, kind, *plain)
+    assert text_of(
+        folders, kind, plain[0], ("assistant", "answer", dict(weight=1, train=True)), *plain[2:]
+    ) == text_of(folders, kind, *plain)
 
 
-@pytest.mark.parametrize("message, words", [
-    (dict(role="assistant", content=[{"type": "image_url", "image_url": "x"}]), "a part of a content is image_url"),
-    (dict(role="assistant", content="a", weight=0.5), "weight 0.5"),
-    (dict(role="user", content="a", train=True), "train: true in a message of user"),
-    (dict(role="Bing", content="lost"), "does not write out the content of message 1, from Bing"),
-    (dict(role="assistant", content=None, tool_calls=[{"function": {"name": "add", "arguments": {}}}]),
-     "does not write out the tool_calls of message 1, from assistant"),
-    (dict(role="assistant", content="a", reasoning_content="b"), "does not write out the reasoning_content of message 1"),
-])
+@pytest.mark.parametrize(
+    "message, words",
+    [
+        (
+            dict(role="assistant", content=[{"type": "image_url", "image_url": "x"}]),
+            "a part of a content is image_url",
+        ),
+        (dict(role="assistant", content="a", weight=0.5), "weight 0.5"),
+        (dict(role="user", content="a", train=True), "train: true in a message of user"),
+        (
+            dict(role="Bing", content="lost"),
+            "does not write out the content of message 1, from Bing",
+        ),
+        (
+            dict(
+                role="assistant",
+                content=None,
+                tool_calls=[{"function": {"name": "add", "arguments": {}}}],
+            ),
+            "does not write out the tool_calls of message 1, from assistant",
+        ),
+        (
+            dict(role="assistant", content="a", reasoning_content="b"),
+            "does not write out the reasoning_content of message 1",
+        ),
+    ],
+)
 def test_what_would_be_lost_is_refused_by_name(tmp_path, message, words):
-    template = "{% for m in messages if m.role != 'Bing' %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
-    refuses(re.escape(words), ours, chat_folder(tmp_path / "simple", "qwen3"), {"messages": [message]}, template)
+    template = (
+        "{% for m in messages if m.role != 'Bing' %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
+    )
+    refuses(
+        re.escape(words),
+        ours,
+        chat_folder(tmp_path / "simple", "qwen3"),
+        {"messages": [message]},
+        template,
+    )

@@ -1,4 +1,6 @@
-"""Conversations as training data, against data.py: shards with masks, first-fit sequences, and the same loss packed or not."""
+"""Conversations as training data, against data.py: shards with masks, first-fit sequences, and the
+same loss packed or not."""
+
 import json
 import shutil
 from functools import cache
@@ -36,8 +38,8 @@ NAMES = ("tokens", "labels", "positions", "doc_ids")
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory):
-    """(folder with chat.jsonl, tokenizer and cache; [(ids, mask)] by transformers) of 200 conversations with at most T / 2
-    tokens and 20 that are too long."""
+    """(folder with chat.jsonl, tokenizer and cache; [(ids, mask)] by transformers) of 200
+    conversations with at most T / 2 tokens and 20 that are too long."""
     root = tmp_path_factory.mktemp("chats")
     chat_folder(root / "qwen", "qwen3")
     theirs = AutoTokenizer.from_pretrained(chat_folder(root / "judge", "qwen3", marks=True))
@@ -49,12 +51,15 @@ def chats(tmp_path_factory):
     assert len(short) >= 200 and len(long) >= 20
     chosen = short[:200] + long[:20]
     (root / "chat.jsonl").write_text("".join(json.dumps(record) + "\n" for record, _, _ in chosen))
-    return root, [(tuple(ids[:T + 1]), tuple(mask[:T + 1])) for _, ids, mask in chosen]
+    return root, [(tuple(ids[: T + 1]), tuple(mask[: T + 1])) for _, ids, mask in chosen]
 
 
 def opened(chats, seq_len=T, **flags) -> ChatData:
     root = chats[0]
-    cfg = DataConfig(**dict(data=str(root / "chat.jsonl"), tokenizer=str(root / "qwen"), cache_dir=str(root)) | flags)
+    cfg = DataConfig(
+        **dict(data=str(root / "chat.jsonl"), tokenizer=str(root / "qwen"), cache_dir=str(root))
+        | flags
+    )
     return open_data(cfg, seq_len, Chats=ChatData)
 
 
@@ -74,12 +79,17 @@ def documents_of_rows(batches, eot):
             ids, mask = found.setdefault(doc, ([], [0]))
             assert position == len(ids)  # positions restart with each document
             ids.append(token)
-            assert label == -100 or t == len(tokens) - 1 or label == tokens[t + 1] and doc == docs[t + 1]
+            assert (
+                label == -100
+                or t == len(tokens) - 1
+                or label == tokens[t + 1]
+                and doc == docs[t + 1]
+            )
             mask.append(int(label != -100))
             if t == len(tokens) - 1 and label != -100:
                 ids.append(label)
         assert list(found) == list(range(len(found)))
-        out += [(tuple(ids), tuple(mask[:len(ids)])) for ids, mask in found.values()]
+        out += [(tuple(ids), tuple(mask[: len(ids)])) for ids, mask in found.values()]
     return [(ids, mask) for ids, mask in out if any(mask)]
 
 
@@ -89,21 +99,38 @@ def test_sequences_hold_every_conversation_once(chats):
     assert isinstance(loaded, ChatData)
     n_val = len(loaded.packing["val"].documents)
     found = documents_of_rows(epoch(loaded), loaded.eot)
-    expected = {(ids, (0, *mask[1:])) for ids, mask in chats[1] if any(mask[1:])}  # the first token is never a label
-    last = {(ids[:-1], mask[:-1]) for ids, mask in expected if not mask[-1]}  # ends with the row, without a label at the end
-    assert set(found) <= expected | last and len(found) + n_val == len(chats[1]) - loaded.packing["train"].n_left_out - (
-        loaded.packing["val"].n_left_out) and 5 < n_val < 40
-    assert sum(sum(mask) for _, mask in found) == sum(int((b.labels >= 0).sum()) for b in epoch(loaded))
+    # the first token is never a label
+    expected = {(ids, (0, *mask[1:])) for ids, mask in chats[1] if any(mask[1:])}
+    # ends with the row, without a label at the end
+    last = {(ids[:-1], mask[:-1]) for ids, mask in expected if not mask[-1]}
+    assert (
+        set(found) <= expected | last
+        and len(found) + n_val
+        == len(chats[1]) - loaded.packing["train"].n_left_out - (loaded.packing["val"].n_left_out)
+        and 5 < n_val < 40
+    )
+    assert sum(sum(mask) for _, mask in found) == sum(
+        int((b.labels >= 0).sum()) for b in epoch(loaded)
+    )
 
 
 def test_nothing_predicts_how_a_conversation_begins(tmp_path):
-    """If the assistant speaks first, the first token has no label; an answer of a single token leaves nothing to learn."""
+    """If the assistant speaks first, the first token has no label; an answer of a single token
+    leaves nothing to learn."""
     folder = chat_folder(tmp_path / "first", "llama3")
     (folder / "chat_template.jinja").write_text(
-        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}"
-        "{{ m.content }}{% endif %}{% endfor %}")
-    said = [[("assistant", "think"), ("user", " so")], [("assistant", "<|eot_id|>"), ("user", " think so")]] * 10
-    lines = [{"messages": [{"role": role, "content": content} for role, content in turns]} for turns in said]
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% "
+        "endgeneration %}{% else %}"
+        "{{ m.content }}{% endif %}{% endfor %}"
+    )
+    said = [
+        [("assistant", "think"), ("user", " so")],
+        [("assistant", "<|eot_id|>"), ("user", " think so")],
+    ] * 10
+    lines = [
+        {"messages": [{"role": role, "content": content} for role, content in turns]}
+        for turns in said
+    ]
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     loaded = opened((tmp_path,), seq_len=64, doc_mask=True, tokenizer=str(folder))
     train = loaded.packing["train"]
@@ -115,11 +142,14 @@ def test_nothing_predicts_how_a_conversation_begins(tmp_path):
 
 
 def test_a_conversation_without_any_token_is_none(tmp_path):
-    """ShareGPT's names in any spelling are known; an unknown role may take the whole conversation out."""
+    """ShareGPT's names in any spelling are known; an unknown role may take the whole conversation
+    out."""
     folder = chat_folder(tmp_path / "qwen", "qwen3")
     strange = {"conversations": [{"from": "Bing", "value": ""}]}
     known = {"conversations": [{"from": "Human", "value": "x"}, {"from": "GPT", "value": "y"}]}
-    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (strange, known, strange)))
+    (tmp_path / "chat.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in (strange, known, strange))
+    )
     loaded = opened((tmp_path,), tokenizer=str(folder))
     (row,) = epoch(loaded)
     labels = [token for token in row.labels[0, 0].tolist() if token >= 0]
@@ -132,20 +162,23 @@ def test_one_conversation_each_without_doc_mask(chats):
     rows = epoch(loaded)
     assert loaded.n_samples == len(loaded.packing["train"].documents) > packed.n_samples
     assert all(row.doc_ids is None and (row.positions == torch.arange(T)).all() for row in rows)
-    assert sum(int((row.labels >= 0).sum()) for row in rows) == sum(int((row.labels >= 0).sum()) for row in epoch(packed))
+    assert sum(int((row.labels >= 0).sum()) for row in rows) == sum(
+        int((row.labels >= 0).sum()) for row in epoch(packed)
+    )
     assert loaded.fingerprint != packed.fingerprint
     padded = {(*ids[:T], *[loaded.eot] * (T - len(ids))) for ids, _ in chats[1]}
     assert {tuple(row.tokens[0, 0].tolist()) for row in rows} <= padded
 
 
 def test_first_fit(monkeypatch):
-    """Against the definition, sequence by sequence; with few open sequences none is too full and nothing is lost."""
+    """Against the definition, sequence by sequence; with few open sequences none is too full and
+    nothing is lost."""
     rng = np.random.default_rng(0)
     for room in (1, 7, 100):
         lengths, free, expected = rng.integers(1, room + 1, 500), [], []
         for n in lengths:
             k = next((k for k, left in enumerate(free) if left >= n), len(free))
-            free[k:k + 1] = [(free[k] if k < len(free) else room) - n]
+            free[k : k + 1] = [(free[k] if k < len(free) else room) - n]
             expected.append(k)
         assert first_fit(lengths, room).tolist() == expected
     assert first_fit(np.array([], np.int64), 5).tolist() == []
@@ -163,13 +196,26 @@ def test_padding_and_what_is_too_long_is_said(chats, capsys, monkeypatch):
     padding = 0
     for row in rows:
         last = row.doc_ids[0, 0] == row.doc_ids[0, 0, -1]
-        padding += int(last.sum()) if (row.labels[0, 0][last] < 0).all() and (row.tokens[0, 0][last] == loaded.eot).all() else 0
-    assert f"{loaded.n_samples:,} sequences of {T} tokens, {padding / (T * len(rows)):.1%} of them padding;" in text
+        padding += (
+            int(last.sum())
+            if (row.labels[0, 0][last] < 0).all() and (row.tokens[0, 0][last] == loaded.eot).all()
+            else 0
+        )
+    assert (
+        f"{loaded.n_samples:,} sequences of {T} tokens, {padding / (T * len(rows)):.1%} of them "
+        "padding;" in text
+    )
     assert padding / (T * len(rows)) < 0.12
     train, val = (loaded.packing[split] for split in ("train", "val"))
     nothing = sum(not any(mask[1:]) for _, mask in chats[1])
-    assert (train.n_cut + val.n_cut, train.n_left_out + val.n_left_out) == (20 - nothing, nothing) and min(train[3:]) > 0
-    assert f"; {train.n_cut} were too long and are cut; {train.n_left_out} are left out, for no answer is in" in text
+    assert (train.n_cut + val.n_cut, train.n_left_out + val.n_left_out) == (
+        20 - nothing,
+        nothing,
+    ) and min(train[3:]) > 0
+    assert (
+        f"; {train.n_cut} were too long and are cut; {train.n_left_out} are left out, for no "
+        "answer is in" in text
+    )
     monkeypatch.setenv("RANK", "1")
     opened(chats, doc_mask=True)
     assert capsys.readouterr().out == ""
@@ -177,23 +223,48 @@ def test_padding_and_what_is_too_long_is_said(chats, capsys, monkeypatch):
     short = opened(chats, seq_len=24)
     assert short.packing["train"].n_left_out > 0
     assert "are left out, for no answer is in their beginning" in capsys.readouterr().out
-    refused(lambda: opened(chats, seq_len=3), "in no conversation the assistant says anything within --seq_len 3")
+    refused(
+        lambda: opened(chats, seq_len=3),
+        "in no conversation the assistant says anything within --seq_len 3",
+    )
 
 
 def test_packed_loss_is_the_unpacked_loss(chats, tmp_path):
-    """Loss and gradients: no conversation sees another, each has its own positions, padding changes nothing."""
+    """Loss and gradients: no conversation sees another, each has its own positions, padding changes
+    nothing."""
     found, few = {}, (chats[0] / "chat.jsonl").read_text().splitlines(keepends=True)[:20]
     (tmp_path / "few.jsonl").write_text("".join(few))
     for doc_mask in (False, True):
-        loaded = opened(chats, doc_mask=doc_mask, data=str(tmp_path / "few.jsonl"), cache_dir=str(tmp_path))
-        assert loaded.n_samples == len(loaded.packing["train"].documents) > 15 if not doc_mask else 2 < loaded.n_samples < 10
-        model = drawn(Llama3(Llama3Config(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=64,
-                                          vocab_size=loaded.vocab_size, max_seq_len=T)))
+        loaded = opened(
+            chats, doc_mask=doc_mask, data=str(tmp_path / "few.jsonl"), cache_dir=str(tmp_path)
+        )
+        assert (
+            loaded.n_samples == len(loaded.packing["train"].documents) > 15
+            if not doc_mask
+            else 2 < loaded.n_samples < 10
+        )
+        model = drawn(
+            Llama3(
+                Llama3Config(
+                    dim=32,
+                    n_layers=2,
+                    n_heads=4,
+                    n_kv_heads=2,
+                    head_dim=8,
+                    ffn_dim=64,
+                    vocab_size=loaded.vocab_size,
+                    max_seq_len=T,
+                )
+            )
+        )
         rows = epoch(loaded)
         total, loss = sum(int((row.labels >= 0).sum()) for row in rows), 0.0
         for first in range(0, len(rows), 8):
-            part = rows[first:first + 8]
-            args = {name: torch.cat([getattr(row, name)[0] for row in part]) for name in NAMES[:4 if doc_mask else 3]}
+            part = rows[first : first + 8]
+            args = {
+                name: torch.cat([getattr(row, name)[0] for row in part])
+                for name in NAMES[: 4 if doc_mask else 3]
+            }
             step = model(**args, loss_denom=total)
             step.backward()
             loss += step.item()
@@ -203,16 +274,23 @@ def test_packed_loss_is_the_unpacked_loss(chats, tmp_path):
         assert (found[True][1][name] - grad).abs().max() <= 1e-5 * grad.abs().max(), name
 
 
-# ---- shards ----------------------------------------------------------------------------------------------------------
+# ---- shards --------------------------------------------------------------------------------------
 
 
 def test_prepare_check_and_train(chats, tmp_path, monkeypatch, capsys):
-    """The same data as from the file itself; a second start does nothing again; an older program does not read the folder."""
+    """The same data as from the file itself; a second start does nothing again; an older program
+    does not read the folder."""
     root, argv = chats[0], ["--workers", 1, "--out", tmp_path / "tokens"]
     argv = ["prepare", "--input", root / "chat.jsonl", "--tokenizer", root / "qwen", *argv]
     status, out, _ = call_cli(monkeypatch, capsys, *argv)
-    assert status == 0 and "documents" in out and call_cli(monkeypatch, capsys, "check", tmp_path / "tokens")[0] == 0
-    prepared = opened(chats, data=str(tmp_path / "tokens"), tokenizer="", cache_dir="", doc_mask=True)
+    assert (
+        status == 0
+        and "documents" in out
+        and call_cli(monkeypatch, capsys, "check", tmp_path / "tokens")[0] == 0
+    )
+    prepared = opened(
+        chats, data=str(tmp_path / "tokens"), tokenizer="", cache_dir="", doc_mask=True
+    )
     assert prepared.fingerprint == opened(chats, doc_mask=True).fingerprint
     assert json.loads((tmp_path / "tokens" / "index.json").read_text())["version"] == 3
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "tokens").glob("*.npy")}
@@ -221,7 +299,9 @@ def test_prepare_check_and_train(chats, tmp_path, monkeypatch, capsys):
     assert {path: path.stat().st_mtime_ns for path in files} == files and len(files) == 4
     # another template makes other tokens of the same file
     chat_folder(tmp_path / "other", "qwen3")
-    (tmp_path / "other" / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}\n{% endfor %}")
+    (tmp_path / "other" / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    )
     argv[argv.index(root / "qwen")] = tmp_path / "other"
     status, _, err = call_cli(monkeypatch, capsys, *argv)
     assert status == 2 and "another tokenizer or chat template; name a new --out" in err
@@ -234,15 +314,36 @@ def test_prepare_check_and_train(chats, tmp_path, monkeypatch, capsys):
 MASK = "train-00000.mask.npy"
 
 
-@pytest.mark.parametrize("damage, part", [
-    (lambda folder: (folder / MASK).unlink(), "mask.npy is missing"),
-    (lambda folder: (folder / MASK).write_bytes((folder / MASK).read_bytes()[:-1]), "mask.npy is truncated"),
-    (lambda folder: (folder / MASK).write_bytes((folder / MASK).read_bytes()[:-1] + b"\x07"), "mask.npy: wrong checksum"),
-    (lambda folder: change_index(folder, lambda index: index.update(version=2)), "index.json is damaged"),
-    (lambda folder: change_index(folder, lambda index: index["splits"]["train"][0].pop("mask_bytes")), "index.json is damaged"),
-    (lambda folder: change_index(folder, lambda index: index["splits"]["train"][0].update(mask_sha256="0" * 64)),
-     "index.json is damaged"),
-])
+@pytest.mark.parametrize(
+    "damage, part",
+    [
+        (lambda folder: (folder / MASK).unlink(), "mask.npy is missing"),
+        (
+            lambda folder: (folder / MASK).write_bytes((folder / MASK).read_bytes()[:-1]),
+            "mask.npy is truncated",
+        ),
+        (
+            lambda folder: (folder / MASK).write_bytes((folder / MASK).read_bytes()[:-1] + b"\x07"),
+            "mask.npy: wrong checksum",
+        ),
+        (
+            lambda folder: change_index(folder, lambda index: index.update(version=2)),
+            "index.json is damaged",
+        ),
+        (
+            lambda folder: change_index(
+                folder, lambda index: index["splits"]["train"][0].pop("mask_bytes")
+            ),
+            "index.json is damaged",
+        ),
+        (
+            lambda folder: change_index(
+                folder, lambda index: index["splits"]["train"][0].update(mask_sha256="0" * 64)
+            ),
+            "index.json is damaged",
+        ),
+    ],
+)
 def test_damaged_masks(chats, tmp_path, monkeypatch, capsys, damage, part):
     folder = copy_of(opened(chats).folder, tmp_path)
     damage(folder)
@@ -265,17 +366,25 @@ def test_many_pieces_are_the_same_conversations(chats, tmp_path, monkeypatch):
         return [piece._replace(end=middle), piece._replace(start=middle)]
 
     monkeypatch.setattr(corpus, "cut_into_pieces", cut)
-    build_shards([chats[0] / "chat.jsonl"], find_tokenizer(str(chats[0] / "qwen")), tmp_path / "tokens")
+    build_shards(
+        [chats[0] / "chat.jsonl"], find_tokenizer(str(chats[0] / "qwen")), tmp_path / "tokens"
+    )
     parts = ChatData(tmp_path / "tokens", T)
     for split in ("train", "val"):
-        a, b = (loaded.arrays(loaded.windows(split, range(len(loaded.packing[split])))) for loaded in (whole, parts))
+        a, b = (
+            loaded.arrays(loaded.windows(split, range(len(loaded.packing[split]))))
+            for loaded in (whole, parts)
+        )
         assert all((x == y).all() for x, y in zip(a[:3], b[:3])) and len(a[0]) > 5
     assert len(list((tmp_path / "tokens").glob("train-*.mask.npy"))) == 2
 
 
 def test_what_conversations_need(chats, tmp_path):
     root = chats[0]
-    refused(lambda: opened(chats, tokenizer=""), "chat.jsonl holds conversations; give the folder of a tokenizer")
+    refused(
+        lambda: opened(chats, tokenizer=""),
+        "chat.jsonl holds conversations; give the folder of a tokenizer",
+    )
     (tmp_path / "plain").mkdir()
     shutil.copy(root / "qwen" / "tokenizer.json", tmp_path / "plain")
     refused(lambda: opened(chats, tokenizer=str(tmp_path / "plain")), "plain has no chat template")
@@ -283,12 +392,16 @@ def test_what_conversations_need(chats, tmp_path):
 
 
 def test_the_weights_bring_their_chat_template(chats, tmp_path):
-    """--init_from in place of --tokenizer: a folder from Hugging Face, as any checkpoint of ours has the same files."""
+    """--init_from in place of --tokenizer: a folder from Hugging Face, as any checkpoint of ours
+    has the same files."""
     root, source = chats[0], Path(shutil.copytree(chats[0] / "qwen", tmp_path / "hf"))
     (source / "model.safetensors").touch()
     flags = dict(data=str(root / "chat.jsonl"), cache_dir=str(root), out=str(tmp_path / "out"))
     cfg = finetune.Config(init_from=str(source), **flags)
-    assert open_data(cfg, T, source_tokenizer(cfg), ChatData).fingerprint == opened(chats, doc_mask=True).fingerprint
+    assert (
+        open_data(cfg, T, source_tokenizer(cfg), ChatData).fingerprint
+        == opened(chats, doc_mask=True).fingerprint
+    )
 
 
 @pytest.mark.parametrize("data", ["chat.jsonl", "text={}/a.txt:1,chat={}/chat.jsonl:1", "shards"])
@@ -299,20 +412,45 @@ def test_a_recipe_that_trains_on_text_refuses_conversations(chats, tmp_path, dat
     flags = {} if data == "shards" else dict(cache_dir=str(tmp_path), tokenizer=str(root / "qwen"))
     path = path if ":" in path else str(root / path)
     cfg = train_llama3.Config(data=path, out=str(tmp_path / "out"), device="cpu", **flags)
-    refused(lambda: train_llama3.main(cfg), "holds conversations, and this recipe trains on text; use finetune.py --init_from")
+    refused(
+        lambda: train_llama3.main(cfg),
+        "holds conversations, and this recipe trains on text; use finetune.py --init_from",
+    )
 
 
-# ---- whole runs ------------------------------------------------------------------------------------------------------
+# ---- whole runs ----------------------------------------------------------------------------------
 
-DEGREES = {"dp": ["--dp_shard", 2], "tp": ["--tp", 2], "cp": ["--cp", 2], "pp": ["--pp", 2], "ep": ["--ep", 2]}
+DEGREES = {
+    "dp": ["--dp_shard", 2],
+    "tp": ["--tp", 2],
+    "cp": ["--cp", 2],
+    "pp": ["--pp", 2],
+    "ep": ["--ep", 2],
+}
 LORA = ["--lora_rank", 4, "--lr", "1e-2"]
-KINDS = {"all weights": ("llama3", ["--lr", "3e-3"]), "lora": ("llama3", LORA), "experts": ("qwen3", ["--lr", "3e-3"]),
-         "experts, lora": ("qwen3", LORA), "deepseek": ("deepseek", ["--lr", "3e-3"])}
+KINDS = {
+    "all weights": ("llama3", ["--lr", "3e-3"]),
+    "lora": ("llama3", LORA),
+    "experts": ("qwen3", ["--lr", "3e-3"]),
+    "experts, lora": ("qwen3", LORA),
+    "deepseek": ("deepseek", ["--lr", "3e-3"]),
+}
 EXPERTS = dict(dim=32, n_layers=4, n_heads=4, vocab_size=4096, n_experts=4, top_k=2, moe_ffn_dim=32)
-CONFIGS = {"llama3": override_fields(Llama3Config(), MODEL, "--model_args"),
-           "qwen3": Qwen3Config(**EXPERTS, n_kv_heads=2, head_dim=8),
-           "deepseek": DeepSeekConfig(**EXPERTS, ffn_dim=64, n_groups=2, top_k_groups=1, q_lora_rank=16, kv_lora_rank=16,
-                                      qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8)}
+CONFIGS = {
+    "llama3": override_fields(Llama3Config(), MODEL, "--model_args"),
+    "qwen3": Qwen3Config(**EXPERTS, n_kv_heads=2, head_dim=8),
+    "deepseek": DeepSeekConfig(
+        **EXPERTS,
+        ffn_dim=64,
+        n_groups=2,
+        top_k_groups=1,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=8,
+    ),
+}
 
 
 @pytest.fixture(scope="module")
@@ -321,7 +459,12 @@ def bases(chats, tmp_path_factory):
     root = tmp_path_factory.mktemp("bases")
     for name, model_config in CONFIGS.items():
         model = initialised(model_config, Flags(), 3)
-        save_hf(model, str(root / name), torch.float32, tokenizer_file=str(chats[0] / "qwen" / "tokenizer.json"))
+        save_hf(
+            model,
+            str(root / name),
+            torch.float32,
+            tokenizer_file=str(chats[0] / "qwen" / "tokenizer.json"),
+        )
     return {name: root / name for name in CONFIGS}
 
 
@@ -330,9 +473,34 @@ def one_process(chats, bases, tmp_path_factory):
     @cache
     def trained(kind):
         (model, flags), root = KINDS[kind], chats[0]
-        command = ["finetune.py", "--init_from", bases[model], "--data", root / "chat.jsonl", *flags, "--cache_dir", root,
-                   "--seq_len", T, "--compute_dtype", "float32", "--local_batch_size", 4, "--global_batch_size", 8,
-                   "--steps", 4, "--warmup_steps", 1, "--log_every", 1, "--val_batches", 1, "--device", "cpu"]
+        command = [
+            "finetune.py",
+            "--init_from",
+            bases[model],
+            "--data",
+            root / "chat.jsonl",
+            *flags,
+            "--cache_dir",
+            root,
+            "--seq_len",
+            T,
+            "--compute_dtype",
+            "float32",
+            "--local_batch_size",
+            4,
+            "--global_batch_size",
+            8,
+            "--steps",
+            4,
+            "--warmup_steps",
+            1,
+            "--log_every",
+            1,
+            "--val_batches",
+            1,
+            "--device",
+            "cpu",
+        ]
         out = tmp_path_factory.mktemp("runs") / "one"
         return command, run(launch(1, *command, "--out", out)), metrics(out), out
 
@@ -340,22 +508,36 @@ def one_process(chats, bases, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, layout", [
-    *((kind, layout) for kind in ("all weights", "lora") for layout in ("dp", "tp", "cp", "pp")),
-    ("experts", "ep"), ("experts, lora", "ep"), ("deepseek", "tp")])
+@pytest.mark.parametrize(
+    "kind, layout",
+    [
+        *(
+            (kind, layout)
+            for kind in ("all weights", "lora")
+            for layout in ("dp", "tp", "cp", "pp")
+        ),
+        ("experts", "ep"),
+        ("experts, lora", "ep"),
+        ("deepseek", "tp"),
+    ],
+)
 def test_every_layout_trains_what_one_process_does(one_process, tmp_path, kind, layout):
-    """Loss, norm, validation, and the hash of the batches. Only rank 0 prints the line about the data."""
+    """Loss, norm, validation, and the hash of the batches. Only rank 0 prints the line about the
+    data."""
     command, said, one, _ = one_process(kind)
     printed = run(launch(2, *command, *DEGREES[layout], "--out", tmp_path / "two"))
     two = metrics(tmp_path / "two")
     assert len(one) == len(two) == 5
     for x, y in zip(one, two):
         assert {key: x.get(key) for key in ("step", "tokens", "tokens_hash")} == {
-            key: y.get(key) for key in ("step", "tokens", "tokens_hash")}
+            key: y.get(key) for key in ("step", "tokens", "tokens_hash")
+        }
         for key in {"loss", "grad_norm", "val_loss", "val_bits_per_byte"} & x.keys():
             assert abs(x[key] - y[key]) <= 2e-5 * x[key], (key, x[key], y[key])
     lines = [line for line in said.splitlines() if "conversations in" in line]
-    assert len(lines) == 1 and lines == [line for line in printed.splitlines() if "conversations in" in line]
+    assert len(lines) == 1 and lines == [
+        line for line in printed.splitlines() if "conversations in" in line
+    ]
 
 
 @pytest.mark.slow
@@ -363,59 +545,131 @@ def test_every_layout_trains_what_one_process_does(one_process, tmp_path, kind, 
 def test_a_run_goes_on_in_another_layout_and_is_exported(one_process, tmp_path, kind):
     command, _, _, out = one_process(kind)
     run(launch(1, *command, "--steps", 2, "--schedule_steps", 4, "--out", tmp_path / "two"))
-    said = run(launch(2, *command, "--tp", 2, "--export_hf", tmp_path / "hf", "--out", tmp_path / "two"))
+    said = run(
+        launch(2, *command, "--tp", 2, "--export_hf", tmp_path / "hf", "--out", tmp_path / "two")
+    )
     one, two = train_lines(out), train_lines(tmp_path / "two")
     assert "continuing from" in said and "sample (" in said
     assert [line["tokens_hash"] for line in two] == [line["tokens_hash"] for line in one]
-    assert all(abs(x["loss"] - y["loss"]) <= 2e-5 * x["loss"] for x, y in zip(one, two, strict=True))
+    assert all(
+        abs(x["loss"] - y["loss"]) <= 2e-5 * x["loss"] for x, y in zip(one, two, strict=True)
+    )
     exported, merged = load_hf_model(str(tmp_path / "hf"))[0], load_model(str(tmp_path / "two"))[0]
     before = load_hf_model(str(command[2]))[0].state_dict()
     for fqn, weight in exported.state_dict().items():
         torch.testing.assert_close(weight, merged.state_dict()[fqn], rtol=0, atol=1e-6)
-    assert any((weight - before[fqn]).abs().max() > 1e-3 for fqn, weight in exported.state_dict().items())
+    assert any(
+        (weight - before[fqn]).abs().max() > 1e-3 for fqn, weight in exported.state_dict().items()
+    )
 
 
 @pytest.mark.slow
 def test_a_chat_is_learned_and_asked(chats, one_process, tmp_path):
-    """Without --doc_mask; the checkpoint keeps the chat template, and generate.py uses the template."""
+    """Without --doc_mask; the checkpoint keeps the chat template, and generate.py uses the
+    template."""
     command = one_process("all weights")[0]
     out = tmp_path / "run"
     said = run(launch(1, *command, "--no-doc_mask", "--steps", 8, "--lr", "1e-2", "--out", out))
-    assert f"generate.py --checkpoint {out} --prompt" in said and " --chat):\n\n" in said  # the sample is asked as trained
+    # the sample is asked as trained
+    assert f"generate.py --checkpoint {out} --prompt" in said and " --chat):\n\n" in said
     lines = [line["loss"] for line in train_lines(out)]
-    assert "--doc_mask packs several into one" in said and "sample (" in said and lines[-1] < lines[0] - 0.5
+    assert (
+        "--doc_mask packs several into one" in said
+        and "sample (" in said
+        and lines[-1] < lines[0] - 0.5
+    )
     assert (out / "checkpoints" / "step-8" / "chat_template.jinja").read_bytes() == (
-        chats[0] / "qwen" / "chat_template.jinja").read_bytes()
-    run(launch(1, "generate.py", "--checkpoint", out, "--prompt", "What is the sum?", "--chat", "--max_new_tokens", 4,
-               "--device", "cpu"))  # ends with status 0
+        chats[0] / "qwen" / "chat_template.jinja"
+    ).read_bytes()
+    run(
+        launch(
+            1,
+            "generate.py",
+            "--checkpoint",
+            out,
+            "--prompt",
+            "What is the sum?",
+            "--chat",
+            "--max_new_tokens",
+            4,
+            "--device",
+            "cpu",
+        )
+    )  # ends with status 0
 
 
 def test_a_model_or_data_that_is_not_given_is_asked_for(chats):
     for flags in {}, dict(init_from="folder"), dict(data="chat.jsonl"):
-        refused(lambda flags=flags: finetune.main(finetune.Config(**flags)), "fine-tuning needs a model and what to learn:")
-    refused(lambda: finetune.Config(lora_rank=4, float8="rowwise"), "--lora_rank 4 with --float8 rowwise: the frozen")
+        refused(
+            lambda flags=flags: finetune.main(finetune.Config(**flags)),
+            "fine-tuning needs a model and what to learn:",
+        )
+    refused(
+        lambda: finetune.Config(lora_rank=4, float8="rowwise"),
+        "--lora_rank 4 with --float8 rowwise: the frozen",
+    )
 
 
 def test_bad_conversations_are_left_out_and_listed(tmp_path, monkeypatch, capsys):
     folder = chat_folder(tmp_path / "qwen", "qwen3")
-    good = [{"messages": [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}"}]} for i in range(300)]
-    bad = [{"messages": []}, {"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, {"nothing": 1}]
-    lines = [json.dumps(x) for x in [*good[:7], bad[0], *good[7:150], "", bad[1], bad[2], *good[150:]]]
+    good = [
+        {
+            "messages": [
+                {"role": "user", "content": f"q{i}"},
+                {"role": "assistant", "content": f"a{i}"},
+            ]
+        }
+        for i in range(300)
+    ]
+    bad = [
+        {"messages": []},
+        {"messages": [{"role": "user", "content": [{"type": "audio"}]}]},
+        {"nothing": 1},
+    ]
+    lines = [
+        json.dumps(x) for x in [*good[:7], bad[0], *good[7:150], "", bad[1], bad[2], *good[150:]]
+    ]
     (tmp_path / "chat.jsonl").write_text("\n".join(lines).replace('""', ""))
     (tmp_path / "good.jsonl").write_text("".join(json.dumps(x) + "\n" for x in good))
 
     def prepare(name, out, *more):
-        return call_cli(monkeypatch, capsys, "prepare", "--input", tmp_path / name, "--tokenizer", folder, "--out",
-                        tmp_path / out, "--workers", 1, *more)
+        return call_cli(
+            monkeypatch,
+            capsys,
+            "prepare",
+            "--input",
+            tmp_path / name,
+            "--tokenizer",
+            folder,
+            "--out",
+            tmp_path / out,
+            "--workers",
+            1,
+            *more,
+        )
 
     status, _, error = prepare("chat.jsonl", "none")
-    assert status == 2 and "chat.jsonl line 8: need a conversation" in error and "prepare --skip_bad N leaves out" in error
+    assert (
+        status == 2
+        and "chat.jsonl line 8: need a conversation" in error
+        and "prepare --skip_bad N leaves out" in error
+    )
     status, _, error = prepare("chat.jsonl", "few", "--skip_bad", 2)
-    assert status == 2 and "--skip_bad 2: 3 of 303 conversations cannot be trained" in error and error.count("\n") == 1
+    assert (
+        status == 2
+        and "--skip_bad 2: 3 of 303 conversations cannot be trained" in error
+        and error.count("\n") == 1
+    )
     status, out, _ = prepare("chat.jsonl", "kept", "--skip_bad", 3)
     assert status == 0 and "3 of 303 conversations are left out" in out
     listed = (tmp_path / "kept" / "skipped.txt").read_text().splitlines()
-    assert [line.split(": ")[0].split()[-1] for line in listed] == ["8", "153", "154"] and "audio" in listed[1]
+    assert [line.split(": ")[0].split()[-1] for line in listed] == [
+        "8",
+        "153",
+        "154",
+    ] and "audio" in listed[1]
     assert prepare("good.jsonl", "good")[0] == 0
-    one, other = (json.loads((tmp_path / name / "index.json").read_text()) for name in ("kept", "good"))
+    one, other = (
+        json.loads((tmp_path / name / "index.json").read_text()) for name in ("kept", "good")
+    )
     assert one["splits"] == other["splits"]

@@ -1,4 +1,6 @@
-"""Tests storage/hf.py: transformers reads and writes the same files, and every layout does the same as one process."""
+"""Tests storage/hf.py: transformers reads and writes the same files, and every layout does the same
+as one process."""
+
 import functools
 import json
 import math
@@ -34,10 +36,27 @@ from tools.dryrun import Watch
 
 # ---------------------------------------------------------------- their files, our model
 
-TINY = dict(hidden_size=32, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, head_dim=8, intermediate_size=64,
-            vocab_size=101, max_position_embeddings=64, rms_norm_eps=1e-5, bos_token_id=None, eos_token_id=None)
-SCALED = dict(rope_type="llama3", rope_theta=5e5, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
-              original_max_position_embeddings=16)
+TINY = dict(
+    hidden_size=32,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=8,
+    intermediate_size=64,
+    vocab_size=101,
+    max_position_embeddings=64,
+    rms_norm_eps=1e-5,
+    bos_token_id=None,
+    eos_token_id=None,
+)
+SCALED = dict(
+    rope_type="llama3",
+    rope_theta=5e5,
+    factor=4.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=16,
+)
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16)
 KINDS = dict(moe="Qwen3Moe", moe_raw="Qwen3Moe", mistral="Mistral", qwen2="Qwen2", qwen3="Qwen3")
 VARIANTS = {
@@ -45,15 +64,21 @@ VARIANTS = {
     "scaled_rope": dict(rope_parameters=SCALED),
     "tied": dict(tie_word_embeddings=True),
     "wide_heads": dict(head_dim=24, num_key_value_heads=1, rms_norm_eps=1e-3),
-    "no_gqa": dict(num_key_value_heads=8, rope_parameters=dict(rope_type="default", rope_theta=100.0)),
+    "no_gqa": dict(
+        num_key_value_heads=8, rope_parameters=dict(rope_type="default", rope_theta=100.0)
+    ),
     "sharded": {},
     "bf16": {},
     "yarn": dict(rope_parameters=YARN | dict(attention_factor=1.3)),
     "mistral": dict(sliding_window=5, rope_parameters=YARN),
     "qwen2": dict(tie_word_embeddings=True),
     "qwen3": dict(rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=0.5, beta_fast=16.0)),
-    "moe_raw": dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=False),
-    "moe": dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True),
+    "moe_raw": dict(
+        num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=False
+    ),
+    "moe": dict(
+        num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True
+    ),
 }
 
 
@@ -69,7 +94,9 @@ def write_indexed(folder, tensors: dict):
 def random_model(kind: str, values: dict, std=0.2):
     """transformers' model of this kind and config; no weight is without effect."""
     torch.manual_seed(1)
-    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**values))
+    model = getattr(transformers, f"{kind}ForCausalLM")(
+        getattr(transformers, f"{kind}Config")(**values)
+    )
     for p in model.parameters():
         nn.init.normal_(p, std=std) if p.dim() > 1 else nn.init.uniform_(p, 0.5, 1.5)
     return model
@@ -78,9 +105,13 @@ def random_model(kind: str, values: dict, std=0.2):
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory):
     """variant -> (transformers' model in fp32, folder written by transformers)."""
+
     @functools.cache
     def make(variant):
-        folder, model = tmp_path_factory.mktemp(variant), random_model(KINDS.get(variant, "Llama"), TINY | VARIANTS[variant])
+        folder, model = (
+            tmp_path_factory.mktemp(variant),
+            random_model(KINDS.get(variant, "Llama"), TINY | VARIANTS[variant]),
+        )
         model.to(torch.bfloat16 if variant == "bf16" else torch.float32)
         model.save_pretrained(folder, max_shard_size="60KB" if variant == "sharded" else "1GB")
         return type(model).from_pretrained(folder, dtype=torch.float32), str(folder)
@@ -89,7 +120,11 @@ def theirs(tmp_path_factory):
 
 
 def tensors_of(folder) -> dict:
-    return {name: t for file in Path(folder).glob("*.safetensors") for name, t in load_file(file).items()}
+    return {
+        name: t
+        for file in Path(folder).glob("*.safetensors")
+        for name, t in load_file(file).items()
+    }
 
 
 def assert_equal_files(a, b):
@@ -100,7 +135,9 @@ def assert_equal_files(a, b):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_and_gradients_are_theirs_both_ways_and_a_round_trip_is_bit_identical(theirs, variant, tmp_path):
+def test_logits_and_gradients_are_theirs_both_ways_and_a_round_trip_is_bit_identical(
+    theirs, variant, tmp_path
+):
     model, folder = theirs(variant)
     dtype = torch.bfloat16 if variant == "bf16" else torch.float32
     ours, _ = hf.load_hf_model(folder, dtype=torch.float32)  # as in training
@@ -113,9 +150,14 @@ def test_logits_and_gradients_are_theirs_both_ways_and_a_round_trip_is_bit_ident
     torch.testing.assert_close(back(tokens).logits, ours(tokens), atol=5e-5, rtol=0)
     # config.json, in the spelling of transformers 4, says the same to us and to transformers 5
     assert hf.read_hf_config(str(tmp_path / "out")) == ours.config
-    same = {k: v for k, v in model.config.to_dict().items() if k not in ("dtype", "use_cache", "_name_or_path", "pad_token_id")}
+    same = {
+        k: v
+        for k, v in model.config.to_dict().items()
+        if k not in ("dtype", "use_cache", "_name_or_path", "pad_token_id")
+    }
     assert same.items() <= back.config.to_dict().items()
-    assert back.config.eos_token_id is None and not back.generation_config.eos_token_id  # and not 2, the default
+    # and not 2, the default
+    assert back.config.eos_token_id is None and not back.generation_config.eos_token_id
 
 
 def test_files_have_at_most_max_shard_gb_and_transformers_reads_which_is_where(theirs, tmp_path):
@@ -125,12 +167,17 @@ def test_files_have_at_most_max_shard_gb_and_transformers_reads_which_is_where(t
     total = 0
     for file in (tmp_path / "out").glob("*.safetensors"):
         found = load_file(file)
-        assert {name for name, where in index["weight_map"].items() if where == file.name} == set(found)
+        assert {name for name, where in index["weight_map"].items() if where == file.name} == set(
+            found
+        )
         size = sum(t.numel() * t.element_size() for t in found.values())
         assert size <= 30000
         total += size
     files = sorted(set(index["weight_map"].values()))
-    assert files == [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))] and len(files) > 8
+    assert (
+        files == [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
+        and len(files) > 8
+    )
     assert index["metadata"]["total_size"] == total == sum(4 * p.numel() for p in ours.parameters())
 
 
@@ -139,23 +186,39 @@ def test_bf16_and_float16_exports_round_once(theirs, tmp_path):
     for dtype in (torch.bfloat16, torch.float16):
         hf.save_hf(ours, str(tmp_path / str(dtype)), dtype)
         for fqn, name in ours.hf_keys().items():
-            assert torch.equal(tensors_of(tmp_path / str(dtype))[name], ours.get_parameter(fqn).to(dtype))
+            assert torch.equal(
+                tensors_of(tmp_path / str(dtype))[name], ours.get_parameter(fqn).to(dtype)
+            )
     with torch.no_grad():
         ours.blocks["1"].ffn.w1.weight[0, 0] = 7e4
-    refuses("blocks.1.ffn.w1.weight has numbers beyond float16", hf.save_hf, ours, str(tmp_path / "out"), torch.float16)
+    refuses(
+        "blocks.1.ffn.w1.weight has numbers beyond float16",
+        hf.save_hf,
+        ours,
+        str(tmp_path / "out"),
+        torch.float16,
+    )
     assert sorted(os.listdir(tmp_path)) == ["torch.bfloat16", "torch.float16"]
 
 
-def test_an_export_overwrites_nothing_and_a_failed_one_leaves_nothing(theirs, tmp_path, monkeypatch):
+def test_an_export_overwrites_nothing_and_a_failed_one_leaves_nothing(
+    theirs, tmp_path, monkeypatch
+):
     ours, _ = hf.load_hf_model(theirs("plain")[1])
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "notes.txt").write_text("mine")
-    refuses("used is there already and not an empty folder", hf.save_hf, ours, str(tmp_path / "used"))
+    refuses(
+        "used is there already and not an empty folder", hf.save_hf, ours, str(tmp_path / "used")
+    )
     (tmp_path / "empty").mkdir()
     hf.save_hf(ours, str(tmp_path / "empty"))
-    monkeypatch.setattr(hf, "write_safetensors", Mock(side_effect=OSError(28, "No space left on device")))
+    monkeypatch.setattr(
+        hf, "write_safetensors", Mock(side_effect=OSError(28, "No space left on device"))
+    )
     refuses("No space left", hf.save_hf, ours, str(tmp_path / "new"))
-    assert sorted(os.listdir(tmp_path)) == ["empty", "used"] and os.listdir(tmp_path / "used") == ["notes.txt"]
+    assert sorted(os.listdir(tmp_path)) == ["empty", "used"] and os.listdir(tmp_path / "used") == [
+        "notes.txt"
+    ]
 
 
 # ---------------------------------------------------------------- any layout
@@ -164,7 +227,8 @@ def test_an_export_overwrites_nothing_and_a_failed_one_leaves_nothing(theirs, tm
 
 
 def import_and_export(flags, folder, out):
-    """On one rank of a layout: (whole weights, bytes read, bytes of the rank's shards, peak of allocated memory)."""
+    """On one rank of a layout: (whole weights, bytes read, bytes of the rank's shards, peak of
+    allocated memory)."""
     read, original = [], hf.HFTensors.read
 
     def counted(self, name, offset, shape):
@@ -176,8 +240,12 @@ def import_and_export(flags, folder, out):
     shards = [local_tensor(p) for s in stages for p in s.parameters()]
     hf.HFTensors.read = counted
     with Watch() as memory:
-        change, files = memory.change, {file.stat().st_size for file in Path(folder).glob("*.safetensors")}
-        memory.change = lambda key, size: None if size in files else change(key, size)  # a mapped file takes no memory
+        change, files = (
+            memory.change,
+            {file.stat().st_size for file in Path(folder).glob("*.safetensors")},
+        )
+        # a mapped file takes no memory
+        memory.change = lambda key, size: None if size in files else change(key, size)
         hf.load_hf(stages, folder)
     hf.HFTensors.read = original
     weights = {fqn: full(p) for s in stages for fqn, p in s.named_parameters()}
@@ -185,7 +253,9 @@ def import_and_export(flags, folder, out):
     return weights, read, sum(t.numel() * t.element_size() for t in shards), memory.peak
 
 
-@pytest.mark.parametrize("row", [*LAYOUTS, pytest.param(LARGE, marks=pytest.mark.slow)], ids=row_name)
+@pytest.mark.parametrize(
+    "row", [*LAYOUTS, pytest.param(LARGE, marks=pytest.mark.slow)], ids=row_name
+)
 def test_every_layout_reads_and_writes_what_one_process_does(theirs, tmp_path, row):
     n, flags, problem = row
     folder = theirs(problem["variant"])[1]
@@ -206,7 +276,9 @@ def test_every_layout_reads_and_writes_what_one_process_does(theirs, tmp_path, r
     hf.save_hf(plain, str(tmp_path / "plain"), torch.float32, max_shard_gb=6e-5)
     for name in os.listdir(tmp_path / "plain"):
         if name.endswith("config.json"):
-            assert (tmp_path / "plain" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+            assert (tmp_path / "plain" / name).read_bytes() == (
+                tmp_path / "out" / name
+            ).read_bytes()
 
 
 def memory_of_export(model_config, out):
@@ -222,14 +294,17 @@ def test_no_rank_holds_more_than_two_files_of_an_export(tmp_path):
     largest = 4 * 4096 * 512
     assert sum(4 * p.numel() for p in Llama3(model_config).parameters()) > 14 * largest
     for peak in pool(4).run(memory_of_export, model_config, str(tmp_path / "out")):
-        assert peak <= 2 * 0.02e9 + 2 * largest  # a file is written, another collected; gathering takes up to two tensors more
+        # a file is written, another collected; gathering takes up to two tensors more
+        assert peak <= 2 * 0.02e9 + 2 * largest
 
 
 def fail_to_import(flags, folder, out):
     stages, _ = build(config(), flags, n=8, local_batch_size=4)
     before = {fqn: full(p) for s in stages for fqn, p in s.named_parameters()}
     errors = refuses("", hf.load_hf, stages, folder), refuses("", hf.save_hf, stages, out)
-    unchanged = all(torch.equal(before[fqn], full(p)) for s in stages for fqn, p in s.named_parameters())
+    unchanged = all(
+        torch.equal(before[fqn], full(p)) for s in stages for fqn, p in s.named_parameters()
+    )
     return errors, unchanged
 
 
@@ -239,20 +314,29 @@ def test_what_one_rank_finds_all_ranks_raise_before_a_weight_is_touched(theirs, 
     (tmp_path / "bad").mkdir()
     save_file(found, tmp_path / "bad" / "model.safetensors")
     (tmp_path / "file").write_text("in the way")
-    for errors, unchanged in pool(2).run(fail_to_import, dict(pp=2), str(tmp_path / "bad"), str(tmp_path / "file")):
-        assert unchanged and "rank 1: " in errors[0] and "model.norm.weight is (31,) there, (32,) here" in errors[0]
+    for errors, unchanged in pool(2).run(
+        fail_to_import, dict(pp=2), str(tmp_path / "bad"), str(tmp_path / "file")
+    ):
+        assert (
+            unchanged
+            and "rank 1: " in errors[0]
+            and "model.norm.weight is (31,) there, (32,) here" in errors[0]
+        )
         assert "file is there already" in errors[1]
 
 
-# ---------------------------------------------------------------- the table: stacks of experts, fp8, optional layers, buffers
+# -------------------------------------- the table: stacks of experts, fp8, optional layers, buffers
 
 
 class Toy(nn.Module):
-    """A small model with the table entries of Qwen3-MoE and DeepSeek: a stack of experts, a buffer, an optional layer."""
+    """A small model with the table entries of Qwen3-MoE and DeepSeek: a stack of experts, a buffer,
+    an optional layer."""
 
     def __init__(self, device="cpu"):
         super().__init__()
-        self.config = SimpleNamespace(tie_embeddings=False, max_seq_len=8, to_hf=lambda: {"model_type": "toy"})
+        self.config = SimpleNamespace(
+            tie_embeddings=False, max_seq_len=8, to_hf=lambda: {"model_type": "toy"}
+        )
         self.proj = nn.Parameter(torch.randn(300, 200, device=device))
         self.experts = nn.Parameter(torch.randn(8, 6, 4, device=device))
         self.mtp = nn.Parameter(torch.randn(3, device=device))
@@ -261,7 +345,12 @@ class Toy(nn.Module):
 
     def hf_keys(self):
         experts = [f"model.experts.{e}.weight" for e in range(8)]
-        return {"proj": "model.proj.weight", "experts": experts, "mtp": "model.layers.61.weight", "bias": "model.bias"}
+        return {
+            "proj": "model.proj.weight",
+            "experts": experts,
+            "mtp": "model.layers.61.weight",
+            "bias": "model.bias",
+        }
 
     def hf_optional(self):
         return ["model.layers.61.*"]
@@ -270,8 +359,11 @@ class Toy(nn.Module):
 def toy_files(folder, **changes):
     """Files of a Toy, one per tensor, with an index."""
     g = torch.Generator().manual_seed(2)
-    found = {"model.proj.weight": torch.randn(300, 200, generator=g), "model.bias": torch.randn(8, generator=g),
-             "model.layers.61.weight": torch.ones(3)}
+    found = {
+        "model.proj.weight": torch.randn(300, 200, generator=g),
+        "model.bias": torch.randn(8, generator=g),
+        "model.layers.61.weight": torch.ones(3),
+    }
     found |= {f"model.experts.{e}.weight": torch.randn(6, 4, generator=g) for e in range(8)}
     found = {name: t for name, t in {**found, **changes}.items() if t is not None}
     write_indexed(folder, found)
@@ -298,7 +390,8 @@ def test_stacks_and_buffers(tmp_path, capsys):
 
 def test_fp8_blocks_against_a_loop(tmp_path):
     g = torch.Generator().manual_seed(3)
-    codes = (torch.randn(300, 200, generator=g) * 50).to(torch.float8_e4m3fn)  # 3 x 2 blocks, the last ones partial
+    # 3 x 2 blocks, the last ones partial
+    codes = (torch.randn(300, 200, generator=g) * 50).to(torch.float8_e4m3fn)
     scale = torch.rand(3, 2, generator=g) * 1e-3
     toy_files(tmp_path, **{"model.proj.weight": codes, "model.proj.weight_scale_inv": scale})
     expected = torch.empty(300, 200)
@@ -309,8 +402,17 @@ def test_fp8_blocks_against_a_loop(tmp_path):
     hf.load_hf(toy, str(tmp_path))
     assert torch.equal(toy.proj, expected)
     source = hf.HFTensors(str(tmp_path))  # slices begin and end anywhere, as FSDP's and TP's do
-    for r, c, rows, columns in [(0, 0, 300, 200), (5, 7, 1, 1), (100, 100, 100, 100), (128, 0, 128, 128), (127, 127, 2, 2),
-                                (256, 128, 44, 72), (299, 199, 1, 1), (1, 0, 299, 200), (0, 130, 300, 3)]:
+    for r, c, rows, columns in [
+        (0, 0, 300, 200),
+        (5, 7, 1, 1),
+        (100, 100, 100, 100),
+        (128, 0, 128, 128),
+        (127, 127, 2, 2),
+        (256, 128, 44, 72),
+        (299, 199, 1, 1),
+        (1, 0, 299, 200),
+        (0, 130, 300, 3),
+    ]:
         part = source.read("model.proj.weight", (r, c), (rows, columns))
         assert torch.equal(part, expected[r : r + rows, c : c + columns])
     toy.bfloat16()  # dequantised in fp32, then rounded once
@@ -318,16 +420,36 @@ def test_fp8_blocks_against_a_loop(tmp_path):
     assert torch.equal(toy.proj, expected.bfloat16())
 
 
-@pytest.mark.parametrize("changes, message", [
-    ({"model.proj.weight": torch.zeros(300, 200, dtype=torch.float8_e4m3fn)}, "model.proj.weight is F8_E4M3, which is no F32"),
-    ({"model.proj.weight_scale_inv": torch.ones(3, 2)}, "model.proj.weight is F32, which is no F32 .* with a"),
-    ({"model.proj.weight": torch.zeros(300, 200, dtype=torch.float8_e4m3fn), "model.proj.weight_scale_inv": torch.ones(3, 3)},
-     "model.proj.weight_scale_inv is .3, 3. there, and should be .3, 2. floats"),
-    ({"model.experts.5.weight": torch.zeros(4, 6)}, "model.experts.5.weight is .4, 6. there, .6, 4. here"),
-    ({f"model.experts.{e}.weight": None for e in range(8)} | {"odd": torch.ones(1)},
-     "missing: model.experts.0.weight, model.experts.1.weight, model.experts.2.weight and 5 more; unknown: odd"),
-    ({"other_scale_inv": torch.ones(1)}, "unknown: other_scale_inv"),
-])
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            {"model.proj.weight": torch.zeros(300, 200, dtype=torch.float8_e4m3fn)},
+            "model.proj.weight is F8_E4M3, which is no F32",
+        ),
+        (
+            {"model.proj.weight_scale_inv": torch.ones(3, 2)},
+            "model.proj.weight is F32, which is no F32 .* with a",
+        ),
+        (
+            {
+                "model.proj.weight": torch.zeros(300, 200, dtype=torch.float8_e4m3fn),
+                "model.proj.weight_scale_inv": torch.ones(3, 3),
+            },
+            "model.proj.weight_scale_inv is .3, 3. there, and should be .3, 2. floats",
+        ),
+        (
+            {"model.experts.5.weight": torch.zeros(4, 6)},
+            "model.experts.5.weight is .4, 6. there, .6, 4. here",
+        ),
+        (
+            {f"model.experts.{e}.weight": None for e in range(8)} | {"odd": torch.ones(1)},
+            "missing: model.experts.0.weight, model.experts.1.weight, model.experts.2.weight and "
+            "5 more; unknown: odd",
+        ),
+        ({"other_scale_inv": torch.ones(1)}, "unknown: other_scale_inv"),
+    ],
+)
 def test_what_does_not_fit_is_refused_by_name(tmp_path, changes, message):
     toy_files(tmp_path, **changes)
     toy = Toy()
@@ -347,12 +469,24 @@ def test_a_parameter_without_a_name_is_refused_both_ways(tmp_path):
 def test_a_head_beside_a_tied_embedding_and_tables_of_frequencies(theirs, tmp_path):
     found = tensors_of(theirs("tied")[1])
     assert "lm_head.weight" not in found
-    found |= {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(4) for i in range(4)}  # in files of 2023
+    # in files of 2023
+    found |= {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(4) for i in range(4)}
     ours, _ = hf.load_hf_model(theirs("tied")[1])
-    save_file(found | {"lm_head.weight": found["model.embed_tokens.weight"].clone()}, tmp_path / "model.safetensors")
+    save_file(
+        found | {"lm_head.weight": found["model.embed_tokens.weight"].clone()},
+        tmp_path / "model.safetensors",
+    )
     hf.load_hf(ours, str(tmp_path))
-    save_file(found | {"lm_head.weight": found["model.embed_tokens.weight"] + 1e-3}, tmp_path / "model.safetensors")
-    refuses("lm_head.weight is not equal to model.embed_tokens.weight, but this", hf.load_hf, ours, str(tmp_path))
+    save_file(
+        found | {"lm_head.weight": found["model.embed_tokens.weight"] + 1e-3},
+        tmp_path / "model.safetensors",
+    )
+    refuses(
+        "lm_head.weight is not equal to model.embed_tokens.weight, but this",
+        hf.load_hf,
+        ours,
+        str(tmp_path),
+    )
 
 
 def test_excluded_parameters_keep_their_values(theirs, tmp_path):
@@ -363,7 +497,9 @@ def test_excluded_parameters_keep_their_values(theirs, tmp_path):
     nn.init.constant_(ours.head.weight, 3.0)
     refuses("missing: lm_head.weight", hf.load_hf, ours, str(tmp_path))
     hf.load_hf(ours, str(tmp_path), exclude=["head"])
-    assert (ours.head.weight == 3).all() and torch.equal(ours.norm.weight, found["model.norm.weight"])
+    assert (ours.head.weight == 3).all() and torch.equal(
+        ours.norm.weight, found["model.norm.weight"]
+    )
 
 
 # ---------------------------------------------------------------- config.json against the flavor
@@ -377,50 +513,76 @@ def write_config(folder, **changes):
 
 def test_every_disagreement_is_named_with_both_values(tmp_path):
     other = dict(
-        hidden_size=512, num_hidden_layers=7, num_attention_heads=16, num_key_value_heads=2, head_dim=16, intermediate_size=999,
-        vocab_size=1000, rms_norm_eps=1e-6, rope_theta=10000.0, tie_word_embeddings=True, max_position_embeddings=4096,
+        hidden_size=512,
+        num_hidden_layers=7,
+        num_attention_heads=16,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=999,
+        vocab_size=1000,
+        rms_norm_eps=1e-6,
+        rope_theta=10000.0,
+        tie_word_embeddings=True,
+        max_position_embeddings=4096,
         rope_scaling={name: value for name, value in SCALED.items() if name != "rope_theta"},
     )
     ours, theirs = FLAVORS["debug"], Llama3Config.from_hf(FLAVORS["debug"].to_hf() | other)
     all_others = replace(ours, qkv_bias=True, sliding_window=8)
     said = refuses(".", hf.check_hf_config, all_others, write_config(tmp_path, **other))
     for f in fields(ours):
-        assert f"{f.name} is {getattr(theirs, f.name)} there, {getattr(all_others, f.name)} here" in said
+        assert (
+            f"{f.name} is {getattr(theirs, f.name)} there, {getattr(all_others, f.name)} here"
+            in said
+        )
     assert "add a flavor with its values to FLAVORS in models/llama3.py" in said
     for name, value in other.items():  # and each field alone
-        said = refuses("is of another model", hf.check_hf_config, ours, write_config(tmp_path, **{name: value}))
+        said = refuses(
+            "is of another model", hf.check_hf_config, ours, write_config(tmp_path, **{name: value})
+        )
         assert said.count(" there, ") == 1
 
 
 def test_the_error_says_which_flavor_it_is_or_what_to_type(tmp_path):
     saved = FLAVORS["1B"].to_hf()
-    refuses("n_layers is 16 there, .* use --flavor 1B and no --model_args",
-            hf.check_hf_config, FLAVORS["debug"], write_config(tmp_path, **saved))
+    refuses(
+        "n_layers is 16 there, .* use --flavor 1B and no --model_args",
+        hf.check_hf_config,
+        FLAVORS["debug"],
+        write_config(tmp_path, **saved),
+    )
     folder = write_config(tmp_path, **saved | dict(max_position_embeddings=8192, rms_norm_eps=2e-5))
     said = refuses("--flavor 1B and --model_args", hf.check_hf_config, FLAVORS["1B"], folder)
     assert said.endswith('--model_args "norm_eps=2e-05,max_seq_len=8192"')
     for changes in dict(max_position_embeddings=8192, rms_norm_eps=2e-5), dict(rope_scaling=None):
         folder = write_config(tmp_path, **saved | changes)
-        args = refuses(".", hf.check_hf_config, FLAVORS["1B"], folder).split('--model_args "')[1].rstrip('"')
-        hf.check_hf_config(override_fields(FLAVORS["1B"], args, "--model_args"), folder)  # typed, the flags are accepted
+        args = (
+            refuses(".", hf.check_hf_config, FLAVORS["1B"], folder)
+            .split('--model_args "')[1]
+            .rstrip('"')
+        )
+        # typed, the flags are accepted
+        hf.check_hf_config(override_fields(FLAVORS["1B"], args, "--model_args"), folder)
     hf.check_hf_config(FLAVORS["1B"], write_config(tmp_path, **saved))
 
 
-@pytest.mark.parametrize("content, message", [  # of config.json; a dict: what is changed
-    (dict(model_type="mamba"), "model_type is 'mamba'; there is a model for llama"),
-    (dict(hidden_act="gelu"), "hidden_act is 'gelu'"),
-    (dict(num_attention_heads="8"), "TypeError"),
-    (dict(num_hidden_layers=True), "n_layers would be 'True', not int"),
-    (dict(num_hidden_layers=1000), "1000 layers, but the files hold 39 tensors"),
-    (dict(vocab_size=2**40), "vocab_size would be '1099511627776', not int"),
-    (dict(rms_norm_eps="1e-5"), "norm_eps would be '1e-5', not float"),
-    (dict(rope_scaling=dict(SCALED, factor=[2])), "rope_scaling"),
-    (dict(num_attention_heads=0), "config.json"),
-    (b'{"a":' * 100000 + b"1" + b"}" * 100000, "not JSON that can be read: RecursionError"),
-    (b"{" + b" " * (1 << 20) + b"}", "1,048,578 bytes, which is absurd"),
-    (b"[1]", "holds a JSON list, not an object"),
-    (b"\xff\xfe", "not JSON"),
-])
+@pytest.mark.parametrize(
+    "content, message",
+    [  # of config.json; a dict: what is changed
+        (dict(model_type="mamba"), "model_type is 'mamba'; there is a model for llama"),
+        (dict(hidden_act="gelu"), "hidden_act is 'gelu'"),
+        (dict(num_attention_heads="8"), "TypeError"),
+        (dict(num_hidden_layers=True), "n_layers would be 'True', not int"),
+        (dict(num_hidden_layers=1000), "1000 layers, but the files hold 39 tensors"),
+        (dict(vocab_size=2**40), "vocab_size would be '1099511627776', not int"),
+        (dict(rms_norm_eps="1e-5"), "norm_eps would be '1e-5', not float"),
+        (dict(rope_scaling=dict(SCALED, factor=[2])), "rope_scaling"),
+        (dict(num_attention_heads=0), "config.json"),
+        (b'{"a":' * 100000 + b"1" + b"}" * 100000, "not JSON that can be read: RecursionError"),
+        (b"{" + b" " * (1 << 20) + b"}", "1,048,578 bytes, which is absurd"),
+        (b"[1]", "holds a JSON list, not an object"),
+        (b"\xff\xfe", "not JSON"),
+    ],
+)
 def test_a_config_that_is_none(theirs, tmp_path, content, message):
     file = Path(shutil.copytree(theirs("plain")[1], tmp_path / "in"), "config.json")
     if isinstance(content, dict):
@@ -445,42 +607,72 @@ def one(start, end, shape=(2,)):
     return {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
 
 
-@pytest.mark.parametrize("content, message", [
-    (raw_safetensors({}, claimed=2**63), "header too large"),
-    (raw_safetensors({"a": one(0, 8), "b": one(4, 12)}, b"\0" * 12), "offset"),  # overlap
-    (raw_safetensors({"a": one(0, 800)}, b"\0" * 8), "r"),  # beyond the end
-    (b"\x80\x04", "no safetensors file"),
-])
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (raw_safetensors({}, claimed=2**63), "header too large"),
+        (raw_safetensors({"a": one(0, 8), "b": one(4, 12)}, b"\0" * 12), "offset"),  # overlap
+        (raw_safetensors({"a": one(0, 800)}, b"\0" * 8), "r"),  # beyond the end
+        (b"\x80\x04", "no safetensors file"),
+    ],
+)
 def test_safetensors_that_lie(tmp_path, content, message):
     (tmp_path / "model.safetensors").write_bytes(content)
     said = refuses(message, hf.HFTensors, str(tmp_path))
     assert str(tmp_path / "model.safetensors") in said
 
 
-@pytest.mark.parametrize("file", [
-    "../secret.safetensors", "/etc/passwd", "sub/model.safetensors", "..", ".", "", ".hidden", "a\\b", "a\0b",
-    "link.safetensors", "missing.safetensors", "folder",
-])
+@pytest.mark.parametrize(
+    "file",
+    [
+        "../secret.safetensors",
+        "/etc/passwd",
+        "sub/model.safetensors",
+        "..",
+        ".",
+        "",
+        ".hidden",
+        "a\\b",
+        "a\0b",
+        "link.safetensors",
+        "missing.safetensors",
+        "folder",
+    ],
+)
 def test_an_index_leads_nowhere_else(theirs, tmp_path, file):
     """In every case a good file lies at the end of the path, and is not opened."""
     folder = tmp_path / "in"
     (folder / "sub").mkdir(parents=True)
     (folder / "folder").mkdir()
     good = Path(theirs("plain")[1], "model.safetensors")
-    for path in (tmp_path / "secret.safetensors", folder / "sub" / "model.safetensors", folder / "a\\b", folder / ".hidden"):
+    for path in (
+        tmp_path / "secret.safetensors",
+        folder / "sub" / "model.safetensors",
+        folder / "a\\b",
+        folder / ".hidden",
+    ):
         shutil.copy(good, path)
     (folder / "link.safetensors").symlink_to(tmp_path / "secret.safetensors")
     names = list(tensors_of(theirs("plain")[1]))
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, file)}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": dict.fromkeys(names, file)})
+    )
     model = Llama3(hf.read_hf_config(theirs("plain")[1]))
     said = refuses(".", hf.load_hf, model, str(folder))
     assert str(folder) in said
-    wanted = {"missing.safetensors": "is missing", "folder": "is no plain file", "link.safetensors": "leads out of the folder"}
+    wanted = {
+        "missing.safetensors": "is missing",
+        "folder": "is no plain file",
+        "link.safetensors": "leads out of the folder",
+    }
     assert wanted.get(file, "is not the name of a file in this folder") in said
 
 
 def test_links_of_a_hugging_face_cache(theirs, tmp_path):
-    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "0123abcd"
+    blobs, snapshot = (
+        tmp_path / "models--a--b" / "blobs",
+        tmp_path / "models--a--b" / "snapshots" / "0123abcd",
+    )
     blobs.mkdir(parents=True)
     snapshot.mkdir(parents=True)
     for i, file in enumerate(Path(theirs("sharded")[1]).iterdir()):
@@ -505,11 +697,19 @@ def test_only_the_files_of_the_index_are_read(theirs, tmp_path):
     hf.load_hf_model(str(tmp_path / "in"))
     index = json.loads((tmp_path / "in" / "model.safetensors.index.json").read_text())
     a = next(iter(index["weight_map"]))
-    index["weight_map"][a] = next(file for file in index["weight_map"].values() if file != index["weight_map"][a])
+    index["weight_map"][a] = next(
+        file for file in index["weight_map"].values() if file != index["weight_map"][a]
+    )
     (tmp_path / "in" / "model.safetensors.index.json").write_text(json.dumps(index))
-    refuses(f"the index says that {a} is in .*, but it is not", hf.load_hf_model, str(tmp_path / "in"))
+    refuses(
+        f"the index says that {a} is in .*, but it is not", hf.load_hf_model, str(tmp_path / "in")
+    )
     (tmp_path / "in" / "model.safetensors.index.json").write_text("{}")
-    refuses(f"{tmp_path}/in/model.safetensors.index.json has no weight_map", hf.load_hf_model, str(tmp_path / "in"))
+    refuses(
+        f"{tmp_path}/in/model.safetensors.index.json has no weight_map",
+        hf.load_hf_model,
+        str(tmp_path / "in"),
+    )
 
 
 def test_pickles_are_refused_with_the_reason(tmp_path):
@@ -519,20 +719,34 @@ def test_pickles_are_refused_with_the_reason(tmp_path):
     refuses("pickles, which can run any code", hf.load_hf_model, str(tmp_path))
 
 
-# ---------------------------------------------------------------- tokenizers, text, the command line
+# --------------------------------------------------------------- tokenizers, text, the command line
 
 
 @pytest.fixture
 def chat_folder(tmp_path):
-    """A folder like that of an instruct model: the tokenizer puts a beginning-of-text token in front, and has chat markers."""
+    """A folder like that of an instruct model: the tokenizer puts a beginning-of-text token in
+    front, and has chat markers."""
     folder = chats.chat_folder(tmp_path / "chat", "llama3")
-    random_model("Llama", TINY | dict(vocab_size=400, max_position_embeddings=256)).save_pretrained(folder)
+    random_model("Llama", TINY | dict(vocab_size=400, max_position_embeddings=256)).save_pretrained(
+        folder
+    )
     return folder
 
 
 def greedy(folder, text, capsys, *flags, n=24):
     capsys.readouterr()
-    argv = ["--checkpoint", str(folder), "--prompt", text, "--temperature", "0", "--max_new_tokens", str(n), "--device", "cpu"]
+    argv = [
+        "--checkpoint",
+        str(folder),
+        "--prompt",
+        text,
+        "--temperature",
+        "0",
+        "--max_new_tokens",
+        str(n),
+        "--device",
+        "cpu",
+    ]
     generate.main([*argv, *flags])
     return capsys.readouterr().out.removesuffix("\n")
 
@@ -542,33 +756,49 @@ def test_greedy_text_is_that_of_transformers(chat_folder, capsys):
     theirs = transformers.AutoTokenizer.from_pretrained(chat_folder)
     options = dict(max_new_tokens=24, do_sample=False, eos_token_id=4, pad_token_id=4)
     ids = model.generate(**theirs("def f", return_tensors="pt"), **options)
-    assert greedy(chat_folder, "def f", capsys) == printable(theirs.decode(ids[0], skip_special_tokens=True))
+    assert greedy(chat_folder, "def f", capsys) == printable(
+        theirs.decode(ids[0], skip_special_tokens=True)
+    )
     # and the same as a chat: the template's markers are tokens, a user's markers are text
     messages = [{"role": "user", "content": "  What is <|eot_id|>?"}]
     render = open_chat(str(chat_folder), ChatConfig(chat=True))
-    assert render("  What is <|eot_id|>?") == theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    ids = theirs.apply_chat_template([{"role": "user", "content": "x + 1"}], add_generation_prompt=True, return_tensors="pt")
+    assert render("  What is <|eot_id|>?") == theirs.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True
+    )
+    ids = theirs.apply_chat_template(
+        [{"role": "user", "content": "x + 1"}], add_generation_prompt=True, return_tensors="pt"
+    )
     ids = ids if isinstance(ids, torch.Tensor) else ids["input_ids"]
     new = model.generate(ids, **options)[0, ids.shape[1] :]
-    assert greedy(chat_folder, "x + 1", capsys, "--chat") == printable(theirs.decode(new, skip_special_tokens=True))
+    assert greedy(chat_folder, "x + 1", capsys, "--chat") == printable(
+        theirs.decode(new, skip_special_tokens=True)
+    )
 
 
-def test_chat_templates_in_a_file_of_their_own_and_beside_the_tokenizer_alone_and_by_name(chat_folder):
+def test_chat_templates_in_a_file_of_their_own_and_beside_the_tokenizer_alone_and_by_name(
+    chat_folder,
+):
     file, own = chat_folder / "tokenizer_config.json", chat_folder / "chat_template.jinja"
     rules, template, chat = json.loads(file.read_text()), own.read_text(), ChatConfig(chat=True)
     expected = open_chat(str(chat_folder), chat)("hello")
     own.unlink()
-    for written in template, [{"name": "tool_use", "template": "no"}, {"name": "default", "template": template}]:
+    for written in (
+        template,
+        [{"name": "tool_use", "template": "no"}, {"name": "default", "template": template}],
+    ):
         file.write_text(json.dumps(rules | {"chat_template": written}))
         assert open_chat(str(chat_folder), chat)("hello") == expected
 
 
-@pytest.mark.parametrize("template, message", [
-    ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
-    ("{% for i in range(1000000000) %}{% endfor %}", "Range too big"),
-    ("{{ 1/0 }}", "division"),
-    ("{% if %}", "chat template of .* fails"),
-])
+@pytest.mark.parametrize(
+    "template, message",
+    [
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+        ("{% for i in range(1000000000) %}{% endfor %}", "Range too big"),
+        ("{{ 1/0 }}", "division"),
+        ("{% if %}", "chat template of .* fails"),
+    ],
+)
 def test_chat_templates_of_strangers(chat_folder, template, message, capsys):
     (chat_folder / "chat_template.jinja").write_text(template)
     assert str(chat_folder) in stops(capsys, greedy, chat_folder, "hello", capsys, "--chat")
@@ -581,12 +811,19 @@ def with_id(file, number: int):
     file.write_text(json.dumps(rules))
 
 
-@pytest.mark.parametrize("damage, message", [
-    (lambda file: with_id(file, 2**32 - 1), "its ids go up to 4294967295"),
-    (lambda file: with_id(file, 400), "its ids go up to 400, but config.json says that vocab_size is 400"),
-    (lambda file: file.write_bytes(b"[" * 1_000_000), "not a tokenizer.json"),
-    (lambda file: os.truncate(file, 1 << 27), "134,217,728 bytes, which is absurd"),  # a sparse file, which nobody may read
-])
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (lambda file: with_id(file, 2**32 - 1), "its ids go up to 4294967295"),
+        (
+            lambda file: with_id(file, 400),
+            "its ids go up to 400, but config.json says that vocab_size is 400",
+        ),
+        (lambda file: file.write_bytes(b"[" * 1_000_000), "not a tokenizer.json"),
+        # a sparse file, which nobody may read
+        (lambda file: os.truncate(file, 1 << 27), "134,217,728 bytes, which is absurd"),
+    ],
+)
 def test_tokenizers_that_are_none(chat_folder, damage, message):
     damage(chat_folder / "tokenizer.json")
     said = refuses(message, hf.load_hf_model, str(chat_folder))
@@ -594,9 +831,15 @@ def test_tokenizers_that_are_none(chat_folder, damage, message):
 
 
 def test_a_tokenizer_that_panics(chat_folder, capsys):
-    """If a regular expression gives up, the tokenizers library raises a BaseException, not caught by `except Exception`."""
+    """If a regular expression gives up, the tokenizers library raises a BaseException, not caught
+    by `except Exception`."""
     rules = json.loads((chat_folder / "tokenizer.json").read_text())
-    split = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": "(x+x+)+y"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
     rules["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, rules["pre_tokenizer"]]}
     (chat_folder / "tokenizer.json").write_text(json.dumps(rules))
     assert "the tokenizer fails on 'xxx" in stops(capsys, greedy, chat_folder, "x" * 60, capsys)
@@ -610,7 +853,12 @@ def test_from_hf_and_to_hf(chat_folder, tmp_path, capsys):
     assert state == {"step": 0, "samples": 0, "tokens": 0}
     tokens = random_tokens(2, 40)
     assert torch.equal(model(tokens), hf.load_hf_model(str(chat_folder))[0](tokens))
-    assert checkpoint_commands.main(["to_hf", run, out, "--dtype", "float32", "--max_shard_gb", "0.00005"]) == 0
+    assert (
+        checkpoint_commands.main(
+            ["to_hf", run, out, "--dtype", "float32", "--max_shard_gb", "0.00005"]
+        )
+        == 0
+    )
     assert_equal_files(chat_folder, out)
     theirs = transformers.AutoTokenizer.from_pretrained(out)
     assert theirs("def f").input_ids[0] == 1  # begins as the tokenizer says
@@ -618,9 +866,15 @@ def test_from_hf_and_to_hf(chat_folder, tmp_path, capsys):
     exported = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert exported.config.eos_token_id == exported.generation_config.eos_token_id == 0
     ids = exported.generate(**theirs("x", return_tensors="pt"), max_new_tokens=12, do_sample=False)
-    assert greedy(out, "x", capsys, n=12) == printable(theirs.decode(ids[0], skip_special_tokens=True))
-    for argv in (["from_hf", str(chat_folder), run], ["to_hf", run, out], ["to_hf", str(tmp_path / "nowhere"), out + "2"],
-                 ["from_hf", str(tmp_path), out + "2"]):
+    assert greedy(out, "x", capsys, n=12) == printable(
+        theirs.decode(ids[0], skip_special_tokens=True)
+    )
+    for argv in (
+        ["from_hf", str(chat_folder), run],
+        ["to_hf", run, out],
+        ["to_hf", str(tmp_path / "nowhere"), out + "2"],
+        ["from_hf", str(tmp_path), out + "2"],
+    ):
         assert stops(capsys, checkpoint_commands.main, argv).startswith("error: ")
     stops(capsys, checkpoint_commands.main, ["to_hf", run, out + "2", "--dtype", "int8"])
     assert not os.path.exists(out + "2")
@@ -629,7 +883,9 @@ def test_from_hf_and_to_hf(chat_folder, tmp_path, capsys):
 def test_the_files_beside_a_tokenizer_come_along(chat_folder, tmp_path):
     """Directly, and through a checkpoint of ours. A chat model may end answers in several ways."""
     (chat_folder / "chat_template.jinja").write_text("{{ messages }}")
-    (chat_folder / "generation_config.json").write_text('{"eos_token_id": [1, 2], "temperature": 0.6, "do_sample": true}')
+    (chat_folder / "generation_config.json").write_text(
+        '{"eos_token_id": [1, 2], "temperature": 0.6, "do_sample": true}'
+    )
     model, tokenizer_file = hf.load_hf_model(str(chat_folder))
     hf.save_hf(model, str(tmp_path / "direct"), tokenizer_file=tokenizer_file)
     checkpoint_commands.from_hf(str(chat_folder), str(tmp_path / "run"))
@@ -647,7 +903,12 @@ def test_hugging_face_folders_are_told_from_ours(chat_folder, tmp_path, monkeypa
     assert is_hf_folder(str(chat_folder))
     monkeypatch.chdir(chat_folder)
     assert is_hf_folder(".") and not is_hf_folder("")  # no --init_from at all
-    for ours in (tmp_path / "run", tmp_path / "run" / "checkpoints" / "step-0", tmp_path / "nowhere", tmp_path):
+    for ours in (
+        tmp_path / "run",
+        tmp_path / "run" / "checkpoints" / "step-0",
+        tmp_path / "nowhere",
+        tmp_path,
+    ):
         assert not is_hf_folder(str(ours))
 
 
@@ -656,7 +917,9 @@ def test_hugging_face_folders_are_told_from_ours(chat_folder, tmp_path, monkeypa
 
 def begin(flags, folder, out):
     stages, _ = build(hf.read_hf_config(folder), flags, n=8, local_batch_size=4)
-    checkpoints = saver(stages, torch.optim.AdamW(stages[0].parameters()), out, source="", init_from=folder)
+    checkpoints = saver(
+        stages, torch.optim.AdamW(stages[0].parameters()), out, source="", init_from=folder
+    )
     assert checkpoints.load() is None  # step 0
     weights = {fqn: full(p) for s in stages for fqn, p in s.named_parameters()}
     with torch.no_grad():
@@ -670,6 +933,7 @@ def begin(flags, folder, out):
 def test_a_run_begins_with_a_folder(theirs, tmp_path):
     expected = dict(hf.load_hf_model(theirs("sharded")[1])[0].named_parameters())
     for weights, norm in pool(2).run(begin, dict(tp=2), theirs("sharded")[1], str(tmp_path)):
-        assert all(torch.equal(weight, expected[fqn]) for fqn, weight in weights.items()) and not norm.any()
-
-
+        assert (
+            all(torch.equal(weight, expected[fqn]) for fqn, weight in weights.items())
+            and not norm.any()
+        )

@@ -1,5 +1,7 @@
-"""Phases: start from weights and moments of a run, with other data, lengths or learning rates; against storage/resume.py and a
+"""Phases: start from weights and moments of a run, with other data, lengths or learning rates;
+against storage/resume.py and a
 whole recipe."""
+
 import contextlib
 import io
 import shutil
@@ -48,19 +50,44 @@ def started(tmp_path, old, identity=IDENTITY, **flags):
     return fresh, state, said.getvalue()
 
 
-@pytest.mark.parametrize("identity, flags, told", [
-    (other("data", seq_len=64), {}, ["seq_len 16 -> 64"]),
-    (other("data", sha256="34cd"), {"weight_decay": 0.0}, ["sha256 12ab -> 34cd", "weight_decay 0.1 -> 0.0"]),
-    (other("model", rope_theta=1e6, max_seq_len=4096), {}, ["rope_theta 500000.0 -> 1000000.0", "max_seq_len"]),
-    (IDENTITY, {"lr": 1e-4, "min_lr_ratio": 0.0}, ["lr 0.003 -> 0.0001", "min_lr_ratio 0.1 -> 0.0", "same order again"]),
-    (IDENTITY, {"steps": 40}, ["steps 20 -> 40"]),
-    *[(IDENTITY, flag, [f"{name} " for name in flag]) for flag in (
-        {"schedule_steps": 30}, {"warmup_steps": 0}, {"decay_ratio": 0.2}, {"decay_type": "linear"})],
-])
+@pytest.mark.parametrize(
+    "identity, flags, told",
+    [
+        (other("data", seq_len=64), {}, ["seq_len 16 -> 64"]),
+        (
+            other("data", sha256="34cd"),
+            {"weight_decay": 0.0},
+            ["sha256 12ab -> 34cd", "weight_decay 0.1 -> 0.0"],
+        ),
+        (
+            other("model", rope_theta=1e6, max_seq_len=4096),
+            {},
+            ["rope_theta 500000.0 -> 1000000.0", "max_seq_len"],
+        ),
+        (
+            IDENTITY,
+            {"lr": 1e-4, "min_lr_ratio": 0.0},
+            ["lr 0.003 -> 0.0001", "min_lr_ratio 0.1 -> 0.0", "same order again"],
+        ),
+        (IDENTITY, {"steps": 40}, ["steps 20 -> 40"]),
+        *[
+            (IDENTITY, flag, [f"{name} " for name in flag])
+            for flag in (
+                {"schedule_steps": 30},
+                {"warmup_steps": 0},
+                {"decay_ratio": 0.2},
+                {"decay_type": "linear"},
+            )
+        ],
+    ],
+)
 def test_a_new_phase_keeps_every_bit_of_weights_and_moments(tmp_path, old, identity, flags, told):
-    """AdamW's count of steps, read by the bias correction, is kept, too; step and data cursor begin anew."""
+    """AdamW's count of steps, read by the bias correction, is kept, too; step and data cursor begin
+    anew."""
     identity = {**identity, "data": {**identity["data"], "data_seed": 3}}
-    with_seed = saver(*trained(0, 7), old, {**IDENTITY, "data": {**IDENTITY["data"], "data_seed": 3}})
+    with_seed = saver(
+        *trained(0, 7), old, {**IDENTITY, "data": {**IDENTITY["data"], "data_seed": 3}}
+    )
     shutil.rmtree(f"{old}/checkpoints")
     with_seed.config = asdict(CONFIG)
     with_seed.save(7, {"step": 7})
@@ -69,22 +96,38 @@ def test_a_new_phase_keeps_every_bit_of_weights_and_moments(tmp_path, old, ident
     assert_same(net, trained(0, 7))
     line = next(line for line in said.splitlines() if line.startswith("a new phase: "))
     assert all(text in line for text in told) and f"{old}/checkpoints/step-7" in line
-    assert ("come in the same order again" in line) == (identity["data"] == {**IDENTITY["data"], "data_seed": 3})
+    assert ("come in the same order again" in line) == (
+        identity["data"] == {**IDENTITY["data"], "data_seed": 3}
+    )
     assert "step 0, with the weights and the optimizer state of" in said
 
 
 def test_the_same_flags_go_on(tmp_path, old):
-    net, state, said = started(tmp_path, old, weight_decay=0.0)  # weight decay changes neither order of data nor schedule
-    assert state == {"step": 7, "samples": 56} and "new phase" not in said and "continuing from" in said
+    # weight decay changes neither order of data nor schedule
+    net, state, said = started(tmp_path, old, weight_decay=0.0)
+    assert (
+        state == {"step": 7, "samples": 56}
+        and "new phase" not in said
+        and "continuing from" in said
+    )
     assert_same(net, trained(0, 7))
     assert "weight_decay 0.1 -> 0.0" in said
 
 
-@pytest.mark.parametrize("identity, parts", [
-    (other("optimizer", name="muon"), ["optimizer.name is muon but", "was trained with adamw", "--no-init_model_only"]),
-    (other("model", n_layers=9), ["n_layers is 9 but", "was trained with 4"]),
-    ({**other("data", seq_len=64), "model": {**IDENTITY["model"], "norm_eps": 1.0}}, ["norm_eps is 1.0 but"]),
-])
+@pytest.mark.parametrize(
+    "identity, parts",
+    [
+        (
+            other("optimizer", name="muon"),
+            ["optimizer.name is muon but", "was trained with adamw", "--no-init_model_only"],
+        ),
+        (other("model", n_layers=9), ["n_layers is 9 but", "was trained with 4"]),
+        (
+            {**other("data", seq_len=64), "model": {**IDENTITY["model"], "norm_eps": 1.0}},
+            ["norm_eps is 1.0 but"],
+        ),
+    ],
+)
 def test_what_moments_do_not_fit_is_refused_by_name(tmp_path, old, identity, parts):
     refused(lambda: started(tmp_path, old, identity, lr=1e-4), old, *parts)
 
@@ -92,8 +135,14 @@ def test_what_moments_do_not_fit_is_refused_by_name(tmp_path, old, identity, par
 def test_a_run_does_not_change_its_phase_by_itself(tmp_path, old):
     """In a run's own folder other data is refused, and other flags continue the same run."""
     cfg = replace(CONFIG, out=old, steps=40)
-    assert compare_start(f"{old}/checkpoints/step-7", Source(old, -1, True), False, other("data", seq_len=64), cfg)
-    refused(lambda: check_run(old, other("data", seq_len=64), cfg), "data.seq_len is 64 but", "--out NEW")
+    assert compare_start(
+        f"{old}/checkpoints/step-7", Source(old, -1, True), False, other("data", seq_len=64), cfg
+    )
+    refused(
+        lambda: check_run(old, other("data", seq_len=64), cfg),
+        "data.seq_len is 64 but",
+        "--out NEW",
+    )
     check_run(old, IDENTITY, cfg)
     save_run(tmp_path / "new", 3)  # the phase has a checkpoint of its own by now
     net, state, said = started(tmp_path, old, steps=40)
@@ -101,13 +150,25 @@ def test_a_run_does_not_change_its_phase_by_itself(tmp_path, old):
 
 
 def test_phases_of_a_recipe(tmp_path):
-    """Whole runs: the first step of a phase has learning rate and sequences of a new run, and the gradients of the given
-    weights; a stopped and continued phase ends in the same bits; the same flags end in the weights of the first run."""
+    """Whole runs: the first step of a phase has learning rate and sequences of a new run, and the
+    gradients of the given weights; a stopped and continued phase ends in the same bits; the same
+    flags end in the weights of the first run."""
     for name in ("first", "second"):
         (tmp_path / f"{name}.txt").write_text(sentences(400, seed=len(name)))
     first = open_data(DataConfig(data=str(tmp_path / "first.txt"), cache_dir=str(tmp_path)), 16)
-    common = dict(model_args=MODEL, seq_len=16, local_batch_size=2, warmup_steps=2, val_every=0, checkpoint_every=2,
-                  log_every=1, device="cpu", compute_dtype="float32", cache_dir=str(tmp_path), tokenizer=first.tokenizer_file)
+    common = dict(
+        model_args=MODEL,
+        seq_len=16,
+        local_batch_size=2,
+        warmup_steps=2,
+        val_every=0,
+        checkpoint_every=2,
+        log_every=1,
+        device="cpu",
+        compute_dtype="float32",
+        cache_dir=str(tmp_path),
+        tokenizer=first.tokenizer_file,
+    )
 
     def trains(out, data, **flags):
         flags = common | dict(data=str(tmp_path / f"{data}.txt"), out=str(tmp_path / out)) | flags
@@ -116,22 +177,47 @@ def test_phases_of_a_recipe(tmp_path):
         return run
 
     run = trains("old", "first", steps=4)
-    again = trains("again", "first", steps=4, init_from=f"{run.out}/checkpoints/step-2", init_model_only=False)
+    again = trains(
+        "again", "first", steps=4, init_from=f"{run.out}/checkpoints/step-2", init_model_only=False
+    )
     assert steps(again) == [3, 4] and equal(again.final, run.final)
 
-    phase = dict(data="second", seq_len=32, lr=1e-3, schedule_steps=4, init_from=run.out,
-                 model_args=f"{MODEL},rope_theta=1000000,max_seq_len=64")
+    phase = dict(
+        data="second",
+        seq_len=32,
+        lr=1e-3,
+        schedule_steps=4,
+        init_from=run.out,
+        model_args=f"{MODEL},rope_theta=1000000,max_seq_len=64",
+    )
     whole = trains("whole", **phase, steps=4, init_model_only=False)
     plain = trains("plain", **phase, steps=4)
     line = next(line for line in whole.printed.splitlines() if line.startswith("a new phase: "))
-    for text in ("seq_len 16 -> 32", "lr 0.003 -> 0.001", "rope_theta 500000.0 -> 1000000.0", "data_sha256 "):
+    for text in (
+        "seq_len 16 -> 32",
+        "lr 0.003 -> 0.001",
+        "rope_theta 500000.0 -> 1000000.0",
+        "data_sha256 ",
+    ):
         assert text in line
     assert "model_args" not in line
-    assert steps(whole) == [1, 2, 3, 4] and whole.lines[0]["lr"] == 1e-3 * train_llama3.lr_at(1, whole.cfg) == 5e-4
-    assert hashes(whole) == hashes(plain) and equal(whole.init, run.final) and equal(whole.grads[0], plain.grads[0])
+    assert (
+        steps(whole) == [1, 2, 3, 4]
+        and whole.lines[0]["lr"] == 1e-3 * train_llama3.lr_at(1, whole.cfg) == 5e-4
+    )
+    assert (
+        hashes(whole) == hashes(plain)
+        and equal(whole.init, run.final)
+        and equal(whole.grads[0], plain.grads[0])
+    )
     assert not equal(whole.final, plain.final) and whole.lines[0]["tokens"] == 64
     stopped = trains("stopped", **phase, steps=2, init_model_only=False)
-    shutil.copytree(stopped.out, tmp_path / "parts")  # this process holds the lock of the other folder
+    # this process holds the lock of the other folder
+    shutil.copytree(stopped.out, tmp_path / "parts")
     parts = trains("parts", **phase, steps=4, init_model_only=False)
-    assert steps(parts) == [1, 2, 3, 4] and len(parts.batches) == 2 and equal(parts.final, whole.final)
-    assert hashes(parts) == hashes(whole) and [x["loss"] for x in parts.lines] == [x["loss"] for x in whole.lines]
+    assert (
+        steps(parts) == [1, 2, 3, 4] and len(parts.batches) == 2 and equal(parts.final, whole.final)
+    )
+    assert hashes(parts) == hashes(whole) and [x["loss"] for x in parts.lines] == [
+        x["loss"] for x in whole.lines
+    ]

@@ -1,4 +1,6 @@
-"""Tests storage/resume.py: refusals and messages at a start with checkpoints in --out or --init_from."""
+"""Tests storage/resume.py: refusals and messages at a start with checkpoints in --out or
+--init_from."""
+
 import copy
 import dataclasses
 import multiprocessing
@@ -36,12 +38,25 @@ def test_init_from_another_model_is_refused_though_the_shapes_fit(tmp_path, caps
 
     def check(excluded=(), **changed):
         flags = CheckpointConfig(init_from=str(tmp_path / "old"), exclude_from_loading=[*excluded])
-        check_run(str(tmp_path / "new"), {**IDENTITY, "model": {**IDENTITY["model"], **changed}}, flags)
+        check_run(
+            str(tmp_path / "new"), {**IDENTITY, "model": {**IDENTITY["model"], **changed}}, flags
+        )
 
     for changed in (dict(norm_eps=10.0), dict(n_heads=2, head_dim=2), dict(vocab_size=9)):
-        refuses("; ".join(f"{name} is {value} but .* trained with .*" for name, value in changed.items()), check, **changed)
+        refuses(
+            "; ".join(
+                f"{name} is {value} but .* trained with .*" for name, value in changed.items()
+            ),
+            check,
+            **changed,
+        )
     check(excluded=["head"], vocab_size=9)
-    refuses("norm_eps is 10.0 but .* was trained with 1e-05; give the old values$", check, excluded=["head"], norm_eps=10.0)
+    refuses(
+        "norm_eps is 10.0 but .* was trained with 1e-05; give the old values$",
+        check,
+        excluded=["head"],
+        norm_eps=10.0,
+    )
     check(module="models.mine", window=128)  # a fork's model, with a new field
     longer = dict(max_seq_len=4096, rope_theta=1e6)  # to read longer texts: allowed, and said
     check(**longer)
@@ -64,7 +79,8 @@ def hold_lock(out, ready):
 
 
 def test_lock(tmp_path, monkeypatch):
-    fork = multiprocessing.get_context("fork")  # calls only lock_run, so a copy of this process will do
+    # calls only lock_run, so a copy of this process will do
+    fork = multiprocessing.get_context("fork")
     ready = fork.Event()
     holder = fork.Process(target=hold_lock, args=(tmp_path, ready))
     holder.start()
@@ -91,10 +107,17 @@ def start_with(cfg, rank, found):
     found.put(resume.keep_batch(cfg).global_batch_size)
 
 
-def test_a_start_that_waits_for_the_lock_keeps_the_batch_of_the_checkpoint_that_appears_meanwhile(tmp_path):
-    """Preempted and started again on two processes: both ranks read the checkpoints after the lock is free, not before."""
+def test_a_start_that_waits_for_the_lock_keeps_the_batch_of_the_checkpoint_that_appears_meanwhile(
+    tmp_path,
+):
+    """Preempted and started again on two processes: both ranks read the checkpoints after the lock
+    is free, not before."""
     (out := tmp_path / "run").mkdir()
-    cfg = replace(make_run(tmp_path / "saved", step=10, global_batch_size=4), out=str(out), global_batch_size=-1)
+    cfg = replace(
+        make_run(tmp_path / "saved", step=10, global_batch_size=4),
+        out=str(out),
+        global_batch_size=-1,
+    )
     fork = multiprocessing.get_context("fork")
     ready, found = fork.Event(), fork.Queue()
     holder = fork.Process(target=end_with_a_checkpoint, args=(out, tmp_path / "saved", ready))
@@ -103,13 +126,15 @@ def test_a_start_that_waits_for_the_lock_keeps_the_batch_of_the_checkpoint_that_
     ranks = [fork.Process(target=start_with, args=(cfg, rank, found)) for rank in (1, 0)]
     for process in ranks:
         process.start()
-    assert [found.get(timeout=30), found.get(timeout=30)] == [4, 4]  # from the run on one process; 8 in a new run
+    # from the run on one process; 8 in a new run
+    assert [found.get(timeout=30), found.get(timeout=30)] == [4, 4]
     for process in (holder, *ranks):
         process.join()
 
 
 def make_run(out, processes=1, step=20, **flags):
-    """(flags, a run folder): with a checkpoint of `step`, as left by train_llama3.py on so many processes."""
+    """(flags, a run folder): with a checkpoint of `step`, as left by train_llama3.py on so many
+    processes."""
     cfg = train_llama3.Config(out=str(out), steps=20, warmup_steps=2, local_batch_size=4, **flags)
     checkpoints = saver(*trained(), out)
     checkpoints.config, checkpoints.world_size = asdict(cfg), processes
@@ -126,30 +151,52 @@ def resolve_batch(monkeypatch, cfg, processes, **flags):
     return tuple(sizes.values())
 
 
-@pytest.mark.parametrize("processes, flags, expected, says", [
-    (1, {}, (8, 4), False),
-    (2, {}, (8, 4), False),
-    (4, {}, (8, 2), True),
-    (8, {"local_batch_size": 3}, (8, 1), True),
-    (1, {"local_batch_size": 3}, (8, 2), True),
-    (1, {"local_batch_size": 16}, (8, 8), True),
-    (4, {"tp": 2}, (8, 4), False),
-    (2, {"pp": 2, "pp_microbatch_size": 2, "local_batch_size": 7}, (8, 4), True),
-    (4, {"global_batch_size": 16}, (16, 4), False),  # a typed flag wins
-])
-def test_a_continued_run_keeps_its_global_batch(tmp_path, monkeypatch, capsys, processes, flags, expected, says):
+@pytest.mark.parametrize(
+    "processes, flags, expected, says",
+    [
+        (1, {}, (8, 4), False),
+        (2, {}, (8, 4), False),
+        (4, {}, (8, 2), True),
+        (8, {"local_batch_size": 3}, (8, 1), True),
+        (1, {"local_batch_size": 3}, (8, 2), True),
+        (1, {"local_batch_size": 16}, (8, 8), True),
+        (4, {"tp": 2}, (8, 4), False),
+        (2, {"pp": 2, "pp_microbatch_size": 2, "local_batch_size": 7}, (8, 4), True),
+        (4, {"global_batch_size": 16}, (16, 4), False),  # a typed flag wins
+    ],
+)
+def test_a_continued_run_keeps_its_global_batch(
+    tmp_path, monkeypatch, capsys, processes, flags, expected, says
+):
     cfg = make_run(tmp_path, processes=2, global_batch_size=8)
     cfg = replace(cfg, global_batch_size=-1, steps=40)
     assert resolve_batch(monkeypatch, cfg, processes, **flags) == expected
     out = capsys.readouterr().out
-    assert (f"stays 8 sequences, as in {path(tmp_path, 20)}" in out and f"becomes {expected[1]} on" in out) == says
+    assert (
+        f"stays 8 sequences, as in {path(tmp_path, 20)}" in out
+        and f"becomes {expected[1]} on" in out
+    ) == says
 
 
 def test_a_batch_that_the_ranks_cannot_share_is_refused(tmp_path, monkeypatch):
     cfg = replace(make_run(tmp_path, global_batch_size=8), global_batch_size=-1, steps=40)
-    refuses("3 data ranks cannot share in micro-batches of 1; use --global_batch_size 9", resolve_batch, monkeypatch, cfg, 3)
-    refuses("2 data ranks cannot share in micro-batches of 3; use --global_batch_size 12",
-            resolve_batch, monkeypatch, cfg, 4, pp=2, pp_microbatch_size=3, local_batch_size=3)
+    refuses(
+        "3 data ranks cannot share in micro-batches of 1; use --global_batch_size 9",
+        resolve_batch,
+        monkeypatch,
+        cfg,
+        3,
+    )
+    refuses(
+        "2 data ranks cannot share in micro-batches of 3; use --global_batch_size 12",
+        resolve_batch,
+        monkeypatch,
+        cfg,
+        4,
+        pp=2,
+        pp_microbatch_size=3,
+        local_batch_size=3,
+    )
     assert resolve_batch(monkeypatch, cfg, 3, local_batch_size=3, global_batch_size=9) == (9, 3)
 
 
@@ -158,7 +205,8 @@ def test_the_batch_of_a_new_run_is_its_own(tmp_path, monkeypatch):
     new = dict(out=str(tmp_path / "new"), init_from=cfg.out)
     assert resolve_batch(monkeypatch, cfg, 4, **new) == (16, 4)
     whole = new | dict(init_model_only=False)
-    for more in {}, dict(steps=5), dict(steps=500), dict(seq_len=1024):  # continues the old run, or is a new phase of it
+    # continues the old run, or is a new phase of it
+    for more in {}, dict(steps=5), dict(steps=500), dict(seq_len=1024):
         assert resolve_batch(monkeypatch, cfg, 4, **whole | more) == (8, 2)
     assert resolve_batch(monkeypatch, cfg, 4, **whole | dict(global_batch_size=16)) == (16, 4)
     assert resolve_batch(monkeypatch, cfg, 4, steps=20) == (16, 4)  # nothing left to train
@@ -166,15 +214,28 @@ def test_the_batch_of_a_new_run_is_its_own(tmp_path, monkeypatch):
         assert resolve_batch(monkeypatch, cfg, 4) == (16, 4)
 
 
-def test_the_batch_of_a_config_file_is_kept_and_that_of_a_flag_is_not_bent(tmp_path, monkeypatch, capsys):
+def test_the_batch_of_a_config_file_is_kept_and_that_of_a_flag_is_not_bent(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setattr(resume, "FROM_FILE", set())
     monkeypatch.setattr("support.config.FROM_FILE", resume.FROM_FILE)  # only for this test
-    save_config(train_llama3.Config(out=str(tmp_path / "run"), global_batch_size=8), tmp_path / "config.json", {})
-    cfg = resume.keep_batch(parse_config(train_llama3.Config, ["--config", str(tmp_path / "config.json")]))
+    save_config(
+        train_llama3.Config(out=str(tmp_path / "run"), global_batch_size=8),
+        tmp_path / "config.json",
+        {},
+    )
+    cfg = resume.keep_batch(
+        parse_config(train_llama3.Config, ["--config", str(tmp_path / "config.json")])
+    )
     assert (cfg.global_batch_size, cfg.local_batch_size) == (8, 2)
-    assert "as in --config: --local_batch_size 8 becomes 2 on 4 data ranks" in capsys.readouterr().out
-    for argv in (["--global_batch_size", "8"], ["--config", str(tmp_path / "config.json"), "--global_batch_size", "8"]):
+    assert (
+        "as in --config: --local_batch_size 8 becomes 2 on 4 data ranks" in capsys.readouterr().out
+    )
+    for argv in (
+        ["--global_batch_size", "8"],
+        ["--config", str(tmp_path / "config.json"), "--global_batch_size", "8"],
+    ):
         cfg = resume.keep_batch(parse_config(train_llama3.Config, argv))
         assert (cfg.global_batch_size, cfg.local_batch_size) == (8, 8)  # for check_layout to refuse
 
@@ -189,16 +250,36 @@ def test_changed_flags_are_told_with_what_follows(tmp_path, monkeypatch, capsys)
         assert out.count("\n") == bool(out)
         return out
 
-    assert told() == "" == told(lr=1.0)  # 20 of 20 steps are done: nothing is trained with these flags
+    # 20 of 20 steps are done: nothing is trained with these flags
+    assert told() == "" == told(lr=1.0)
     old, new = cfg.lr * lr_at(21, cfg), cfg.lr * lr_at(21, replace(cfg, steps=40))
     assert told(steps=40, log_every=3, device="cpu", checkpoint_every=7) == (
-        f"flags that differ from those of step 20: steps 20 -> 40; the learning rate of step 21 is {new:.2e}, not {old:.2e}; "
-        "--schedule_steps 20 keeps the length of the schedule\n")
+        "flags that differ from those of step 20: steps 20 -> 40; the learning rate of step 21 "
+        f"is {new:.2e}, not {old:.2e}; "
+        "--schedule_steps 20 keeps the length of the schedule\n"
+    )
     assert told(steps=40, schedule_steps=20) == (
-        "flags that differ from those of step 20: steps 20 -> 40, schedule_steps -1 -> 20\n")
-    line = told(steps=40, schedule_steps=20, lr=1e-3, beta2=0.9, weight_decay=0.0, seed=1, global_batch_size=16, tp=2)
-    for text in ("lr 0.003 -> 0.001", "beta2 0.95 -> 0.9", "weight_decay 0.1 -> 0.0", "seed 0 -> 1", "tp 1 -> 2",
-                 "global_batch_size 4 -> 16", "of step 21 is 1.00e-04"):
+        "flags that differ from those of step 20: steps 20 -> 40, schedule_steps -1 -> 20\n"
+    )
+    line = told(
+        steps=40,
+        schedule_steps=20,
+        lr=1e-3,
+        beta2=0.9,
+        weight_decay=0.0,
+        seed=1,
+        global_batch_size=16,
+        tp=2,
+    )
+    for text in (
+        "lr 0.003 -> 0.001",
+        "beta2 0.95 -> 0.9",
+        "weight_decay 0.1 -> 0.0",
+        "seed 0 -> 1",
+        "tp 1 -> 2",
+        "global_batch_size 4 -> 16",
+        "of step 21 is 1.00e-04",
+    ):
         assert text in line
     assert "keeps the length" not in line
 
@@ -215,7 +296,17 @@ def test_changed_flags_are_told_with_what_follows(tmp_path, monkeypatch, capsys)
 def test_flags_that_are_not_told_exist_and_concern_no_training(recipe):
     fields = {field.name for field in dataclasses.fields(recipe.Config)}
     left_out = changes.UNTOLD_FLAGS & fields
-    told = {"lr", "steps", "warmup_steps", "seed", "local_batch_size", "tp", "compute_dtype", "weight_decay", "max_norm"}
+    told = {
+        "lr",
+        "steps",
+        "warmup_steps",
+        "seed",
+        "local_batch_size",
+        "tp",
+        "compute_dtype",
+        "weight_decay",
+        "max_norm",
+    }
     assert len(left_out) > 20 and not told & left_out and told <= fields
     if recipe is not grpo:
         assert changes.UNTOLD_FLAGS <= fields
@@ -224,11 +315,18 @@ def test_flags_that_are_not_told_exist_and_concern_no_training(recipe):
 @pytest.mark.parametrize("names", [["dataloader"], ["head", "lr_scheduler"]])
 def test_flags_that_say_nothing_about_this_run(tmp_path, names):
     cfg = replace(make_run(tmp_path, step=10), exclude_from_loading=names)
-    refuses(f"--exclude_from_loading {names[-1]}: there is no such state", check_run, str(tmp_path), IDENTITY, cfg)
+    refuses(
+        f"--exclude_from_loading {names[-1]}: there is no such state",
+        check_run,
+        str(tmp_path),
+        IDENTITY,
+        cfg,
+    )
 
 
 def test_a_command_behind_each_checkpoint(tmp_path, capsys):
-    """The command gets complete folders, in order; the run waits for the last; a failure is one line, and the run goes on."""
+    """The command gets complete folders, in order; the run waits for the last; a failure is one
+    line, and the run goes on."""
     out = tmp_path / "a run's folder"
     command = f"test -f {{}}/manifest.json && sleep 0.2 && basename {{}} >> {tmp_path}/copied; echo no room >&2"
     checkpoints = saver(*trained(), out, after_save=f"{command}; case {{}} in *-3) exit 1;; esac")
@@ -237,4 +335,6 @@ def test_a_command_behind_each_checkpoint(tmp_path, capsys):
     checkpoints.close()
     assert (tmp_path / "copied").read_text().split() == ["step-1", "step-2", "step-3"]
     said = [line for line in capsys.readouterr().out.splitlines() if "after_save" in line]
-    assert said == [f"checkpoint: --after_save FAILED for {out}/checkpoints/step-3, status 1: no room"]
+    assert said == [
+        f"checkpoint: --after_save FAILED for {out}/checkpoints/step-3, status 1: no room"
+    ]

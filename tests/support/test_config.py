@@ -1,4 +1,5 @@
-"""Command lines, against support/config.py: what one may say, what is refused and with which line, --config, --help."""
+"""Command lines, against support/config.py: what one may say, what is refused and with which line,
+--config, --help."""
 
 import dataclasses
 import importlib
@@ -42,9 +43,8 @@ class Config(DataOptions):
     sizes: list[int] = field(default_factory=lambda: [1, 2])  # some integers
     names: list[str] = field(default_factory=list)  # some names
     local_batch_size: int = 4  # sequences per forward
-    global_batch_size: int = (
-        -1
-    )  # sequences per step
+    # sequences per step
+    global_batch_size: int = -1
 
 
 def refused(capsys, *argv, config=Config) -> str:
@@ -63,7 +63,11 @@ def help_of(capsys, config) -> str:
 
 def parsed(*argv) -> dict:
     defaults = vars(Config())
-    return {name: value for name, value in vars(parse_config(Config, list(argv))).items() if value != defaults[name]}
+    return {
+        name: value
+        for name, value in vars(parse_config(Config, list(argv))).items()
+        if value != defaults[name]
+    }
 
 
 # What is typed => the values that differ from the defaults
@@ -79,14 +83,18 @@ def test_values_with_spaces_and_empty_values():
     assert type(parse_config(Config, ["--lr", "1"]).lr) is float
 
 
-@pytest.mark.parametrize("argv, parts", [
-    ("--checkpoint 3", ["unknown flag --checkpoint; --help lists all flags"]),  # no guess from help texts
-    ("--kinds 4", ["unknown flag --kinds"]),
-    ("--gpus 2", ["--gpus '2'", "1|8"]),
-    ("--sizes 1,x", ["--sizes '1,x'", "integer,..."]),
-    ("--sizes 1,,2", ["--sizes '1,,2'"]),
-    ("--steps 99999999999999999999", ["below 2**63"]),
-])
+@pytest.mark.parametrize(
+    "argv, parts",
+    [
+        # no guess from help texts
+        ("--checkpoint 3", ["unknown flag --checkpoint; --help lists all flags"]),
+        ("--kinds 4", ["unknown flag --kinds"]),
+        ("--gpus 2", ["--gpus '2'", "1|8"]),
+        ("--sizes 1,x", ["--sizes '1,x'", "integer,..."]),
+        ("--sizes 1,,2", ["--sizes '1,,2'"]),
+        ("--steps 99999999999999999999", ["below 2**63"]),
+    ],
+)
 def test_refused(capsys, argv, parts):
     """Types that no flag of train_llama3.py has; test_messages.py has the others."""
     line = refused(capsys, *argv.split())
@@ -95,7 +103,10 @@ def test_refused(capsys, argv, parts):
 
 def test_a_newline_in_a_value_stays_on_one_line(capsys):
     assert "--steps" in refused(capsys, "--steps", "1\n2")
-    assert stops(capsys, usage_error, ValueError("first\nsecond\r\nthird")) == "error: first second third\n"
+    assert (
+        stops(capsys, usage_error, ValueError("first\nsecond\r\nthird"))
+        == "error: first second third\n"
+    )
 
 
 def test_the_first_rank_of_a_machine_speaks(capsys, monkeypatch):
@@ -109,14 +120,21 @@ def test_the_first_rank_of_a_machine_speaks(capsys, monkeypatch):
         assert stop.value.code == status
     assert capsys.readouterr() == ("", "") and waits == [5]  # until rank 0 has said what is wrong
     monkeypatch.setenv("LOCAL_RANK", "0")  # of another machine, where the cause may be
-    assert re.match("error on rank 3 [(].+[)]: .*--steps", stops(capsys, parse_config, Config, ["--stpes", "5"]))
+    assert re.match(
+        "error on rank 3 [(].+[)]: .*--steps", stops(capsys, parse_config, Config, ["--stpes", "5"])
+    )
 
 
 def test_config_file_round_trip_and_overrides(tmp_path):
-    cfg = parse_config(Config, "--lr inf --no-compile --sizes= --names a,b --decay_ratio 0.25 --data=".split())
+    cfg = parse_config(
+        Config, "--lr inf --no-compile --sizes= --names a,b --decay_ratio 0.25 --data=".split()
+    )
     path = tmp_path / "config.json"
     save_config(cfg, path, run={"torch": "2.13", "model": {"dim": 8}})
-    assert json.loads(path.read_text(), parse_constant=pytest.fail)["_run"] == {"torch": "2.13", "model": {"dim": 8}}
+    assert json.loads(path.read_text(), parse_constant=pytest.fail)["_run"] == {
+        "torch": "2.13",
+        "model": {"dim": 8},
+    }
     assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
     assert parse_config(Config, ["--config", str(path)]) == cfg
     assert parse_config(Config, [f"--config={path}"]) == cfg
@@ -124,10 +142,16 @@ def test_config_file_round_trip_and_overrides(tmp_path):
         assert vars(parse_config(Config, argv)) == vars(cfg) | {"steps": 99}
 
 
-REFUSED = [line.split(" => ") for line in Path(__file__).with_name("config_files.txt").read_text().splitlines()[1:]]
+REFUSED = [
+    line.split(" => ")
+    for line in Path(__file__).with_name("config_files.txt").read_text().splitlines()[1:]
+]
 
 
-@pytest.mark.parametrize("text, parts", [*((text, parts) for text, *parts in REFUSED), ("\udcff", []), ("[" * 100_000, [])])
+@pytest.mark.parametrize(
+    "text, parts",
+    [*((text, parts) for text, *parts in REFUSED), ("\udcff", []), ("[" * 100_000, [])],
+)
 def test_config_file_refused(capsys, tmp_path, text, parts):
     path = tmp_path / "config.json"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
@@ -136,7 +160,9 @@ def test_config_file_refused(capsys, tmp_path, text, parts):
 
 
 def test_config_file_numbers(tmp_path):
-    (tmp_path / "c.json").write_text('{"lr": 1, "min_lr_ratio": "-inf", "decay_ratio": null, "_run": {"anything": [1]}}')
+    (tmp_path / "c.json").write_text(
+        '{"lr": 1, "min_lr_ratio": "-inf", "decay_ratio": null, "_run": {"anything": [1]}}'
+    )
     cfg = parse_config(Config, ["--config", str(tmp_path / "c.json")])
     assert (cfg.lr, cfg.min_lr_ratio, cfg.decay_ratio) == (1.0, float("-inf"), None)
 
@@ -151,7 +177,12 @@ def test_help(capsys):
     assert "--decay_ratio number|none none = decay right after warmup [default: none]" in flat
     assert "some integers [default: 1,2]" in flat and 'some names [default: ""]' in flat
     assert "sequences per step [default: -1]" in flat  # a field over several lines
-    assert flat.index("Config:") < flat.index("--steps") < flat.index("DataOptions:") < flat.index("--load_step")
+    assert (
+        flat.index("Config:")
+        < flat.index("--steps")
+        < flat.index("DataOptions:")
+        < flat.index("--load_step")
+    )
     assert "kinds" not in flat
 
 
@@ -159,15 +190,26 @@ PROGRAMS = ["train_llama3", "train_qwen3", "grpo", "generate"]
 
 
 def test_an_answer_names_a_flag_that_is_there():
-    """Each row has a flag of some program, no name that is a flag itself, and no answer where the program lacks the flag."""
+    """Each row has a flag of some program, no name that is a flag itself, and no answer where the
+    program lacks the flag."""
     programs = [importlib.import_module(name).Config for name in (*PROGRAMS, "finetune")]
-    flags = {field.name for config in (ReportConfig, *programs) for field in dataclasses.fields(config)} | {"config"}
-    sentences = {flag[1]: names for names, text in SENTENCES.items() if (flag := re.search(r"--(\w+)", text))}
+    flags = {
+        field.name for config in (ReportConfig, *programs) for field in dataclasses.fields(config)
+    } | {"config"}
+    sentences = {
+        flag[1]: names for names, text in SENTENCES.items() if (flag := re.search(r"--(\w+)", text))
+    }
     for ours, names in [*ELSEWHERE.items(), *sentences.items()]:
         assert ours in flags, ours
         for name in names.split():
-            assert f"--{ours}" in suggest_flag(name, {ours}) and "--" not in suggest_flag(name, {"eot"}) and name != ours, name
-    assert suggest_flag("no_such_name", flags) == "" and "finetune.py" in suggest_flag("lora_rank", {"steps"})
+            assert (
+                f"--{ours}" in suggest_flag(name, {ours})
+                and "--" not in suggest_flag(name, {"eot"})
+                and name != ours
+            ), name
+    assert suggest_flag("no_such_name", flags) == "" and "finetune.py" in suggest_flag(
+        "lora_rank", {"steps"}
+    )
 
 
 PIPELINE = Need("without --pp 2 or more", lambda c: c.pp > 1)
@@ -184,30 +226,56 @@ class Pipeline:
     last: float | None = flag(None, MANUAL)  # of the last rank
 
 
-@pytest.mark.parametrize("argv, sentences", [
-    ("", []),
-    ("--schedule 1F1B --parts 1,2 --balance --last none", []),  # a default that somebody types is no wish
-    ("--auto", []),
-    ("--pp 2 --schedule GPipe --no-balance", []),
-    ("--schedule GPipe", ["--schedule GPipe has no effect without --pp 2 or more; leave it out"]),
-    ("--no-balance --auto --last 2", ["--no-balance has no effect without --pp 2 or more; leave it out",
-                                      "--last 2.0 has no effect with --auto; leave it out"]),
-    ("--schedule GPipe --parts 3", ["--schedule GPipe, --parts 3 have no effect without --pp 2 or more; leave them out"]),
-    ("--pp 2 --schedule GPipe --auto", ["--schedule GPipe has no effect with --auto; leave it out"]),
-    ("--parts=", ['--parts "" has no effect without --pp 2 or more; leave it out']),
-])
+@pytest.mark.parametrize(
+    "argv, sentences",
+    [
+        ("", []),
+        # a default that somebody types is no wish
+        ("--schedule 1F1B --parts 1,2 --balance --last none", []),
+        ("--auto", []),
+        ("--pp 2 --schedule GPipe --no-balance", []),
+        (
+            "--schedule GPipe",
+            ["--schedule GPipe has no effect without --pp 2 or more; leave it out"],
+        ),
+        (
+            "--no-balance --auto --last 2",
+            [
+                "--no-balance has no effect without --pp 2 or more; leave it out",
+                "--last 2.0 has no effect with --auto; leave it out",
+            ],
+        ),
+        (
+            "--schedule GPipe --parts 3",
+            ["--schedule GPipe, --parts 3 have no effect without --pp 2 or more; leave them out"],
+        ),
+        (
+            "--pp 2 --schedule GPipe --auto",
+            ["--schedule GPipe has no effect with --auto; leave it out"],
+        ),
+        ("--parts=", ['--parts "" has no effect without --pp 2 or more; leave it out']),
+    ],
+)
 def test_flags_without_effect_are_named_with_what_they_need(argv, sentences):
     cfg = parse_config(Pipeline, argv.split())
     assert no_effect(cfg, SimpleNamespace(**vars(cfg))) == sentences
 
 
 def test_flags_without_effect_that_nobody_typed_return_to_their_defaults(tmp_path, capsys):
-    """--config of a run with a pipeline, and --pp 1: who asks for that need not type each of the pipeline's flags again."""
+    """--config of a run with a pipeline, and --pp 1: who asks for that need not type each of the
+    pipeline's flags again."""
     save_config(Pipeline(pp=2, schedule="GPipe", parts=[3]), tmp_path / "config.json", run={})
-    cfg = parse_config(Pipeline, ["--config", str(tmp_path / "config.json"), "--pp", "1", "--parts", "4"])
-    assert no_effect(cfg, SimpleNamespace(**vars(cfg))) == ["--parts 4 has no effect without --pp 2 or more; leave it out"]
+    cfg = parse_config(
+        Pipeline, ["--config", str(tmp_path / "config.json"), "--pp", "1", "--parts", "4"]
+    )
+    assert no_effect(cfg, SimpleNamespace(**vars(cfg))) == [
+        "--parts 4 has no effect without --pp 2 or more; leave it out"
+    ]
     said = "--config: schedule without effect here, back to the default\n"
-    assert (cfg.schedule, cfg.parts) == (Pipeline().schedule, [4]) and capsys.readouterr().out == said
+    assert (cfg.schedule, cfg.parts) == (
+        Pipeline().schedule,
+        [4],
+    ) and capsys.readouterr().out == said
 
 
 def test_a_new_default_keeps_the_needs_and_help_names_them(capsys):
@@ -219,7 +287,8 @@ def test_a_new_default_keeps_the_needs_and_help_names_them(capsys):
     cfg = parse_config(Fork, ["--schedule", "1F1B", "--more", "1"])
     assert no_effect(cfg, SimpleNamespace(**vars(cfg))) == [
         "--schedule 1F1B has no effect without --pp 2 or more; leave it out",
-        "--more 1 has no effect without more; leave it out"]
+        "--more 1 has no effect without more; leave it out",
+    ]
     assert no_effect(Fork(), SimpleNamespace(**vars(Fork()))) == []
     assert Pipeline().parts is not Pipeline().parts
     text = " ".join(help_of(capsys, Fork).split())
@@ -242,9 +311,11 @@ def test_two_groups_may_not_share_a_name():
 
 def test_classes_without_source(capsys):
     space = {"__name__": "nowhere"}
-    exec("from dataclasses import dataclass\n@dataclass(kw_only=True)\nclass C:\n    steps: int = 1  # unseen", space)
+    exec(
+        "from dataclasses import dataclass\n@dataclass(kw_only=True)\nclass C:\n    steps: int = "
+        "1  # unseen",
+        space,
+    )
     assert parse_config(space["C"], ["--steps", "2"]).steps == 2
     assert "--steps" in help_of(capsys, space["C"])
     assert "did you mean --steps?" in refused(capsys, "--stpes", "2", config=space["C"])
-
-

@@ -1,8 +1,11 @@
-"""What a wrong command line is told: one line of stderr and status 2, before anything is computed or written.
+"""What a wrong command line is told: one line of stderr and status 2, before anything is computed
+or written.
 
-A row: what is typed, and a regular expression that the line must match. All programs run in this process, in a folder with a
-text, token shards and a tokenizer; what a layout cannot do is in test_refusals.py, what a file may hold beside its reader.
+A row: what is typed, and a regular expression that the line must match. All programs run in this
+process, in a folder with a text, token shards and a tokenizer; what a layout cannot do is in
+test_refusals.py, what a file may hold beside its reader.
 """
+
 import importlib
 import json
 import os
@@ -22,8 +25,15 @@ from distributed import launch
 
 REPO = Path(__file__).parents[2]
 TINY = "--data shards --model_args n_layers=1,dim=8,ffn_dim=8 --steps 2 --device cpu --out run"
-BASE = {"train_llama3": TINY, "train_qwen3": "--out run", "train_deepseek": "--out run", "grpo": "--out run"}
-TABLE = re.findall(r"^\[(.*)\]\n((?:[^\[].*\n)+)", Path(__file__).with_name("messages.txt").read_text(), re.M)
+BASE = {
+    "train_llama3": TINY,
+    "train_qwen3": "--out run",
+    "train_deepseek": "--out run",
+    "grpo": "--out run",
+}
+TABLE = re.findall(
+    r"^\[(.*)\]\n((?:[^\[].*\n)+)", Path(__file__).with_name("messages.txt").read_text(), re.M
+)
 ROWS = [(program, *line.split("=> ")) for program, lines in TABLE for line in lines.splitlines()]
 
 
@@ -40,21 +50,29 @@ def place(tmp_path_factory):
     (folder / "one.jsonl").write_text(json.dumps({"text": "word " * 3000}))
     (folder / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "u"}]}')
     (folder / "a.txt.gz").write_bytes(b"1")
-    cut = open_data(DataConfig(data=str(folder / "book.txt"), cache_dir=str(root / "cache")), 32).folder
+    cut = open_data(
+        DataConfig(data=str(folder / "book.txt"), cache_dir=str(root / "cache")), 32
+    ).folder
     shutil.copytree(cut, folder / "shards")
     shutil.copy(cut / "tokenizer.json", folder / "t.json")
     return folder
 
 
 @pytest.mark.parametrize("program, typed, message", ROWS, ids=lambda text: text[:70])
-def test_a_wrong_command_line_is_told_in_one_line(place, monkeypatch, capsys, program, typed, message):
+def test_a_wrong_command_line_is_told_in_one_line(
+    place, monkeypatch, capsys, program, typed, message
+):
     monkeypatch.chdir(place)
     monkeypatch.setenv("XDG_CACHE_HOME", str(place.parent / "cache"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    argv, module = shlex.split(f"{BASE.get(program, '')} {typed}".replace("REPO", str(REPO))), importlib.import_module(program)
+    argv, module = (
+        shlex.split(f"{BASE.get(program, '')} {typed}".replace("REPO", str(REPO))),
+        importlib.import_module(program),
+    )
     monkeypatch.setattr(sys, "argv", [f"{program}.py", *argv])
     before = sorted(os.listdir(place))
-    monkeypatch.setattr(os, "_exit", sys.exit if program != "ablate" else os._exit)  # whose checks end in forked processes
+    # whose checks end in forked processes
+    monkeypatch.setattr(os, "_exit", sys.exit if program != "ablate" else os._exit)
     with pytest.raises(SystemExit) as stop:
         if program == "ablate":
             runpy.run_path(str(REPO / "ablate.py"), run_name="__main__")
@@ -69,5 +87,8 @@ def test_a_wrong_command_line_is_told_in_one_line(place, monkeypatch, capsys, pr
     assert stop.value.code == 2 and err.count("\n") == 1 and re.search(message, err), err
     assert err.startswith("error: ") and "loss" not in out and not dist.is_initialized()
     made = set(os.listdir(place)) - set(before)  # a run is locked before its data is opened
-    assert made <= ({"run"} if "--data" in typed else set()) and not (place / "run" / "metrics.jsonl").exists()
+    assert (
+        made <= ({"run"} if "--data" in typed else set())
+        and not (place / "run" / "metrics.jsonl").exists()
+    )
     shutil.rmtree(place / "run", ignore_errors=True)

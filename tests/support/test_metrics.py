@@ -1,4 +1,6 @@
-"""What a run writes, against support/metrics.py: the file, the printed line, the peaks, the garbage collector, the curve."""
+"""What a run writes, against support/metrics.py: the file, the printed line, the peaks, the garbage
+collector, the curve."""
+
 import gc
 import gzip
 import importlib.util
@@ -18,15 +20,30 @@ from support.metrics import Metrics, MetricsConfig, loss_curve, peak_flops
 from tools.reports import run_report
 
 KEYS = [
-    "step", "loss", "loss_max", "grad_norm", "lr", "tokens", "tokens_per_second",
-    "mfu", "memory_gib", "step_time_s", "data_time_s", "tokens_hash",
+    "step",
+    "loss",
+    "loss_max",
+    "grad_norm",
+    "lr",
+    "tokens",
+    "tokens_per_second",
+    "mfu",
+    "memory_gib",
+    "step_time_s",
+    "data_time_s",
+    "tokens_hash",
 ]
 
 
-def make(out, rank0=True, first_step=1, steps=10, log_every=1, flops_per_token=10, tokens=0, **flags):
-    layout = SimpleNamespace(rank=int(not rank0), world_size=2, device=torch.device("cpu"))  # what Metrics reads of it
+def make(
+    out, rank0=True, first_step=1, steps=10, log_every=1, flops_per_token=10, tokens=0, **flags
+):
+    # what Metrics reads of it
+    layout = SimpleNamespace(rank=int(not rank0), world_size=2, device=torch.device("cpu"))
     cfg = MetricsConfig(**{"gc_every": 0, "log_every": log_every} | flags)
-    return Metrics(str(out), cfg, layout, flops_per_token, first_step=first_step, steps=steps, tokens=tokens)
+    return Metrics(
+        str(out), cfg, layout, flops_per_token, first_step=first_step, steps=steps, tokens=tokens
+    )
 
 
 def train(m, steps, loss=lambda step: torch.tensor(8.0 / step), **more):
@@ -35,11 +52,20 @@ def train(m, steps, loss=lambda step: torch.tensor(8.0 / step), **more):
         m.end_step(100)
         if m.due(step):
             now = loss(step)
-            m.log(step, loss=now, loss_max=now, grad_norm=torch.tensor(0.5), lr=1e-3, tokens_hash=f"h{step}", **more)
+            m.log(
+                step,
+                loss=now,
+                loss_max=now,
+                grad_norm=torch.tensor(0.5),
+                lr=1e-3,
+                tokens_hash=f"h{step}",
+                **more,
+            )
 
 
 def strict_lines(out):
-    """The lines as a strict JSON reader sees them: NaN and Infinity, which Python's reader would take, are errors."""
+    """The lines as a strict JSON reader sees them: NaN and Infinity, which Python's reader would
+    take, are errors."""
     return [json.loads(text, parse_constant=pytest.fail) for text in open(out / "metrics.jsonl")]
 
 
@@ -50,7 +76,11 @@ def test_line_has_the_contract_keys_and_full_precision(tmp_path, capsys):
     lines = strict_lines(tmp_path)  # already there before close: every line is flushed
     m.close()
     assert [list(line) for line in lines] == [KEYS, KEYS]
-    assert lines[1]["loss"] == third.item() and lines[1]["tokens"] == 200 and lines[1]["tokens_hash"] == "h2"
+    assert (
+        lines[1]["loss"] == third.item()
+        and lines[1]["tokens"] == 200
+        and lines[1]["tokens_hash"] == "h2"
+    )
     assert lines[1]["mfu"] is None and 0.01 < lines[1]["memory_gib"] < 100
     assert lines[1]["tokens_per_second"] == pytest.approx(100 / lines[1]["step_time_s"])
     assert "step 2/10  loss 0.3333  grad_norm 0.500  lr 1.00e-03" in capsys.readouterr().out
@@ -87,7 +117,9 @@ def test_continued_run_drops_the_lines_that_it_does_again(tmp_path, capsys):
         file.write('{"step": 2, "loss": 1.')  # killed in the middle of a line
     m = make(tmp_path, first_step=4, tokens=300)
     assert strict_lines(tmp_path) == [line for line in before if line["step"] < 4]
-    assert capsys.readouterr().out.endswith("""metrics.jsonl: left out '{"step": 2, "loss": 1.', a line that was cut\n""")
+    assert capsys.readouterr().out.endswith(
+        """metrics.jsonl: left out '{"step": 2, "loss": 1.', a line that was cut\n"""
+    )
     train(m, [4])
     m.close()
     assert [line["step"] for line in strict_lines(tmp_path)] == [1, 2, 3, 3, 4]
@@ -98,8 +130,8 @@ def test_continued_run_drops_the_lines_that_it_does_again(tmp_path, capsys):
 
 
 def test_long_files_are_read_as_a_stream(tmp_path, capsys):
-    """Dropping lines and drawing the curve take a small part of the memory of all lines; of a file cut between a line and its
-    newline nothing is lost."""
+    """Dropping lines and drawing the curve take a small part of the memory of all lines; of a file
+    cut between a line and its newline nothing is lost."""
     lines = [{name: step + 0.5 for name in KEYS} | {"step": step} for step in range(2000)]
     whole = (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     tracemalloc.start()
@@ -108,12 +140,18 @@ def test_long_files_are_read_as_a_stream(tmp_path, capsys):
     m.close()
     drawing = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert strict_lines(tmp_path) == lines and "1999" in capsys.readouterr().out and dropping < whole / 3 and drawing < whole
+    assert (
+        strict_lines(tmp_path) == lines
+        and "1999" in capsys.readouterr().out
+        and dropping < whole / 3
+        and drawing < whole
+    )
 
 
 def test_other_ranks_write_print_and_read_nothing(tmp_path, capsys):
     m = make(tmp_path / "run", rank0=False)
-    never_read = torch.empty((), device="meta")  # .item() of a meta tensor raises, as a stand-in for waiting on a device
+    # .item() of a meta tensor raises, as a stand-in for waiting on a device
+    never_read = torch.empty((), device="meta")
     train(m, [1, 2], loss=lambda step: never_read)
     m.log_val(2, never_read)
     m.close()
@@ -141,7 +179,11 @@ def test_only_logged_steps_read_the_loss_and_means_cover_the_interval(tmp_path, 
     lines = strict_lines(tmp_path)
     assert [line["step"] for line in lines] == [1, 4, 8]
     for line in lines:
-        assert (line["step_time_s"], line["data_time_s"], line["tokens_per_second"]) == (2.0, 0.5, 500.0)
+        assert (line["step_time_s"], line["data_time_s"], line["tokens_per_second"]) == (
+            2.0,
+            0.5,
+            500.0,
+        )
         assert line["mfu"] == 0.5  # 500 tokens/s * 1e12 FLOPs/token of 1e15 FLOP/s
 
 
@@ -153,7 +195,10 @@ def test_the_slowest_rank_is_told_when_the_others_wait_for_it(tmp_path, capsys, 
         m.end_step(100)
         m.step_time, m.of_ranks = 1.0, seconds
         m.log(m.step, loss=1.0, loss_max=1.0, grad_norm=1.0, lr=0.1, tokens_hash="")
-    late = [[line.get(f"slowest_{name}") for name in ("rank", "host", "by_s")] for line in strict_lines(tmp_path)]
+    late = [
+        [line.get(f"slowest_{name}") for name in ("rank", "host", "by_s")]
+        for line in strict_lines(tmp_path)
+    ]
     assert late == [[None] * 3, [2, "node2", 0.25], [1, "node1", pytest.approx(0.3)], [None] * 3]
     assert capsys.readouterr().out.splitlines()[1].endswith("  rank 2 (node2) is 0.25 s late")
     m.start_step(iter([None]))
@@ -163,11 +208,18 @@ def test_the_slowest_rank_is_told_when_the_others_wait_for_it(tmp_path, capsys, 
     assert 0.05 <= m.cpu_time < m.step_time / 2
 
 
-@pytest.mark.parametrize("name, peak", [
-    ("NVIDIA A100-PCIE-40GB", 312e12), ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 NVL", 835e12),
-    ("NVIDIA B200", 2250e12), ("AMD Instinct MI300X", 1307e12),
-    ("NVIDIA GB200", None), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
-])
+@pytest.mark.parametrize(
+    "name, peak",
+    [
+        ("NVIDIA A100-PCIE-40GB", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA B200", 2250e12),
+        ("AMD Instinct MI300X", 1307e12),
+        ("NVIDIA GB200", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+    ],
+)
 def test_peak_table(name, peak):
     assert peak_flops(name) == peak
 
@@ -175,7 +227,11 @@ def test_peak_table(name, peak):
 def test_garbage_is_collected_on_schedule_and_the_collector_comes_back(tmp_path, monkeypatch):
     assert gc.isenabled()
     collected = []
-    monkeypatch.setattr(gc, "collect", lambda generation=2: collected.append((generation, m.step if collected else None)))
+    monkeypatch.setattr(
+        gc,
+        "collect",
+        lambda generation=2: collected.append((generation, m.step if collected else None)),
+    )
     m = make(tmp_path, gc_every=3, rank0=False)
     assert not gc.isenabled()
     train(m, range(1, 8))
@@ -188,17 +244,22 @@ def test_garbage_is_collected_on_schedule_and_the_collector_comes_back(tmp_path,
 
 def test_loss_curve():
     lines = [{"step": step, "loss": 8.0 - step / 25} for step in range(1, 101)]
-    lines += [{"step": step, "val_loss": 9.0 - step / 25} for step in (50, 100)] + [{"step": 101, "loss": None}]
+    lines += [{"step": step, "val_loss": 9.0 - step / 25} for step in (50, 100)] + [
+        {"step": 101, "loss": None}
+    ]
     picture = loss_curve(lines).split("\n")
     assert "training" in picture[0] and "validation" in picture[0]
     body = picture[1:13]
     assert len(body) == 12 and all(len(row) <= 71 for row in picture)
-    assert body[0].split("|")[0].strip() == "7.960" and body[0].split("|")[1][0] == "."  # begins at the top left
-    assert body[-1].split("|")[0].strip() == "4.000" and body[-1].endswith(".")  # ends at the bottom right
+    # begins at the top left
+    assert body[0].split("|")[0].strip() == "7.960" and body[0].split("|")[1][0] == "."
+    # ends at the bottom right
+    assert body[-1].split("|")[0].strip() == "4.000" and body[-1].endswith(".")
     assert sum(row.count("o") for row in body) == 2
     assert picture[-1].split() == ["step", "1", "100"]
     assert "fewer than two" in loss_curve(lines[:1])
-    assert loss_curve([{"step": 1, "loss": 2.0}, {"step": 2, "loss": 2.0}])  # a flat line has no height to divide by
+    # a flat line has no height to divide by
+    assert loss_curve([{"step": 1, "loss": 2.0}, {"step": 2, "loss": 2.0}])
 
 
 def test_tensorboard_has_the_numbers_of_the_file(tmp_path):
@@ -209,14 +270,28 @@ def test_tensorboard_has_the_numbers_of_the_file(tmp_path):
     m.log_val(3, 1.25, None)
     m.close()
     events = EventAccumulator(str(tmp_path / "tb")).Reload()
-    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 8.0), (2, 4.0), (3, pytest.approx(8 / 3))]
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [
+        (1, 8.0),
+        (2, 4.0),
+        (3, pytest.approx(8 / 3)),
+    ]
     assert [(e.step, e.value) for e in events.Scalars("val_loss")] == [(3, 1.25)]
 
 
 @pytest.mark.parametrize("rank0", [True, False])
-@pytest.mark.parametrize("first, stop, name", [(1, 9, "steps-3-6"), (1, 4, "steps-3-4"), (1, 3, "steps-3"), (5, 6, "steps-5-6"),
-                                               (1, 2, None)])
-def test_the_named_steps_are_traced_also_by_a_run_that_stops_meanwhile(tmp_path, rank0, first, stop, name):
+@pytest.mark.parametrize(
+    "first, stop, name",
+    [
+        (1, 9, "steps-3-6"),
+        (1, 4, "steps-3-4"),
+        (1, 3, "steps-3"),
+        (5, 6, "steps-5-6"),
+        (1, 2, None),
+    ],
+)
+def test_the_named_steps_are_traced_also_by_a_run_that_stops_meanwhile(
+    tmp_path, rank0, first, stop, name
+):
     """As after a signal: the loop ends with close(), and the file tells which steps it has."""
     m = make(tmp_path, rank0, first_step=first, steps=9, log_every=0, profile="3-6")
     for step in range(first, stop + 1):
@@ -225,9 +300,14 @@ def test_the_named_steps_are_traced_also_by_a_run_that_stops_meanwhile(tmp_path,
         m.end_step(1)
     m.close()
     traces = list(tmp_path.glob("trace/*"))
-    assert [path.name for path in traces] == [f"{name}-rank-{0 if rank0 else 1}.json.gz"] * bool(name)
+    assert [path.name for path in traces] == [f"{name}-rank-{0 if rank0 else 1}.json.gz"] * bool(
+        name
+    )
     for path in traces:
-        events = [event.get("name") for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]]
+        events = [
+            event.get("name")
+            for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+        ]
         assert "aten::logsumexp" in events and "aten::cosh" not in events
 
 
@@ -269,6 +349,9 @@ def test_plot_draws_the_curves_of_a_run_that_has_ended(tmp_path):
         train(m, [1, 2])
         m.close()
 
-    assert run_report(main, Config, ["--out", str(tmp_path)]) == 0 and not (tmp_path / "loss.png").exists()
+    assert (
+        run_report(main, Config, ["--out", str(tmp_path)]) == 0
+        and not (tmp_path / "loss.png").exists()
+    )
     assert run_report(main, Config, ["--out", str(tmp_path), "--plot"]) == 0
     assert (tmp_path / "loss.png").read_bytes()[1:4] == b"PNG"

@@ -1,4 +1,6 @@
-"""Optimizers, against support/optim.py: Muon equals torch's, on shards as on whole matrices; AdamW that rounds by chance."""
+"""Optimizers, against support/optim.py: Muon equals torch's, on shards as on whole matrices; AdamW
+that rounds by chance."""
+
 from unittest import mock
 
 import pytest
@@ -23,11 +25,16 @@ OPTIONS = dict(lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
 def test_equals_torch_on_plain_matrices():
     def train(kind):
         torch.manual_seed(0)
-        params = [torch.nn.Parameter(torch.randn(shape)) for shape in ((8, 24), (24, 8), (8, 24), (16, 16))]
+        params = [
+            torch.nn.Parameter(torch.randn(shape))
+            for shape in ((8, 24), (24, 8), (8, 24), (16, 16))
+        ]
         optimizer = kind(params, **OPTIONS)
         for step in range(3):
             for i, p in enumerate(params):
-                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + i))
+                p.grad = torch.randn(
+                    p.shape, generator=torch.Generator().manual_seed(10 * step + i)
+                )
             optimizer.step()
         return params
 
@@ -36,10 +43,16 @@ def test_equals_torch_on_plain_matrices():
 
 
 def steps(flags, n, problem, kind=Muon, out=None, first=0, last=3):
-    """Weights and state after three Muon steps with gradients that are the same in every layout, to the last bit: the sine of
-    the weights. out: a folder to save to after `last` steps, or to load from before step `first`."""
+    """Weights and state after three Muon steps with gradients that are the same in every layout, to
+    the last bit: the sine of the weights. out: a folder to save to after `last` steps, or to load
+    from before step `first`."""
     stages, layout = build(config(**problem), flags, n, 1 if flags.get("pp", 1) == 1 else 2)
-    params = [(fqn, p) for s in stages for fqn, p in s.named_parameters() if p.dim() > 1 and fqn.startswith("blocks.")]
+    params = [
+        (fqn, p)
+        for s in stages
+        for fqn, p in s.named_parameters()
+        if p.dim() > 1 and fqn.startswith("blocks.")
+    ]
     optimizer = kind([p for _, p in params], **OPTIONS)
     parallel.forward_backward(stages, local_batch(global_batch(0, n, False), layout), layout)
     checkpoints = saver(stages, [optimizer], out) if out else None
@@ -51,32 +64,60 @@ def steps(flags, n, problem, kind=Muon, out=None, first=0, last=3):
         optimizer.step()
     if out and not first:
         checkpoints.save(last, {}, last=True)
-    state = {f"{fqn} {name}": full(t) for fqn, p in params for name, t in optimizer.state[p].items()}
+    state = {
+        f"{fqn} {name}": full(t) for fqn, p in params for name, t in optimizer.state[p].items()
+    }
     return {fqn: full(p) for fqn, p in params} | state
 
 
-EXPERTS = dict(model="qwen3", n_experts=8, top_k=2, moe_ffn_dim=16, n_layers=2)  # stacked: (8, 16, 32) and (8, 32, 16)
+# stacked: (8, 16, 32) and (8, 32, 16)
+EXPERTS = dict(model="qwen3", n_experts=8, top_k=2, moe_ffn_dim=16, n_layers=2)
 
 
-@pytest.mark.parametrize("kind", [Muon, *(pytest.param(k, marks=pytest.mark.slow) for k in (NorMuon, PolarExpress))])
-@pytest.mark.parametrize("processes, flags, problem", [
-    (2, {}, {}), (4, dict(dp_replicate=2), {}), (4, dict(tp=2), {}), (2, dict(pp=2), {}),
-    # experts of ep, of FSDP, of both (with a copy); uneven shares (2, 2, 2, 0); fewer experts than ranks
-    pytest.param(4, dict(tp=2, ep=4, etp=1), EXPERTS, marks=pytest.mark.slow), (4, dict(dp_replicate=2, ep=2), EXPERTS),
-    pytest.param(4, {}, EXPERTS, marks=pytest.mark.slow), pytest.param(4, {}, {}, marks=pytest.mark.slow),
-    pytest.param(4, {}, EXPERTS | dict(n_experts=6), marks=pytest.mark.slow),
-    pytest.param(4, dict(pp=2, ep=2), EXPERTS, marks=pytest.mark.slow), (4, {}, EXPERTS | dict(n_experts=2))], ids=str)
+@pytest.mark.parametrize(
+    "kind", [Muon, *(pytest.param(k, marks=pytest.mark.slow) for k in (NorMuon, PolarExpress))]
+)
+@pytest.mark.parametrize(
+    "processes, flags, problem",
+    [
+        (2, {}, {}),
+        (4, dict(dp_replicate=2), {}),
+        (4, dict(tp=2), {}),
+        (2, dict(pp=2), {}),
+        # experts of ep, of FSDP, of both (with a copy); uneven shares (2, 2, 2, 0); fewer experts than
+        # ranks
+        pytest.param(4, dict(tp=2, ep=4, etp=1), EXPERTS, marks=pytest.mark.slow),
+        (4, dict(dp_replicate=2, ep=2), EXPERTS),
+        pytest.param(4, {}, EXPERTS, marks=pytest.mark.slow),
+        pytest.param(4, {}, {}, marks=pytest.mark.slow),
+        pytest.param(4, {}, EXPERTS | dict(n_experts=6), marks=pytest.mark.slow),
+        pytest.param(4, dict(pp=2, ep=2), EXPERTS, marks=pytest.mark.slow),
+        (4, {}, EXPERTS | dict(n_experts=2)),
+    ],
+    ids=str,
+)
 def test_sharded_equals_whole(kind, processes, flags, problem):
     whole = pool(1).run(steps, {}, processes, problem, kind)[0]
     for part in pool(processes).run(steps, flags, processes, problem, kind):
-        for fqn, weight in part.items():  # a matrix product of another batch may round its bf16 result otherwise: a few ulps
-            assert relative(weight, whole[fqn]) < 3e-3, fqn  # three steps move a weight by a quarter
+        # a matrix product of another batch may round its bf16 result otherwise: a few ulps
+        for fqn, weight in part.items():
+            # three steps move a weight by a quarter
+            assert relative(weight, whole[fqn]) < 3e-3, fqn
 
 
 def test_split_experts_are_refused():
     cfg = train_qwen3.Config(flavor="debug_moe", optimizer="muon", tp=2, etp=2)
-    with pytest.raises(ValueError, match="^--optimizer muon needs whole matrices, but --etp 2 splits every expert"):
-        check_layout(cfg, train_qwen3.FLAVORS["debug_moe"], seq_len=64, local_batch_size=2, global_batch_size=-1, world_size=2)
+    with pytest.raises(
+        ValueError, match="^--optimizer muon needs whole matrices, but --etp 2 splits every expert"
+    ):
+        check_layout(
+            cfg,
+            train_qwen3.FLAVORS["debug_moe"],
+            seq_len=64,
+            local_batch_size=2,
+            global_batch_size=-1,
+            world_size=2,
+        )
 
 
 @pytest.mark.parametrize("at_once", [1 << 25, 1200])  # all at once, and two at a time of 8
@@ -84,7 +125,10 @@ def test_stacks_of_experts_equal_torch_expert_by_expert(monkeypatch, at_once):
     monkeypatch.setattr(stacks, "AT_ONCE", at_once)
     torch.manual_seed(0)
     begin = [torch.randn(shape) for shape in ((8, 16, 32), (8, 32, 16), (8, 16, 32), (3, 8, 8))]
-    params, each = [torch.nn.Parameter(t.clone()) for t in begin], [torch.nn.Parameter(m.clone()) for t in begin for m in t]
+    params, each = (
+        [torch.nn.Parameter(t.clone()) for t in begin],
+        [torch.nn.Parameter(m.clone()) for t in begin for m in t],
+    )
     ours, theirs = Muon(params, **OPTIONS), torch.optim.Muon(each, **OPTIONS)
     for step in range(4):
         for i, p in enumerate(params):
@@ -105,7 +149,9 @@ def test_experts_and_matrices_of_blocks_are_muons():
     model = on_meta(config("qwen3", n_experts=8, top_k=2, moe_ffn_dim=32))
     muon = train_qwen3.build_optimizers([model], train_qwen3.Config(optimizer="muon"))[-1]
     mine = {p for group in muon.param_groups for p in group["params"]}
-    assert mine == {p for fqn, p in model.named_parameters() if fqn.startswith("blocks.") and p.dim() > 1}
+    assert mine == {
+        p for fqn, p in model.named_parameters() if fqn.startswith("blocks.") and p.dim() > 1
+    }
 
 
 # ---------------------------------------------------------------- AdamW with fewer bits
@@ -114,7 +160,9 @@ MODEL = dict(dim=128, n_layers=2, head_dim=32, n_heads=4, n_kv_heads=4, ffn_dim=
 
 
 def test_stochastic_rounding_keeps_small_updates():
-    """A step of a thousandth of the weights is less than half of what bf16 can show: rounded to nearest, nothing would move."""
+    """A step of a thousandth of the weights is less than half of what bf16 can show: rounded to
+    nearest, nothing would move."""
+
     def moved(kind):
         torch.manual_seed(0)
         p = torch.nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
@@ -131,10 +179,14 @@ def test_stochastic_rounding_keeps_small_updates():
 def rounded_copies(flags: dict) -> dict:
     torch.manual_seed(0)  # as connect does on every rank
     stages, layout = build(config(**MODEL), {**flags, "param_dtype": "bfloat16"}, 4, 2)
-    optimizer = adamw([{"params": list(stages[0].parameters())}], 3e-3, (0.9, 0.95), 1e-8, "adamw_sr")
+    optimizer = adamw(
+        [{"params": list(stages[0].parameters())}], 3e-3, (0.9, 0.95), 1e-8, "adamw_sr"
+    )
     with mock.patch.object(torch, "compile", lambda function, **options: function):
         for step in range(3):
-            parallel.forward_backward(stages, local_batch(global_batch(step, 4, False), layout), layout)
+            parallel.forward_backward(
+                stages, local_batch(global_batch(step, 4, False), layout), layout
+            )
             optimizer.step()
             optimizer.zero_grad()
     return {fqn: local_tensor(p.detach()).clone() for fqn, p in stages[0].named_parameters()}
@@ -146,7 +198,7 @@ def test_copies_are_rounded_alike():
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
-# ---------------------------------------------------------------- a step whose gradient is not finite
+# -------------------------------------------------------------- a step whose gradient is not finite
 
 
 class Lion(torch.optim.Optimizer):
@@ -180,7 +232,8 @@ OPTIMIZERS = {
 
 
 def skipped(kind: str, flags: dict, n: int, bad: set, rank: int) -> list:
-    """(weights, state) after each of four steps, of which `bad` have a NaN in one gradient of this rank."""
+    """(weights, state) after each of four steps, of which `bad` have a NaN in one gradient of this
+    rank."""
     stages, layout = build(config(**MODEL), flags, n, n // (2 if flags.get("dp_shard") == 2 else 1))
     params = [p for s in stages for p in s.parameters()]
     optimizer, out = OPTIMIZERS[kind](params), []
@@ -195,14 +248,21 @@ def skipped(kind: str, flags: dict, n: int, bad: set, rank: int) -> list:
             skip_if_not_finite([optimizer], norm)
             optimizer.step()
             optimizer.zero_grad()
-            state = {(i, name): t.clone() if isinstance(t, torch.Tensor) else t
-                     for i, p in enumerate(params) for name, t in optimizer.state.get(p, {}).items()}
+            state = {
+                (i, name): t.clone() if isinstance(t, torch.Tensor) else t
+                for i, p in enumerate(params)
+                for name, t in optimizer.state.get(p, {}).items()
+            }
             out.append(({i: p.detach().clone() for i, p in enumerate(params)}, state))
     return out
 
 
 def same(a: dict, b: dict) -> bool:
-    equal = lambda x, y: torch.equal(local_tensor(x), local_tensor(y)) if isinstance(x, torch.Tensor) else x == y  # noqa: E731
+    def equal(x, y):
+        return (
+            torch.equal(local_tensor(x), local_tensor(y)) if isinstance(x, torch.Tensor) else x == y
+        )  # noqa: E731
+
     return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
 
 
@@ -211,21 +271,39 @@ LAYOUTS = [(1, {}), (2, dict(dp_shard=2)), (2, dict(tp=2))]
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_step_that_is_not_finite_changes_nothing(kind):
-    """Weights, moments and step counters, whatever the optimizer knows of found_inf, and wherever the NaN is."""
+    """Weights, moments and step counters, whatever the optimizer knows of found_inf, and wherever
+    the NaN is."""
     layouts = LAYOUTS[: {"lion": 3, "adamw, fused": 3, "muon": 2}.get(kind, 1)]
     for processes, flags in layouts:
         for steps in pool(processes).run(skipped, kind, flags, 4, {2}, processes - 1):
             (weights, state), (after, state_after) = steps[1], steps[2]
             assert same(weights, after) and same(state, state_after), flags
-            assert not same(after, steps[3][0]) and all(p.isfinite().all() for p in map(local_tensor, steps[3][0].values()))
+            assert not same(after, steps[3][0]) and all(
+                p.isfinite().all() for p in map(local_tensor, steps[3][0].values())
+            )
 
 
-@pytest.mark.parametrize("kind", [
-    pytest.param(k, marks=[] if k in ("lion", "sgd, fused", "adamw, fused") else pytest.mark.slow) for k in OPTIMIZERS])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(
+            k, marks=[] if k in ("lion", "sgd, fused", "adamw, fused") else pytest.mark.slow
+        )
+        for k in OPTIMIZERS
+    ],
+)
 def test_a_first_step_that_is_not_finite_leaves_nothing_behind(kind):
-    """Neither does it count as the first one, in which some optimizers fill their moments in another way."""
-    begin, one = pool(1).run(skipped, kind, {}, 4, {0, 1}, 0)[0], pool(1).run(skipped, kind, {}, 4, {0, 1, 3}, 0)[0]
-    assert same(begin[0][0], begin[1][0]) and same(begin[2][0], one[3][0]) and same(begin[2][1], one[3][1])
+    """Neither does it count as the first one, in which some optimizers fill their moments in
+    another way."""
+    begin, one = (
+        pool(1).run(skipped, kind, {}, 4, {0, 1}, 0)[0],
+        pool(1).run(skipped, kind, {}, 4, {0, 1, 3}, 0)[0],
+    )
+    assert (
+        same(begin[0][0], begin[1][0])
+        and same(begin[2][0], one[3][0])
+        and same(begin[2][1], one[3][1])
+    )
     assert all(p.isfinite().all() for p in map(local_tensor, begin[3][0].values()))
     states = [t for t in begin[2][1].values() if isinstance(t, torch.Tensor)]
     assert all(local_tensor(t).isfinite().all() for t in states)

@@ -1,4 +1,6 @@
-"""--check_parity --where --against: no difference from transformers, and the module of a planted mistake is named."""
+"""--check_parity --where --against: no difference from transformers, and the module of a planted
+mistake is named."""
+
 import functools
 import re
 from contextlib import nullcontext
@@ -28,8 +30,12 @@ KINDS = {  # name -> (recipe, transformers' name, its config)
     "qwen3": (train_qwen3, "Qwen3", TINY),
     "qwen3_moe": (train_qwen3, "Qwen3Moe", TINY | EXPERTS),
     "deepseek_v3": (train_deepseek, "DeepseekV3", LATENT),
-    "deepseek_v2": (train_deepseek, "DeepseekV2", LATENT | dict(
-        norm_topk_prob=False, topk_method="group_limited_greedy", rope_parameters=YARN)),
+    "deepseek_v2": (
+        train_deepseek,
+        "DeepseekV2",
+        LATENT
+        | dict(norm_topk_prob=False, topk_method="group_limited_greedy", rope_parameters=YARN),
+    ),
 }
 
 
@@ -53,13 +59,17 @@ def compared(kind: str, folder: str, mistake=nullcontext, **flags) -> tuple[str,
     theirs = against.their_model(folder)
     with mistake():
         ours = against.our_model(recipe.main, cfg, folder)
-        return against.report_against(*against.compare_with_transformers(ours, theirs), type(theirs).__name__)
+        return against.report_against(
+            *against.compare_with_transformers(ours, theirs), type(theirs).__name__
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_our_models_are_those_of_transformers_everywhere(kind, folder):
     text, status = compared(kind, folder(kind))
-    assert status == 0 and text.startswith("no difference from ") and "not compared" not in text, text
+    assert status == 0 and text.startswith("no difference from ") and "not compared" not in text, (
+        text
+    )
 
 
 # ---------------------------------------------------------------- planted mistakes
@@ -72,8 +82,10 @@ def mistake(owner, name, make):
 
 def other_config(**changes):
     """The model is built with another config than config.json has."""
+
     def make(real):
         return lambda folder, Config: replace(real(folder, Config), **changes)
+
     return mistake(against, "read_hf_config", make)
 
 
@@ -86,14 +98,23 @@ def without_k_norm(self, x, cos, sin, attend):
     B, T, _ = x.shape
     q = self.q_norm(self.wq(x).view(B, T, -1, self.head_dim)).transpose(1, 2)
     k, v = (w(x).view(B, T, -1, self.head_dim).transpose(1, 2) for w in (self.wk, self.wv))
-    return self.wo(attend(layers.rotate(q, cos, sin), layers.rotate(k, cos, sin), v).transpose(1, 2).reshape(B, T, -1))
+    return self.wo(
+        attend(layers.rotate(q, cos, sin), layers.rotate(k, cos, sin), v)
+        .transpose(1, 2)
+        .reshape(B, T, -1)
+    )
 
 
 def without_last_norm(real):
-    def forward(self, tokens, labels=None, positions=None, doc_ids=None, loss_denom=None, cache=None):
+    def forward(
+        self, tokens, labels=None, positions=None, doc_ids=None, loss_denom=None, cache=None
+    ):
         usual = torch.nn.Module.__call__
-        with mock.patch.object(type(self.norm), "__call__", lambda norm, x: x if norm is self.norm else usual(norm, x)):
+        with mock.patch.object(
+            type(self.norm), "__call__", lambda norm, x: x if norm is self.norm else usual(norm, x)
+        ):
             return real(self, tokens, labels, positions, doc_ids, loss_denom, cache)
+
     return forward
 
 
@@ -101,20 +122,55 @@ ATTENTION = "forward of blocks.0.attn (what it gives to blocks.0.attn.wo)"
 MISTAKES = {  # name -> (kind, mistake, words of the first line)
     "another rope_theta": ("qwen3", other_config(rope_theta=1e4 / 2), ATTENTION),
     "another eps": ("llama3", other_config(norm_eps=1e-3), "forward of blocks.0.attn_norm:"),
-    "no k_norm": ("qwen3", mistake(qwen3.Attention, "forward", lambda real: without_k_norm),
-                  "forward of blocks.0.attn.k_norm: never called here"),
-    "no residual": ("llama3", mistake(llama3.Block, "forward", lambda real: no_residual),
-                    "forward of blocks.0 (what it gives to blocks.0.ffn_norm)"),
-    "w1 and w3 swapped": ("llama3", mistake(llama3.FeedForward, "forward", lambda real: lambda self, x: self.w2(
-        F.silu(self.w3(x)) * self.w1(x))), "forward of blocks.0.ffn (what it gives to blocks.0.ffn.w2)"),
-    "no last norm": ("llama3", mistake(llama3.Llama3, "forward", without_last_norm), "forward of norm: never called here"),
-    "router weights that do not sum to 1": ("qwen3_moe", other_config(norm_topk_prob=False), "forward of blocks.0.moe:"),
+    "no k_norm": (
+        "qwen3",
+        mistake(qwen3.Attention, "forward", lambda real: without_k_norm),
+        "forward of blocks.0.attn.k_norm: never called here",
+    ),
+    "no residual": (
+        "llama3",
+        mistake(llama3.Block, "forward", lambda real: no_residual),
+        "forward of blocks.0 (what it gives to blocks.0.ffn_norm)",
+    ),
+    "w1 and w3 swapped": (
+        "llama3",
+        mistake(
+            llama3.FeedForward,
+            "forward",
+            lambda real: lambda self, x: self.w2(F.silu(self.w3(x)) * self.w1(x)),
+        ),
+        "forward of blocks.0.ffn (what it gives to blocks.0.ffn.w2)",
+    ),
+    "no last norm": (
+        "llama3",
+        mistake(llama3.Llama3, "forward", without_last_norm),
+        "forward of norm: never called here",
+    ),
+    "router weights that do not sum to 1": (
+        "qwen3_moe",
+        other_config(norm_topk_prob=False),
+        "forward of blocks.0.moe:",
+    ),
     "no route_scale": ("deepseek_v3", other_config(route_scale=1.0), "forward of blocks.1.moe:"),
-    "another eps of the latent": ("deepseek_v3", mistake(deepseek, "LATENT_EPS", lambda real: 1e-3), "blocks.0.attn.q_norm:"),
-    "yarn without its factor": ("deepseek_v2", mistake(deepseek, "attention_factors", lambda real: lambda config: (1.0, 1.0)),
-                                ATTENTION),
-    "a gate without gradient": ("llama3", mistake(llama3.FeedForward, "forward", lambda real: lambda self, x: self.w2(
-        F.silu(self.w1(x)).detach() * self.w3(x))), "finished gradient of blocks.1.ffn.w1.weight: no gradient arrives"),
+    "another eps of the latent": (
+        "deepseek_v3",
+        mistake(deepseek, "LATENT_EPS", lambda real: 1e-3),
+        "blocks.0.attn.q_norm:",
+    ),
+    "yarn without its factor": (
+        "deepseek_v2",
+        mistake(deepseek, "attention_factors", lambda real: lambda config: (1.0, 1.0)),
+        ATTENTION,
+    ),
+    "a gate without gradient": (
+        "llama3",
+        mistake(
+            llama3.FeedForward,
+            "forward",
+            lambda real: lambda self, x: self.w2(F.silu(self.w1(x)).detach() * self.w3(x)),
+        ),
+        "finished gradient of blocks.1.ffn.w1.weight: no gradient arrives",
+    ),
 }
 
 
@@ -128,7 +184,8 @@ def test_a_planted_mistake_is_named_by_its_module(name, folder):
 
 
 def test_a_forks_own_class_is_compared(folder):
-    """The report uses the class that the recipe passes to claim_run, here a class from a fork's recipe file."""
+    """The report uses the class that the recipe passes to claim_run, here a class from a fork's
+    recipe file."""
 
     class Fork(llama3.Llama3):
         def forward(self, tokens, *args, **kwargs):
@@ -137,16 +194,29 @@ def test_a_forks_own_class_is_compared(folder):
     with mock.patch.object(train_llama3, "Llama3", Fork):
         text, status = compared("llama3", folder("llama3"))
     first = text.splitlines()[0]
-    assert status == 1 and first.startswith("first difference: forward of logits") and "1.5 times" in first, text
+    assert (
+        status == 1
+        and first.startswith("first difference: forward of logits")
+        and "1.5 times" in first
+    ), text
 
 
-@pytest.mark.parametrize("flags, words", [
-    ("--check_parity --where --against FOLDER --tp 2", "leave --tp 2 out"),
-    ("--check_parity --where --against QWEN", "model_type is 'qwen3'"),
-])
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--check_parity --where --against FOLDER --tp 2", "leave --tp 2 out"),
+        ("--check_parity --where --against QWEN", "model_type is 'qwen3'"),
+    ],
+)
 def test_what_against_refuses(flags, words, folder, tmp_path, capsys):
     flags = flags.replace("FOLDER", folder("llama3")).replace("QWEN", folder("qwen3")).split()
-    refuses(re.escape(words), run_report, train_llama3.main, train_llama3.Config, [*flags, "--out", str(tmp_path)])
+    refuses(
+        re.escape(words),
+        run_report,
+        train_llama3.main,
+        train_llama3.Config,
+        [*flags, "--out", str(tmp_path)],
+    )
 
 
 def test_without_transformers_one_line_says_what_to_install(folder):

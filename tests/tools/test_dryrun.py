@@ -1,10 +1,13 @@
-"""--dry_run, against tools/dryrun.py: the same recipe on real gloo processes has the same bytes, collectives and memory.
+"""--dry_run, against tools/dryrun.py: the same recipe on real gloo processes has the same bytes,
+collectives and memory.
 
-Compared on every pipeline rank's first device: parameters, gradients and optimizer state to the byte; collectives by axis and
-operation in number and bytes, with equally busy experts, as the dry run assumes; activations of a micro-batch within 1 %; the
-peak within 1 % without a pipeline, 15 % with a pipeline. Of 4 or 5 micro-batches the dry run executes 2. Layouts implied
-by others are slow tests.
+Compared on every pipeline rank's first device: parameters, gradients and optimizer state to the
+byte; collectives by axis and operation in number and bytes, with equally busy experts, as the dry
+run assumes; activations of a micro-batch within 1 %; the peak within 1 % without a pipeline, 15 %
+with a pipeline. Of 4 or 5 micro-batches the dry run executes 2. Layouts implied by others are slow
+tests.
 """
+
 import importlib
 import math
 import os
@@ -34,8 +37,9 @@ from tools.dryrun import Watch, rows_of
 
 
 class Settled(Watch):
-    """Watch for gloo. Gloo's thread frees a collective's tensors after the collective has returned, as soon as the thread gets
-    the interpreter's lock: without a pause, such tensors would sometimes be alive at a later peak."""
+    """Watch for gloo. Gloo's thread frees a collective's tensors after the collective has returned,
+    as soon as the thread gets the interpreter's lock: without a pause, such tensors would sometimes
+    be alive at a later peak."""
 
     def run(self, func, *args, **kwargs):
         out = super().run(func, *args, **kwargs)
@@ -45,31 +49,44 @@ class Settled(Watch):
 
 
 def really(recipe: str, flags: dict) -> dict:
-    """On a gloo process: the recipe's own main up to its checkpoints, then a step with real tensors, watched."""
+    """On a gloo process: the recipe's own main up to its checkpoints, then a step with real
+    tensors, watched."""
     cfg = config(recipe, flags)
     _clear_sharding_prop_cache()  # of earlier layouts in the same process
     torch.manual_seed(int(os.environ["RANK"]))
-    connect = lambda layout, cfg, *args, **kwargs: replace(layout, compute_dtype=getattr(torch, cfg.compute_dtype))  # noqa: E731
+
+    def connect(layout, cfg, *args, **kwargs):
+        return replace(layout, compute_dtype=getattr(torch, cfg.compute_dtype))  # noqa: E731
+
     stages, optimizers, layout = dryrun.build(importlib.import_module(recipe).main, cfg, connect)
     n = n_microbatches(layout) if layout.pp > 1 else layout.accumulation
-    first = dryrun.observe(stages, optimizers, layout, cfg.seq_len, n, Settled(layout))  # for memory: nothing is left over yet
-    second = dryrun.observe(stages, optimizers, layout, cfg.seq_len, n, Watch(layout))  # for collectives: all connections exist
+    # for memory: nothing is left over yet
+    first = dryrun.observe(stages, optimizers, layout, cfg.seq_len, n, Settled(layout))
+    # for collectives: all connections exist
+    second = dryrun.observe(stages, optimizers, layout, cfg.seq_len, n, Watch(layout))
     counts = dryrun.totals({key[1:]: number for key, number in second.items() if key[0] == "moved"})
     kept = {key: value for key, value in first.items() if key[0] in ("activations", "flops")}
-    return dict(first={k: first[k] for k in ("parameters", "gradients", "optimizer", "measured")} | kept, counts=counts)
+    return dict(
+        first={k: first[k] for k in ("parameters", "gradients", "optimizer", "measured")} | kept,
+        counts=counts,
+    )
 
 
 FIRST, *LAYOUTS = layouts_of("dry run")
 
 
-@pytest.mark.parametrize("row", [FIRST, *(pytest.param(row, marks=pytest.mark.slow) for row in LAYOUTS)], ids=row_name)
+@pytest.mark.parametrize(
+    "row", [FIRST, *(pytest.param(row, marks=pytest.mark.slow) for row in LAYOUTS)], ids=row_name
+)
 def test_dry_run_equals_gloo(row):
     processes, flags, model = row
     recipe, flags = recipe_of(flags, model)
     everyone = pool(processes).run(really, recipe, flags)
     degrees = {axis: flags.get(axis, 1) for axis in AXES}
     degrees["dp_shard"] = processes // math.prod(degrees.values())
-    report = dryrun.make_report(importlib.import_module(recipe).main, config(recipe, flags | degrees))
+    report = dryrun.make_report(
+        importlib.import_module(recipe).main, config(recipe, flags | degrees)
+    )
     for pp_rank, rank in enumerate(report.ranks):
         real = everyone[pp_rank * processes // len(report.ranks)]
         first, step = real["first"], rank.step
@@ -80,7 +97,8 @@ def test_dry_run_equals_gloo(row):
         for key in first:
             if key[0] == "activations":
                 assert step[key] == pytest.approx(first[key], rel=0.01), key
-        # pipelines: another order of micro-batches; split experts: the real step has already freed a tensor of sorted tokens
+        # pipelines: another order of micro-batches; split experts: the real step has already freed
+        # a tensor of sorted tokens
         error = 0.15 if "pp" in flags else 0.02 if "etp" in flags else 0.01
         assert rank.peak == pytest.approx(first["measured"], rel=error)
 
@@ -88,31 +106,56 @@ def test_dry_run_equals_gloo(row):
 @pytest.mark.slow
 @pytest.mark.parametrize("left_out", ["attn_norm", "ffn"])
 def test_another_plan_is_another_report(monkeypatch, left_out):
-    """A norm without style is refused. A FFN that every tp rank holds whole, for T/tp tokens, has more bytes."""
+    """A norm without style is refused. A FFN that every tp rank holds whole, for T/tp tokens, has
+    more bytes."""
     recipe = importlib.import_module("train_llama3")
     cfg, plan = config("train_llama3", dict(tp=2, dp_shard=2)), recipe.Llama3.tp_plan
     before = dryrun.make_report(recipe.main, cfg).ranks[0].step
-    whole = {f"blocks.*.ffn.w{i}": "sequence_linear" for i in (1, 2, 3)} if left_out == "ffn" else {}
-    changed = lambda model: {k: v for k, v in plan(model).items() if left_out not in k.split(".")} | whole  # noqa: E731
+    whole = (
+        {f"blocks.*.ffn.w{i}": "sequence_linear" for i in (1, 2, 3)} if left_out == "ffn" else {}
+    )
+
+    def changed(model):
+        return {k: v for k, v in plan(model).items() if left_out not in k.split(".")} | whole  # noqa: E731
+
     monkeypatch.setattr(recipe.Llama3, "tp_plan", changed)
     if left_out == "attn_norm":
         refuses("blocks.0.attn_norm.weight has no style", dryrun.make_report, recipe.main, cfg)
         return
     after = dryrun.make_report(recipe.main, cfg).ranks[0].step
-    moved = [dryrun.totals({key[1:]: n for key, n in step.items() if key[0] == "moved"}) for step in (before, after)]
-    fewer = {key: moved[0][key][0] - moved[1][key][0] for key in moved[0] if moved[0][key] != moved[1][key]}
+    moved = [
+        dryrun.totals({key[1:]: n for key, n in step.items() if key[0] == "moved"})
+        for step in (before, after)
+    ]
+    fewer = {
+        key: moved[0][key][0] - moved[1][key][0]
+        for key in moved[0]
+        if moved[0][key] != moved[1][key]
+    }
     grown = after["parameters"] - before["parameters"]
-    expected = {("tp", "all_gather"): 2 * 5, ("tp", "reduce_scatter"): 2 * 5, ("tp", "all_reduce"): -3 * 5}
+    expected = {
+        ("tp", "all_gather"): 2 * 5,
+        ("tp", "reduce_scatter"): 2 * 5,
+        ("tp", "all_reduce"): -3 * 5,
+    }
     assert {key: n for key, n in fewer.items() if n} == expected
-    assert grown == 5 * 3 * 64 * 128 * 4 // 2 // 2  # two FSDP ranks have half each, and no longer a quarter
+    # two FSDP ranks have half each, and no longer a quarter
+    assert grown == 5 * 3 * 64 * 128 * 4 // 2 // 2
 
 
-@pytest.mark.parametrize("ep, parts", [(4, 2), (8, 1)])  # of 8 experts: two on each rank, or one, which cannot be cut
+# of 8 experts: two on each rank, or one, which cannot be cut
+@pytest.mark.parametrize("ep, parts", [(4, 2), (8, 1)])
 def test_tokens_travel_in_parts_on_gpus(ep, parts):
-    """As many bytes as on a CPU, where rows travel in one part, in as many times the exchanges, but for those of the counts."""
+    """As many bytes as on a CPU, where rows travel in one part, in as many times the exchanges, but
+    for those of the counts."""
+
     def exchanges(device):
-        step = report_of("train_qwen3", model_args=MOE, dp_shard=8, ep=ep, device=device).ranks[0].step
-        return dryrun.totals({key[1:]: n for key, n in step.items() if key[0] == "moved"})["ep", "all_to_all"]
+        step = (
+            report_of("train_qwen3", model_args=MOE, dp_shard=8, ep=ep, device=device).ranks[0].step
+        )
+        return dryrun.totals({key[1:]: n for key, n in step.items() if key[0] == "moved"})[
+            "ep", "all_to_all"
+        ]
 
     (on_cpu, size), (on_gpu, same) = exchanges("cpu"), exchanges("cuda")
     assert (on_cpu, on_gpu) == (5 * 5, 5 * (1 + 4 * parts)) and same == size
@@ -122,8 +165,13 @@ def test_bound_counts_causal_attention_at_half():
     report = report_of(seq_len=256, local_batch_size=1)
     layers, heads, head_dim = 5, 4, 16
     attention = 12 * layers * heads * head_dim * 256**2  # 4 in the forward, 8 in the backward
-    assert report.least_flops == pytest.approx(report.ranks[0].flops("forward", "backward") - attention / 2)
-    halves = [report_of(seq_len=256, local_batch_size=1, cp=2, dp_shard=1, cp_method=m) for m in ("allgather", "alltoall")]
+    assert report.least_flops == pytest.approx(
+        report.ranks[0].flops("forward", "backward") - attention / 2
+    )
+    halves = [
+        report_of(seq_len=256, local_batch_size=1, cp=2, dp_shard=1, cp_method=m)
+        for m in ("allgather", "alltoall")
+    ]
     assert [2 * half.least_flops for half in halves] == [pytest.approx(report.least_flops)] * 2
 
 
@@ -131,13 +179,23 @@ def test_bound_counts_causal_attention_at_half():
 def test_every_way_to_save_memory_shows():
     flags = dict(dp_shard=2, seq_len=512, compute_dtype="bfloat16")
     plain = report_of(**flags).ranks[0]
-    kept = {ac: report_of(ac=ac, **flags).ranks[0].activations for ac in ("op", "selective", "full")}
-    assert kept["full"] < kept["selective"] < plain.activations and kept["full"] < kept["op"] < plain.activations
-    compiled, budget = (report_of(ac=ac, compile=True, **flags).ranks[0].activations for ac in ("none", "budget"))
+    kept = {
+        ac: report_of(ac=ac, **flags).ranks[0].activations for ac in ("op", "selective", "full")
+    }
+    assert (
+        kept["full"] < kept["selective"] < plain.activations
+        and kept["full"] < kept["op"] < plain.activations
+    )
+    compiled, budget = (
+        report_of(ac=ac, compile=True, **flags).ranks[0].activations for ac in ("none", "budget")
+    )
     assert budget == compiled < plain.activations  # the report says so
     full = report_of(ac="full", **flags)
     # everything except the head: the loss computes the head's gradients in the forward
-    assert 0.7 < full.ranks[0].flops("recompute") / full.ranks[0].flops("forward") < 0.9 and full.mfu_bound < 0.85
+    assert (
+        0.7 < full.ranks[0].flops("recompute") / full.ranks[0].flops("forward") < 0.9
+        and full.mfu_bound < 0.85
+    )
     offloaded = report_of(cpu_offload=True, **flags).ranks[0]
     assert offloaded.peak < plain.peak - 0.9 * (plain.step["parameters"] + plain.step["optimizer"])
     wide = report_of(**flags | dict(compute_dtype="float32")).ranks[0]
@@ -149,14 +207,19 @@ def test_compiled_blocks_keep_no_silu():
     """The compiler recomputes a single activation of a block: silu's result, (B, T, F)."""
     B, T, F, layers = 4, 64, 128, 5
     for flags, kept in ({}, layers), (dict(ac="selective"), 2), (dict(ac="full"), 0):
-        eager, compiled = (report_of(**flags, compile=on).ranks[0].activations for on in (False, True))
+        eager, compiled = (
+            report_of(**flags, compile=on).ranks[0].activations for on in (False, True)
+        )
         assert eager - compiled == kept * B * T * F * 4, flags
 
 
 def test_a_peak_fits_up_to_the_last_byte(capsys):
     report, cfg = report_of(dp_shard=1), config("train_llama3", dict(dp_shard=1))
-    for peak, verdict in [(80e9, "80 GB: fits, 141 GB: fits, 192 GB: fits"), (80e9 + 1, "80 GB: does not fit, 141 GB: fits"),
-                          (192e9 + 1, "141 GB: does not fit, 192 GB: does not fit")]:
+    for peak, verdict in [
+        (80e9, "80 GB: fits, 141 GB: fits, 192 GB: fits"),
+        (80e9 + 1, "80 GB: does not fit, 141 GB: fits"),
+        (192e9 + 1, "141 GB: does not fit, 192 GB: does not fit"),
+    ]:
         report.ranks[0].peak = peak
         dryrun.print_report(cfg, report, "H100")
         assert verdict in capsys.readouterr().out
@@ -174,7 +237,12 @@ def test_torchrun_is_not_needed():
 
 def test_1f1b_holds_as_many_microbatches_as_ranks_are_behind():
     rows = rows_of(Flags(pp=4), 4, 8, 4)
-    assert [dryrun.in_flight(row, [r], {("activations", 0): 1}) for r, row in enumerate(rows)] == [4, 3, 2, 1]
+    assert [dryrun.in_flight(row, [r], {("activations", 0): 1}) for r, row in enumerate(rows)] == [
+        4,
+        3,
+        2,
+        1,
+    ]
 
 
 # ---------------------------------------------------------------- --explain
@@ -184,15 +252,35 @@ def test_1f1b_holds_as_many_microbatches_as_ranks_are_behind():
 def test_the_report_of_a_layout_no_laptop_has(tmp_path):
     """No data is read, no folder made; expected numbers were computed by hand: 8B, 8 x 128 devices."""
     out = tmp_path / "run"
-    done = run("train_llama3.py", "--flavor", "8B", "--seq_len", 8192, "--local_batch_size", 1, "--dp_shard", 128, "--tp", 8,
-               "--dry_run", "--explain", "--data", "/nowhere", "--out", out)
+    done = run(
+        "train_llama3.py",
+        "--flavor",
+        "8B",
+        "--seq_len",
+        8192,
+        "--local_batch_size",
+        1,
+        "--dp_shard",
+        128,
+        "--tp",
+        8,
+        "--dry_run",
+        "--explain",
+        "--data",
+        "/nowhere",
+        "--out",
+        out,
+    )
     assert done.returncode == 0, done.stderr
     assert not out.exists()
     assert "8,030,261,248 parameters | dp_shard 128 x tp 8 = 1,024 devices" in done.stdout
     assert "80 GB: fits, 141 GB: fits, 192 GB: fits" in done.stdout
     lines = [line.split() for line in done.stdout.splitlines()]
     wo = next(line for line in lines if line[:1] == ["attn.wo.weight"])
-    assert wo[1:4] == ["4096", "x", "4096"] and " ".join(wo[4:11]) == "tp: columns, fsdp: rows 32 x 512"
+    assert (
+        wo[1:4] == ["4096", "x", "4096"]
+        and " ".join(wo[4:11]) == "tp: columns, fsdp: rows 32 x 512"
+    )
     # two per block and direction, each of 8192 x 4096 bf16
     assert ["forward", "tp", "all_gather", "2", "128", "MiB"] in [line[:6] for line in lines]
     assert ["backward", "tp", "reduce_scatter", "2", "128", "MiB"] in [line[:6] for line in lines]
@@ -200,13 +288,21 @@ def test_the_report_of_a_layout_no_laptop_has(tmp_path):
 
 @pytest.mark.slow
 def test_one_block_of_split_experts():
-    """With --ep a block names neighbours for FSDP to gather early, among them blocks that --explain leaves out."""
+    """With --ep a block names neighbours for FSDP to gather early, among them blocks that --explain
+    leaves out."""
     flags = dict(dp_shard=2, ep=2, model_args=MOE)
-    _, name, parameters, step = count_block(importlib.import_module("train_qwen3").main, config("train_qwen3", flags))
+    _, name, parameters, step = count_block(
+        importlib.import_module("train_qwen3").main, config("train_qwen3", flags)
+    )
     moved = {tuple(key): number for *key, number, _, _ in list_collectives(step)}
-    assert name == "2" and [split for n, _, split, _ in parameters if n == "moe.experts.w1"] == ["ep: dim 0"]
-    assert moved["forward", "ep", "all_to_all"] == 3 and moved["backward", "ep", "all_to_all"] == 2  # no counts go back
-    assert moved["forward", "fsdp", "all_gather"] == moved["backward", "fsdp", "reduce_scatter"] == 1
+    assert name == "2" and [split for n, _, split, _ in parameters if n == "moe.experts.w1"] == [
+        "ep: dim 0"
+    ]
+    # no counts go back
+    assert moved["forward", "ep", "all_to_all"] == 3 and moved["backward", "ep", "all_to_all"] == 2
+    assert (
+        moved["forward", "fsdp", "all_gather"] == moved["backward", "fsdp", "reduce_scatter"] == 1
+    )
 
 
 def test_too_few_layers_are_refused_unless_there_is_a_page():
@@ -218,7 +314,10 @@ def test_too_few_layers_are_refused_unless_there_is_a_page():
 # ---------------------------------------------------------------- docs/parallelism.md
 
 GUIDE = REPO / "docs" / "parallelism.md"
-BEGIN, END = "<!-- support matrix: PYTHONPATH=.:tests python tests/tools/test_dryrun.py -->\n", "<!-- end -->\n"
+BEGIN, END = (
+    "<!-- support matrix: PYTHONPATH=.:tests python tests/tools/test_dryrun.py -->\n",
+    "<!-- end -->\n",
+)
 FEATURES = {
     "FSDP": lambda f, p, fsdp: fsdp > 1,
     "replicas": lambda f, p, fsdp: f.get("dp_replicate", 1) > 1,
@@ -235,13 +334,16 @@ FEATURES = {
 
 
 def support_matrix() -> str:
-    """How many layouts of tests/test_parallel.py have both features; on the diagonal, the feature at all."""
+    """How many layouts of tests/test_parallel.py have both features; on the diagonal, the feature
+    at all."""
     from test_parallel import LAYOUTS
 
     found = []
     for processes, flags, problem in LAYOUTS:
         others = math.prod(flags.get(axis, 1) for axis in AXES if axis != "dp_shard")
-        found.append({name for name, has in FEATURES.items() if has(flags, problem, processes // others)})
+        found.append(
+            {name for name, has in FEATURES.items() if has(flags, problem, processes // others)}
+        )
     names = list(FEATURES)
     lines = [["", *names], ["---"] * (len(names) + 1)]
     lines += [[a, *(str(sum({a, b} <= f for f in found) or "-") for b in names)] for a in names]
@@ -250,23 +352,44 @@ def support_matrix() -> str:
 
 def test_the_support_matrix_is_that_of_the_tests():
     written = GUIDE.read_text().split(BEGIN)[1].split(END)[0]
-    assert written == support_matrix(), "stale: run `PYTHONPATH=.:tests python tests/tools/test_dryrun.py`"
+    assert written == support_matrix(), (
+        "stale: run `PYTHONPATH=.:tests python tests/tools/test_dryrun.py`"
+    )
 
 
 def test_the_guide_names_functions_that_exist():
     rooms = [parallel, pipeline, schedule, experts, launch, layouts]
-    named = [name for line in GUIDE.read_text().split("Function")[1:] for name in re.findall(r"`(\w+)`", line.split(".")[0])]
-    assert len(named) > 8 and [name for name in named if not any(hasattr(m, name) for m in rooms)] == ["tp_plan"]
+    named = [
+        name
+        for line in GUIDE.read_text().split("Function")[1:]
+        for name in re.findall(r"`(\w+)`", line.split(".")[0])
+    ]
+    assert len(named) > 8 and [
+        name for name in named if not any(hasattr(m, name) for m in rooms)
+    ] == ["tp_plan"]
     pictures = re.findall(r"!\[\w+\]\((\S+)\)", GUIDE.read_text())
     assert len(pictures) > 5 and all((GUIDE.parent / name).exists() for name in pictures)
 
 
-# axis of the guide's table: flags of the run, and the guide's word for each (axis, operation) of pipeline rank 0
+# axis of the guide's table: flags of the run, and the guide's word for each (axis, operation) of
+# pipeline rank 0
 MEASURED = {
-    "dp_shard": (dict(dp_shard=8), {("fsdp", "all_gather"): "gathers", ("fsdp", "reduce_scatter"): "reduces"}),
-    "dp_replicate": (dict(dp_shard=1, dp_replicate=8), {("dp_replicate", "all_reduce"): "all-reduces"}),
-    "tp": (dict(dp_shard=1, tp=8), {("tp", "all_gather"): "gathers", ("tp", "reduce_scatter"): "scatters"}),
-    "cp": (dict(dp_shard=1, cp=8), {("cp", "all_gather"): "gathers", ("cp", "reduce_scatter"): "scatters"}),
+    "dp_shard": (
+        dict(dp_shard=8),
+        {("fsdp", "all_gather"): "gathers", ("fsdp", "reduce_scatter"): "reduces"},
+    ),
+    "dp_replicate": (
+        dict(dp_shard=1, dp_replicate=8),
+        {("dp_replicate", "all_reduce"): "all-reduces"},
+    ),
+    "tp": (
+        dict(dp_shard=1, tp=8),
+        {("tp", "all_gather"): "gathers", ("tp", "reduce_scatter"): "scatters"},
+    ),
+    "cp": (
+        dict(dp_shard=1, cp=8),
+        {("cp", "all_gather"): "gathers", ("cp", "reduce_scatter"): "scatters"},
+    ),
     "cp ": (dict(dp_shard=1, cp=8, cp_method="alltoall"), {("cp", "all_to_all"): "exchanges"}),
 }
 
@@ -275,10 +398,14 @@ MEASURED = {
 @pytest.mark.parametrize("axis", MEASURED)
 def test_the_measured_numbers_of_the_guide(axis):
     flags, words = MEASURED[axis]
-    flags |= dict(flavor="8B", model_args="", seq_len=8192, local_batch_size=1, compute_dtype="auto")
+    flags |= dict(
+        flavor="8B", model_args="", seq_len=8192, local_batch_size=1, compute_dtype="auto"
+    )
     step = report_of(**flags).ranks[0].step
     counts = dryrun.totals({key[1:]: n for key, n in step.items() if key[0] == "moved"})
-    said = "; ".join(f"{counts[key][0]} {word} {dryrun.human(counts[key][1])}" for key, word in words.items())
+    said = "; ".join(
+        f"{counts[key][0]} {word} {dryrun.human(counts[key][1])}" for key, word in words.items()
+    )
     assert f"| {said} |" in GUIDE.read_text()
 
 
@@ -289,20 +416,40 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_best_layouts_are_dry_runs_of_their_flags(monkeypatch, capsys):
-    """The table's peak is that of a dry run of its flags; slow links, or a small device, give another table."""
-    main, cfg, found = importlib.import_module("train_qwen3").main, config("train_qwen3", dict(tp=2, model_args=MOE)), []
+    """The table's peak is that of a dry run of its flags; slow links, or a small device, give
+    another table."""
+    main, cfg, found = (
+        importlib.import_module("train_qwen3").main,
+        config("train_qwen3", dict(tp=2, model_args=MOE)),
+        [],
+    )
     monkeypatch.setattr(best, "SHOWN", 3)
     monkeypatch.setattr(best, "MOST_RUNS", 3)
     for speed, bounds in (1e15, {"arithmetic"}), (1e6, {"tp", "efsdp"}):
         monkeypatch.setitem(best.MACHINES, "H100", (80, speed, speed))
         best.print_best(main, cfg, 4, "H100")
         title, _, _, *rows = capsys.readouterr().out.splitlines()
-        assert title.startswith("26 legal layouts of 4 devices") and "--global_batch_size 16:" in title
+        assert (
+            title.startswith("26 legal layouts of 4 devices") and "--global_batch_size 16:" in title
+        )
         found.append([re.split("  +", row) for row in rows])
-        assert len(rows) == 3 and {row[3] for row in found[-1]} == bounds and all("--tp 2" in row[4] for row in found[-1])
+        assert (
+            len(rows) == 3
+            and {row[3] for row in found[-1]} == bounds
+            and all("--tp 2" in row[4] for row in found[-1])
+        )
         assert found[-1] == sorted(found[-1], key=lambda row: float(row[0][:-2]))
     flags = dict(pair.split() for pair in found[1][1][4].removeprefix("--").split(" --"))
     c = replace(cfg, **{name: int(n) for name, n in flags.items()}, global_batch_size=16)
-    assert flags["ep"] == "2" and found[1][1][2] == dryrun.human(dryrun.make_report(main, c).ranks[0].peak)
+    assert flags["ep"] == "2" and found[1][1][2] == dryrun.human(
+        dryrun.make_report(main, c).ranks[0].peak
+    )
     monkeypatch.setitem(best.MACHINES, "H100", (1e-3, 1e6, 1e6))
-    refuses("none of 26 legal layouts fits a device of 0.001 GB; of 3 dry runs", best.print_best, main, cfg, 4, "H100")
+    refuses(
+        "none of 26 legal layouts fits a device of 0.001 GB; of 3 dry runs",
+        best.print_best,
+        main,
+        cfg,
+        4,
+        "H100",
+    )

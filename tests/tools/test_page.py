@@ -1,7 +1,10 @@
-"""--explain --html: the page shows the same parts as real processes hold; and a real browser shows the page (slow).
+"""--explain --html: the page shows the same parts as real processes hold; and a real browser shows
+the page (slow).
 
-`PYTHONPATH=.:tests python tests/tools/test_page.py` makes the screenshots in docs/ from the pages of the slow test.
+`PYTHONPATH=.:tests python tests/tools/test_page.py` makes the screenshots in docs/ from the pages
+of the slow test.
 """
+
 import html.parser
 import importlib
 import json
@@ -40,13 +43,21 @@ def parts(t) -> list:
 
 
 def really_held(recipe: str, flags: dict) -> dict:
-    """On a gloo process: after a step, the parts of weight, gradient and optimizer state, and the rank's tokens."""
+    """On a gloo process: after a step, the parts of weight, gradient and optimizer state, and the
+    rank's tokens."""
     cfg = config(recipe, flags)
     _clear_sharding_prop_cache()
-    stages, optimizers, layout = dryrun.build(importlib.import_module(recipe).main, cfg, lambda layout, *args, **kwargs: layout)
+    stages, optimizers, layout = dryrun.build(
+        importlib.import_module(recipe).main, cfg, lambda layout, *args, **kwargs: layout
+    )
     shape = layout.accumulation, layout.local_batch_size, cfg.seq_len
     tokens = torch.arange(math.prod(shape)).view(shape) % stages[0].config.vocab_size
-    batch = SimpleNamespace(tokens=tokens, labels=tokens, positions=torch.arange(cfg.seq_len).expand(shape), doc_ids=None)
+    batch = SimpleNamespace(
+        tokens=tokens,
+        labels=tokens,
+        positions=torch.arange(cfg.seq_len).expand(shape),
+        doc_ids=None,
+    )
     widths = []
     block = next(iter(stages[0].blocks.values()))
     block.register_forward_pre_hook(lambda block, args: widths.append(args[0].shape[1]))
@@ -54,30 +65,41 @@ def really_held(recipe: str, flags: dict) -> dict:
     for optimizer in optimizers:
         optimizer.step()
     state = {p: list(s.values()) for optimizer in optimizers for p, s in optimizer.state.items()}
-    held = {name: [parts(t) for t in (p, p.grad, *(t for t in state[p] if t.dim()))]
-            for name, p in shown_parameters(stages).items()}
+    held = {
+        name: [parts(t) for t in (p, p.grad, *(t for t in state[p] if t.dim()))]
+        for name, p in shown_parameters(stages).items()
+    }
     local = {name: list(local_tensor(p).shape) for name, p in shown_parameters(stages).items()}
     positions = ranges(parallel.inputs(stages[0], batch, 0, layout)["positions"][0])
-    return dict(held=held, local=local, data_rank=layout.data_rank, inside=positions, width=widths[0])
+    return dict(
+        held=held, local=local, data_rank=layout.data_rank, inside=positions, width=widths[0]
+    )
 
 
 @pytest.mark.parametrize("row", layouts_of("page"), ids=row_name)
 def test_the_page_knows_what_a_real_rank_holds(row):
-    """Weight, gradient and both of AdamW's moments of each rank, the positions, and their number between blocks."""
+    """Weight, gradient and both of AdamW's moments of each rank, the positions, and their number
+    between blocks."""
     recipe, flags = recipe_of(dict(dp_shard=1) | row[1], row[2])
     real = pool(4).run(really_held, recipe, flags)
     cfg, main, pp = config(recipe, flags), importlib.import_module(recipe).main, flags.get("pp", 1)
     for rank in range(4):
-        if rank % (4 // pp) == 0:  # the first rank of a pipeline rank: enough to compute the parts of the others
+        # the first rank of a pipeline rank: enough to compute the parts of the others
+        if rank % (4 // pp) == 0:
             with dryrun.dry_world(main, cfg, rank // (4 // pp)) as (stages, _, layout):
                 pass
         parameters, place = shown_parameters(stages), place_of(layout, rank)
         said = {name: [held_part(p, place)] * 4 for name, p in parameters.items()}
         tokens = tokens_of(layout, place, cfg.seq_len)
         assert said == real[rank]["held"]
-        assert {name: [b - a for a, b in where[0]] for name, where in said.items()} == real[rank]["local"]
+        assert {name: [b - a for a, b in where[0]] for name, where in said.items()} == real[rank][
+            "local"
+        ]
         share = layout.global_batch_size // layout.data_ranks
-        assert tokens["sequences"] == (real[rank]["data_rank"] * share, (real[rank]["data_rank"] + 1) * share)
+        assert tokens["sequences"] == (
+            real[rank]["data_rank"] * share,
+            (real[rank]["data_rank"] + 1) * share,
+        )
         assert tokens["inside"] == real[rank]["inside"]
         assert sum(b - a for a, b in tokens["between"]) == real[rank]["width"]
 
@@ -116,69 +138,148 @@ class Page(html.parser.HTMLParser):
 def page_of(recipe: str, flags: dict, counted=True) -> tuple[str, Page, object]:
     main, cfg = importlib.import_module(recipe).main, config(recipe, dict(dp_shard=1) | flags)
     report = make_report(main, cfg)
-    text = make_page(cfg, report, count_block(main, cfg) if counted else None, "python the <command> & more")
+    text = make_page(
+        cfg, report, count_block(main, cfg) if counted else None, "python the <command> & more"
+    )
     return text, Page(text), report
 
 
-@pytest.mark.parametrize("recipe, flags", [
-    ("train_llama3", {}),
-    ("train_llama3", dict(dp_shard=2, cp=2, tp=2)),
-    ("train_llama3", dict(pp=4, dp_shard=2, local_batch_size=8)),
-    ("train_llama3", dict(pp=2, tp=2, pp_schedule="ZBVZeroBubble", local_batch_size=8)),
-    ("train_qwen3", dict(dp_shard=4, ep=4, model_args=MOE))], ids=str)
+@pytest.mark.parametrize(
+    "recipe, flags",
+    [
+        ("train_llama3", {}),
+        ("train_llama3", dict(dp_shard=2, cp=2, tp=2)),
+        ("train_llama3", dict(pp=4, dp_shard=2, local_batch_size=8)),
+        ("train_llama3", dict(pp=2, tp=2, pp_schedule="ZBVZeroBubble", local_batch_size=8)),
+        ("train_qwen3", dict(dp_shard=4, ep=4, model_args=MOE)),
+    ],
+    ids=str,
+)
 def test_the_page(recipe, flags):
     text, page, report = page_of(recipe, flags, counted=flags.get("pp") != 2)
     layout = report.layout
-    assert "://" not in text and not page.values("src") | page.values("href")  # nothing is downloaded
+    # nothing is downloaded
+    assert "://" not in text and not page.values("src") | page.values("href")
     ranks = {str(r) for r in range(layout.world_size)}
     assert page.values("data-rank") == ranks and {f"rank{r}" for r in ranks} <= page.values("id")
     assert "python the <command> & more" in page.texts
-    assert {"here while the block runs", "here from the first forward to the last backward of a step"} & set(page.texts) == {
-        "here while the block runs" if layout.pp == 1 else "here from the first forward to the last backward of a step"}
+    assert {
+        "here while the block runs",
+        "here from the first forward to the last backward of a step",
+    } & set(page.texts) == {
+        "here while the block runs"
+        if layout.pp == 1
+        else "here from the first forward to the last backward of a step"
+    }
     for axis, groups in page.data["groups"].items():
         assert sorted(r for group in groups for r in group) == list(range(layout.world_size)), axis
-    assert any(a.get("id") == "schedule" and "hidden" in a for _, a in page.tags) == (layout.pp == 1)
+    assert any(a.get("id") == "schedule" and "hidden" in a for _, a in page.tags) == (
+        layout.pp == 1
+    )
     assert len(page.data["ticks"]) == duration(simulate(report.rows))
-    # a section for each rank with a box for each parameter on any rank, and the batch; all ranks have all tokens
+    # a section for each rank with a box for each parameter on any rank, and the batch; all ranks
+    # have all tokens
     tensors = {name for rank in report.ranks for name in shown_parameters(rank.stages)}
-    areas = {look: [float(a["width"]) * float(a["height"]) for tag, a in page.tags if tag == "rect" and a["class"] == look]
-             for look in ("whole", "kept", "gathered", "token")}
+    areas = {
+        look: [
+            float(a["width"]) * float(a["height"])
+            for tag, a in page.tags
+            if tag == "rect" and a["class"] == look
+        ]
+        for look in ("whole", "kept", "gathered", "token")
+    }
     n, held = layout.world_size, sum(len(shown_parameters(rank.stages)) for rank in report.ranks)
     assert len(areas["whole"]) == n * (len(tensors) + 1 + 2)  # 2 in the legends
     assert len(areas["kept"]) == len(areas["gathered"]) == n * held // layout.pp + n
-    kept, gathered, token = (sum(areas[look]) - n * 14 * 14 for look in ("kept", "gathered", "token"))  # without legends
-    assert token == pytest.approx(560 * min(112, 14 * layout.global_batch_size) * layout.pp, rel=0.02)
+    # without legends
+    kept, gathered, token = (
+        sum(areas[look]) - n * 14 * 14 for look in ("kept", "gathered", "token")
+    )
+    assert token == pytest.approx(
+        560 * min(112, 14 * layout.global_batch_size) * layout.pp, rel=0.02
+    )
     if layout.cp > 1:  # gathered over fsdp 4, 8 ranks have each number 4 times as often
         assert gathered == pytest.approx(4 * kept, rel=0.02)
 
 
 @pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble", "Interleaved1F1B"])
 def test_the_ticks_send_what_the_step_sends(name):
-    """As many sends as in the dry run, and every unit of work is shown for as many ticks as the schedule says."""
-    report = make_report(importlib.import_module("train_llama3").main, config("train_llama3", dict(
-        pp=2, dp_shard=1, local_batch_size=4, pp_schedule=name)))
+    """As many sends as in the dry run, and every unit of work is shown for as many ticks as the
+    schedule says."""
+    report = make_report(
+        importlib.import_module("train_llama3").main,
+        config("train_llama3", dict(pp=2, dp_shard=1, local_batch_size=4, pp_schedule=name)),
+    )
     times = simulate(report.rows)
-    found = list_ticks(times, {i: r for r, rank in enumerate(report.ranks) for i in rank.ids}, "1 B")
+    found = list_ticks(
+        times, {i: r for r, rank in enumerate(report.ranks) for i in rank.ids}, "1 B"
+    )
     for r, rank in enumerate(report.ranks):
-        counted = sum(n for key, n in rank.step.items() if key[0] == "moved" and key[2:4] == ("pp", "send"))
-        assert sum(text.startswith(f"pp {r} sends") for tick in found for text in tick["sent"]) == counted > 0
+        counted = sum(
+            n for key, n in rank.step.items() if key[0] == "moved" and key[2:4] == ("pp", "send")
+        )
+        assert (
+            sum(text.startswith(f"pp {r} sends") for tick in found for text in tick["sent"])
+            == counted
+            > 0
+        )
         work = sum(end - start for start, end, *_ in times[r])
         assert sum(tick["now"][r] != "waits" for tick in found) == work
 
 
 # ---------------------------------------------------------------- in a browser
 
-BROWSER = next(filter(None, map(shutil.which, filter(None, (
-    os.environ.get("CHROME"), "chromium", "chromium-browser", "google-chrome", "chrome")))), None)
-QUIET = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-         "--disable-component-update", "--disable-sync", "--hide-scrollbars", "--virtual-time-budget=2000"]
-PAGES = {  # name: recipe and flags, state in the address, words on the page, height of the screenshot
-    "dense": ("train_llama3.py --dp_shard 2 --cp 2 --tp 2", "#rank=3",
-              ["Rank 3 holds", "tp with 2", "rows 160-191", "cp fsdp"], 1900),
-    "pipeline": ("train_llama3.py --pp 4 --dp_shard 2 --global_batch_size 16 --local_batch_size 8", "#rank=3&tick=9",
-                 ["layers 1-2", "Tick 9 of 32", "backward of micro-batch 0", "pp 1 sends the gradients of"], 1780),
-    "experts": ("train_qwen3.py --flavor debug_moe --dp_shard 4 --ep 4", "#rank=2",
-                ["Rank 2 holds", "experts 4-5", "ep with 0, 1, 3"], 1900),
+BROWSER = next(
+    filter(
+        None,
+        map(
+            shutil.which,
+            filter(
+                None,
+                (
+                    os.environ.get("CHROME"),
+                    "chromium",
+                    "chromium-browser",
+                    "google-chrome",
+                    "chrome",
+                ),
+            ),
+        ),
+    ),
+    None,
+)
+QUIET = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+    "--virtual-time-budget=2000",
+]
+# name: recipe and flags, state in the address, words on the page, height of the screenshot
+PAGES = {
+    "dense": (
+        "train_llama3.py --dp_shard 2 --cp 2 --tp 2",
+        "#rank=3",
+        ["Rank 3 holds", "tp with 2", "rows 160-191", "cp fsdp"],
+        1900,
+    ),
+    "pipeline": (
+        "train_llama3.py --pp 4 --dp_shard 2 --global_batch_size 16 --local_batch_size 8",
+        "#rank=3&tick=9",
+        ["layers 1-2", "Tick 9 of 32", "backward of micro-batch 0", "pp 1 sends the gradients of"],
+        1780,
+    ),
+    "experts": (
+        "train_qwen3.py --flavor debug_moe --dp_shard 4 --ep 4",
+        "#rank=2",
+        ["Rank 2 holds", "experts 4-5", "ep with 0, 1, 3"],
+        1900,
+    ),
 }
 # A reader's actions, as events of the browser; the script writes the visible texts into the title.
 READER = """<script>addEventListener("load", () => {
@@ -195,7 +296,13 @@ READER = """<script>addEventListener("load", () => {
 
 
 def browse(folder: Path, page: Path, state: str, *options) -> str:
-    command = [BROWSER, *QUIET, f"--user-data-dir={folder / 'profile'}", *options, f"{page.as_uri()}{state}"]
+    command = [
+        BROWSER,
+        *QUIET,
+        f"--user-data-dir={folder / 'profile'}",
+        *options,
+        f"{page.as_uri()}{state}",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -209,10 +316,18 @@ def make(name: str, folder: Path) -> Path:
 
 
 def screenshot(name: str, folder: Path, page: Path, target: Path) -> None:
-    browse(folder, page, PAGES[name][1], f"--window-size=1000,{PAGES[name][3]}", f"--screenshot={target}")
+    browse(
+        folder,
+        page,
+        PAGES[name][1],
+        f"--window-size=1000,{PAGES[name][3]}",
+        f"--screenshot={target}",
+    )
 
 
-@pytest.mark.skipif(BROWSER is None, reason="needs a browser: chromium, google-chrome, or CHROME=path of one")
+@pytest.mark.skipif(
+    BROWSER is None, reason="needs a browser: chromium, google-chrome, or CHROME=path of one"
+)
 @pytest.mark.parametrize("name", PAGES)
 def test_a_browser_shows_the_page(name, tmp_path):
     page = make(name, tmp_path)
@@ -220,17 +335,22 @@ def test_a_browser_shows_the_page(name, tmp_path):
     shown = browse(tmp_path, page, state, "--dump-dom")
     dom = re.sub(r"<script.*?</script>|<section[^>]* hidden.*?</section>", "", shown, flags=re.S)
     assert not [word for word in words if word not in dom]
-    # a reader points at rank 2, goes to rank 1 with the keyboard and on with an arrow, and steps through the schedule
+    # a reader points at rank 2, goes to rank 1 with the keyboard and on with an arrow, and steps
+    # through the schedule
     page.write_text(page.read_text().replace("</body>", READER))
     dom = browse(tmp_path, page, "", "--window-size=390,900", "--dump-dom")
-    *seen, sizes, address = re.search(r"<title>(.*?)</title>", dom, re.S)[1].replace("&amp;", "&").split("; ")
+    *seen, sizes, address = (
+        re.search(r"<title>(.*?)</title>", dom, re.S)[1].replace("&amp;", "&").split("; ")
+    )
     assert sizes == "11 false"  # pixels of the smallest text; pictures scroll, the page does not
     inner = 4 if name == "dense" else 1
     after = 1 + inner
     assert seen[0].startswith("Rank 2 holds | undefined") and seen[1].startswith("Rank 1 holds | 1")
     assert seen[2].startswith(f"Rank {after} holds | {after}")
     last = 32 if name == "pipeline" else 2  # a forward and a backward, not shown
-    assert [text.split(" | ")[2] for text in seen] == [f"Tick {t} of {last}" for t in (0, 0, 0, 1, 0, min(5, last))]
+    assert [text.split(" | ")[2] for text in seen] == [
+        f"Tick {t} of {last}" for t in (0, 0, 0, 1, 0, min(5, last))
+    ]
     assert address == f"#rank={after}&tick={min(5, last)}"
     screenshot(name, tmp_path, page, tmp_path / "page.png")
     assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,6 @@
-"""--plot: schedules and meshes are drawn right, as text and as SVG, against exercises/layout_plots.py."""
+"""--plot: schedules and meshes are drawn right, as text and as SVG, against
+exercises/layout_plots.py."""
+
 import importlib
 import xml.etree.ElementTree as xml
 from types import SimpleNamespace
@@ -16,26 +18,42 @@ from models.llama3 import Llama3Config
 from tools import dryrun
 from tools.dryrun import bubble, rows_of, simulate
 
-BUBBLES = dict(GPipe=3 / 11, LoopedBFS=3 / 19, Interleaved1F1B=3 / 19, InterleavedZeroBubble=1 / 17, ZBVZeroBubble=1 / 17,
-               DualPipeV=1 / 17) | {"1F1B": 3 / 11}
+BUBBLES = dict(
+    GPipe=3 / 11,
+    LoopedBFS=3 / 19,
+    Interleaved1F1B=3 / 19,
+    InterleavedZeroBubble=1 / 17,
+    ZBVZeroBubble=1 / 17,
+    DualPipeV=1 / 17,
+) | {"1F1B": 3 / 11}
 
 
 @pytest.mark.parametrize("name", BUBBLES)
 def test_schedule(name):
-    """4 ranks, 8 micro-batches, forward and both halves of a backward of one unit: the papers' bubbles."""
+    """4 ranks, 8 micro-batches, forward and both halves of a backward of one unit: the papers'
+    bubbles."""
     stages = 4 if name in ONE_STAGE_PER_RANK else 8
     times = simulate(rows_of(Flags(pp=4, pp_schedule=name), 4, 8, stages))
     assert bubble(times) == pytest.approx(BUBBLES[name], abs=2e-3)
     work = sorted((kind, stage, m) for row in times for *_, kind, stage, m in row if kind in "FB")
-    assert [w for w in work if w[0] == "F"] == [("F", s, m) for s in range(stages) for m in range(8)]
-    busy = {kind: sum(b - a for row in times for a, b, found, *_ in row if found in kind) for kind in ("F", "BIW")}
+    assert [w for w in work if w[0] == "F"] == [
+        ("F", s, m) for s in range(stages) for m in range(8)
+    ]
+    busy = {
+        kind: sum(b - a for row in times for a, b, found, *_ in row if found in kind)
+        for kind in ("F", "BIW")
+    }
     assert busy == {"F": 8 * stages, "BIW": 16 * stages}
 
 
 def groups_of_fsdp(stages) -> set[tuple]:
     """The ranks over which the device's parameters are really sharded, split or copied."""
     meshes = {p.device_mesh for stage in stages for p in stage.parameters()}
-    return {tuple(torch.distributed.get_process_group_ranks(mesh.get_group(i))) for mesh in meshes for i in range(mesh.ndim)}
+    return {
+        tuple(torch.distributed.get_process_group_ranks(mesh.get_group(i)))
+        for mesh in meshes
+        for i in range(mesh.ndim)
+    }
 
 
 @pytest.mark.parametrize("row", layouts_of("meshes"), ids=row_name)
@@ -48,7 +66,9 @@ def test_the_drawn_mesh_is_the_mesh(row):
         real = {axis: ranks(layout.group(axis)) for axis in ("tp", "cp", "dp_replicate", "pp")}
         real["fsdp"] = ranks(layout.mesh["fsdp"].get_group())
         if recipe == "train_qwen3":
-            real |= {axis: ranks(layout.expert_mesh[axis].get_group()) for axis in ("etp", "ep", "efsdp")}
+            real |= {
+                axis: ranks(layout.expert_mesh[axis].get_group()) for axis in ("etp", "ep", "efsdp")
+            }
         sharded = {group for group in groups_of_fsdp(stages) if len(group) > 1}
     real = {axis: group for axis, group in real.items() if len(group) > 1}
     groups = {axis: groups[0] for axis, groups in axis_groups(layout).items()}
@@ -62,7 +82,9 @@ def test_the_drawn_mesh_is_the_mesh(row):
             elif element.tag.endswith("text") and (element.text or "").isdigit():
                 colors_of[int(element.text)], boxes = boxes, []
         for axis, group in real.items():
-            assert {rank for rank, colors in colors_of.items() if LOOKS[axis]["fill"] in colors} == set(group[1:]), axis
+            assert {
+                rank for rank, colors in colors_of.items() if LOOKS[axis]["fill"] in colors
+            } == set(group[1:]), axis
 
 
 def test_plot_writes_pictures(tmp_path, capsys):
@@ -78,9 +100,15 @@ def test_plot_writes_pictures(tmp_path, capsys):
         xml.parse(path)
 
 
-@pytest.mark.parametrize("ids, tied, peers", [
-    ([[0], [1], [2], [3]], False, [1]), ([[0], [1], [2], [3]], True, [1, 3]), ([[0, 4], [1, 5], [2, 6], [3, 7]], False, [1, 3]),
-    ([[0, 7], [1, 6], [2, 5], [3, 4]], False, [1])])
+@pytest.mark.parametrize(
+    "ids, tied, peers",
+    [
+        ([[0], [1], [2], [3]], False, [1]),
+        ([[0], [1], [2], [3]], True, [1, 3]),
+        ([[0, 4], [1, 5], [2, 6], [3, 7]], False, [1, 3]),
+        ([[0, 7], [1, 6], [2, 5], [3, 4]], False, [1]),
+    ],
+)
 def test_device_0_talks_to_its_pipeline_neighbours(ids, tied, peers):
     """1F1B, the same with a tied embedding, interleaved stages, and a V of stages."""
     stage = SimpleNamespace(config=Llama3Config(tie_embeddings=tied))

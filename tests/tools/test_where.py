@@ -1,4 +1,6 @@
-"""--check_parity --where: no difference between equal layouts; otherwise the report names the broken function."""
+"""--check_parity --where: no difference between equal layouts; otherwise the report names the
+broken function."""
+
 import io
 import re
 from contextlib import nullcontext
@@ -26,7 +28,10 @@ from tools.where import first_difference_of, placements, which_ranks
 
 def step_with_seams(model_config, flags, n, local_batch_size, doc_mask=False, mutate=None) -> bytes:
     """On a rank of the pool. As bytes: thousands of shared tensors would need as many open files."""
-    with mutate() if mutate else nullcontext(), mock.patch.object(layouts, "n_steps", lambda config: 1):
+    with (
+        mutate() if mutate else nullcontext(),
+        mock.patch.object(layouts, "n_steps", lambda config: 1),
+    ):
         with seams_of_a_step() as seams:
             layouts.run_steps(model_config, flags, n, local_batch_size, doc_mask)
             seams.finish()
@@ -46,24 +51,36 @@ def where(processes: int, flags: dict, problem: dict, mutate=None) -> str:
     return first_difference_of(read(one), read(layout))[0]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if i in (0, 3) else pytest.mark.slow)
-                                  for i, name in enumerate(NAMED)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if i in (0, 3) else pytest.mark.slow)
+        for i, name in enumerate(NAMED)
+    ],
+)
 def test_where_names_the_function_that_is_broken(name):
     mutant, row = MUTANTS[name]
     text = where(*row, mutate=mutant)
     _, seam, function = NAMED[name]
-    first, look = text.splitlines()[0], next(line for line in text.splitlines() if line.startswith("look at"))
+    first, look = (
+        text.splitlines()[0],
+        next(line for line in text.splitlines() if line.startswith("look at")),
+    )
     assert first.startswith("first difference: ") and seam in first and function in look, text
 
 
-# ---------------------------------------------------------------- mistakes that no test of test_mutants.py makes
+# --------------------------------------------------- mistakes that no test of test_mutants.py makes
 
 
 def mistake(owner, name):
-    """Decorates what takes the place of owner.name, and gets the real one as its first argument: the result returns a context
-    in which the mistake is there."""
+    """Decorates what takes the place of owner.name, and gets the real one as its first argument:
+    the result returns a context in which the mistake is there."""
+
     def decorate(wrong):
-        return wraps(wrong)(lambda: mock.patch.object(owner, name, partial(wrong, getattr(owner, name))))
+        return wraps(wrong)(
+            lambda: mock.patch.object(owner, name, partial(wrong, getattr(owner, name)))
+        )
+
     return decorate
 
 
@@ -86,7 +103,8 @@ def parts_not_summed(real, moe_forward, group, x):
 
 @mistake(parallel, "inputs")
 def targets_shifted_too_late(real, stage, batch, a, layout):
-    """Shift after the sequence is cut: the last token of a rank's chunk does not know the next token."""
+    """Shift after the sequence is cut: the last token of a rank's chunk does not know the next
+    token."""
     found = real(stage, batch, a, layout)
     later = shift_targets(found["tokens"], found["labels"])
     return found | dict(zip(("next_tokens", "next_labels"), later, strict=True))
@@ -94,8 +112,11 @@ def targets_shifted_too_late(real, stage, batch, a, layout):
 
 @mistake(parallel, "gathered_head_loss")
 def head_gradient_of_own_tokens(real, h, weight, labels, denom, *, mesh, kernel=None):
-    weight = weight.redistribute(placements=[Replicate()]).to_local()  # without grad_placements=[Partial()]
-    return linear_cross_entropy(h, weight, labels.chunk(mesh.size(), 1)[mesh.get_local_rank()], denom)
+    # without grad_placements=[Partial()]
+    weight = weight.redistribute(placements=[Replicate()]).to_local()
+    return linear_cross_entropy(
+        h, weight, labels.chunk(mesh.size(), 1)[mesh.get_local_rank()], denom
+    )
 
 
 @mistake(parallel, "next_backward")
@@ -106,22 +127,55 @@ def gradients_of_the_last_micro_batch_only(real, model, is_last, layout):
 
 
 MORE = [
-    (keys_in_rank_order, (2, dict(cp=2), dict(n=4, b=2)), "forward of blocks.0.attn (attention)", "all_gather_attention"),
-    (keys_in_rank_order, (2, dict(cp=2, cp_method="alltoall"), dict(n=4, b=2)), "forward of blocks.0.attn (attention)",
-     "all_to_all_attention"),
-    (another_seed_on_each_rank, (2, dict(tp=2), dict(n=4, b=2)), "initial value of tok_embeddings.weight (rank 1 of tp)",
-     "init_weights"),
-    (parts_not_summed, (2, dict(tp=2, etp=2), dict(n=4, b=2, **MOE)), "forward of blocks.0.moe", "gathered_moe"),
-    (targets_shifted_too_late, (2, dict(cp=2), dict(n=4, b=2, **MTP)), "input next_tokens", "shift_targets"),
-    (head_gradient_of_own_tokens, (2, dict(tp=2, loss_parallel=False), dict(n=4, b=2)), "finished gradient of head.weight",
-     "gathered_head_loss"),
-    (gradients_of_the_last_micro_batch_only, (2, {}, dict(n=8, b=2)), "finished gradient of tok_embeddings.weight",
-     "next_backward"),
+    (
+        keys_in_rank_order,
+        (2, dict(cp=2), dict(n=4, b=2)),
+        "forward of blocks.0.attn (attention)",
+        "all_gather_attention",
+    ),
+    (
+        keys_in_rank_order,
+        (2, dict(cp=2, cp_method="alltoall"), dict(n=4, b=2)),
+        "forward of blocks.0.attn (attention)",
+        "all_to_all_attention",
+    ),
+    (
+        another_seed_on_each_rank,
+        (2, dict(tp=2), dict(n=4, b=2)),
+        "initial value of tok_embeddings.weight (rank 1 of tp)",
+        "init_weights",
+    ),
+    (
+        parts_not_summed,
+        (2, dict(tp=2, etp=2), dict(n=4, b=2, **MOE)),
+        "forward of blocks.0.moe",
+        "gathered_moe",
+    ),
+    (
+        targets_shifted_too_late,
+        (2, dict(cp=2), dict(n=4, b=2, **MTP)),
+        "input next_tokens",
+        "shift_targets",
+    ),
+    (
+        head_gradient_of_own_tokens,
+        (2, dict(tp=2, loss_parallel=False), dict(n=4, b=2)),
+        "finished gradient of head.weight",
+        "gathered_head_loss",
+    ),
+    (
+        gradients_of_the_last_micro_batch_only,
+        (2, {}, dict(n=8, b=2)),
+        "finished gradient of tok_embeddings.weight",
+        "next_backward",
+    ),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("planted, row, seam, function", MORE, ids=lambda x: getattr(x, "__name__", None))
+@pytest.mark.parametrize(
+    "planted, row, seam, function", MORE, ids=lambda x: getattr(x, "__name__", None)
+)
 def test_where_names_other_mistakes(planted, row, seam, function):
     first, *rest = where(*row, mutate=planted).splitlines()
     assert first.startswith("first difference: ") and seam in first, first
@@ -132,23 +186,40 @@ def test_where_names_other_mistakes(planted, row, seam, function):
 
 
 EQUAL = [(2, dict(ep=2), dict(n=4, b=1, **MOE))]
-MORE_EQUAL = [(2, dict(tp=2), dict(n=6, b=2)), (4, dict(cp=2, tp=2), dict(n=4, b=2)), *LAYOUTS[::20]]
+MORE_EQUAL = [
+    (2, dict(tp=2), dict(n=6, b=2)),
+    (4, dict(cp=2, tp=2), dict(n=4, b=2)),
+    *LAYOUTS[::20],
+]
 
 
-@pytest.mark.parametrize("row", EQUAL + [pytest.param(row, marks=pytest.mark.slow) for row in MORE_EQUAL], ids=row_name)
+@pytest.mark.parametrize(
+    "row", EQUAL + [pytest.param(row, marks=pytest.mark.slow) for row in MORE_EQUAL], ids=row_name
+)
 def test_equal_layouts_have_no_difference(row):
     text = where(*row)
-    assert text.startswith("no difference at ") and int(re.search(r"at (\d+) seams", text)[1]) > 150, text
+    assert (
+        text.startswith("no difference at ") and int(re.search(r"at (\d+) seams", text)[1]) > 150
+    ), text
 
 
-@pytest.mark.parametrize("whole, local, cp, tp, found", [
-    ((4, 16, 32), (4, 16, 32), 1, 1, [(None, None)]),
-    ((4, 16, 32), (4, 8, 32), 2, 1, [(1, None)]),
-    ((4, 16, 32), (4, 4, 32), 2, 2, [(1, 1)]),
-    ((4, 8, 16, 8), (4, 4, 8, 8), 2, 2, [(2, 1)]),
-    ((4, 16, 16), (4, 8, 16), 2, 2, [(None, 1), (1, None)]),  # compare_pieces takes the better fit
-    ((4, 16, 32), (4, 5, 32), 2, 2, []),
-])
+@pytest.mark.parametrize(
+    "whole, local, cp, tp, found",
+    [
+        ((4, 16, 32), (4, 16, 32), 1, 1, [(None, None)]),
+        ((4, 16, 32), (4, 8, 32), 2, 1, [(1, None)]),
+        ((4, 16, 32), (4, 4, 32), 2, 2, [(1, 1)]),
+        ((4, 8, 16, 8), (4, 4, 8, 8), 2, 2, [(2, 1)]),
+        (
+            (4, 16, 16),
+            (4, 8, 16),
+            2,
+            2,
+            [(None, 1), (1, None)],
+        ),  # compare_pieces takes the better fit
+        ((4, 16, 32), (4, 5, 32), 2, 2, []),
+    ],
+)
 def test_a_part_is_placed_by_its_shape(whole, local, cp, tp, found):
     assert placements(whole, local, cp, tp, 16) == found
 
@@ -157,5 +228,9 @@ def test_ranks_are_named_by_their_axis():
     degrees = dict(pp=2, dp_replicate=1, dp_shard=1, cp=1, tp=2)
     assert which_ranks([1, 3], [0, 1, 2, 3], degrees) == " (rank 1 of tp)"
     assert which_ranks([2, 3], [0, 1, 2, 3], degrees) == " (rank 1 of pp)"
-    assert which_ranks([0], [0, 1], degrees) == " (rank 0 of tp)"  # only the first stage holds the tensor
-    assert which_ranks([0, 1], [0, 1], degrees) == "" and which_ranks([0, 3], [0, 1, 2, 3], degrees) == " (ranks 0, 3)"
+    # only the first stage holds the tensor
+    assert which_ranks([0], [0, 1], degrees) == " (rank 0 of tp)"
+    assert (
+        which_ranks([0, 1], [0, 1], degrees) == ""
+        and which_ranks([0, 3], [0, 1, 2, 3], degrees) == " (ranks 0, 3)"
+    )
