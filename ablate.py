@@ -14,6 +14,7 @@ missing runs. docs/ablations.md has worked examples.
 """
 
 import argparse
+import ast
 import contextlib
 import gc
 import importlib.util
@@ -36,10 +37,12 @@ from unittest import mock
 import torch
 
 from distributed.refusals import refuse
+from flags.config import Parser, check_range, usage_error
+from flags.files import check_local, read_json, sha256_file, write_file
 from storage.resume import lock_run
-from support.config import Parser, check_range, usage_error
-from support.files import check_local, read_json, sha256_file, write_file
-from tools.study import (
+from tools.study.report import costs_of, markdown, report_study
+from tools.study.runs import run_all
+from tools.study.study import (
     APART,
     DEFAULTS,
     check_units,
@@ -51,8 +54,6 @@ from tools.study import (
     read_study,
     winners_of,
 )
-from tools.study_report import costs_of, markdown, report_study
-from tools.study_runs import run_all
 
 # parts of names of metrics, high is good
 HIGH = "reward|acc|pass_at_k|eval_greedy|score|exact_match|solved|per_second|mfu"
@@ -265,10 +266,11 @@ def sources_of(recipe: Path) -> dict[str, str]:
             and (path := locate(recipe, file)).is_file()
         ):
             found[file] = sha256_file(path)
-            for module, names in re.findall(
-                r"^ *(?:from|import) ([\w.]+)(?: import (.*))?", path.read_text(), re.M
-            ):
-                waiting += [module, *(f"{module}.{name}" for name in re.findall(r"\w+", names))]
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Import):
+                    waiting += [alias.name for alias in node.names]
+                elif isinstance(node, ast.ImportFrom) and node.module:
+                    waiting += [node.module, *(f"{node.module}.{a.name}" for a in node.names)]
     return found
 
 
@@ -329,8 +331,8 @@ def check_variant(file: str, flags: list[str], nproc: int, metric: str) -> dict:
     sys.path.insert(0, str(Path(file).resolve().parent))
     import parallel
     from distributed import launch
-    from support.config import parse_config
-    from tools.stop_main import do_nothing, stop_main
+    from flags.config import parse_config
+    from tools.reports.stop_main import do_nothing, stop_main
 
     output, world = io.StringIO(), {"RANK": "0", "WORLD_SIZE": str(nproc)} if nproc > 1 else {}
     launch.set_timeouts = launch.StopSignal = do_nothing
@@ -595,7 +597,7 @@ def main(argv) -> int | None:
             "table above"
         )
     if args.ladder:
-        from forks.ladder import report_ladder
+        from tools.study.ladder import report_ladder
 
         report_ladder(args.out, list(sizes), args.ladder_to)
     return 0 if all(well) else 1

@@ -30,7 +30,6 @@ storage/resume.py checks an earlier run in --out at a start.
     manifest.json                size and crc32 of all other files, and a hash of the manifest
 """
 
-import importlib
 import json
 import os
 import re
@@ -41,9 +40,8 @@ import sys
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -51,18 +49,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from corpus.tokenizer import files_beside, tokenizer_path
-from distributed.agree import (
-    Failed,
-    brief,
-    fail_together,
-    gather,
-    holds_on_any_rank,
-    new_gloo_group,
-    on_rank_0,
-    rank_in,
-)
+from corpus.tokenizer import tokenizer_and_beside
+from distributed.agree import Failed, fail_together, gather, new_gloo_group, on_rank_0, rank_in
 from distributed.layout import AXES, named_tensors
+from flags.config import Need, flag, own_rank
+from flags.files import json_bytes, matches, read_json, step_folders
 from storage.dcp import (
     SavePlan,
     import_dcp,
@@ -71,24 +62,8 @@ from storage.dcp import (
     write_tensors,
     writer_process,
 )
-from storage.manifest import (
-    TABLE,
-    Damaged,
-    Progress,
-    check_files,
-    checksums,
-    read_manifest,
-    verify,
-    write_manifest,
-)
-from storage.newest import (
-    candidates,
-    is_hf_folder,
-    newest_good,
-    newest_readable,
-    resume_source,
-    saved_state,
-)
+from storage.manifest import Damaged, checksums, read_manifest
+from storage.newest import resume_source, saved_state
 from storage.optimizer_numbers import OptimizerNumbers, find_copies, merge_numbers, sum_copies
 from storage.provenance import (
     changed_code,
@@ -98,12 +73,11 @@ from storage.provenance import (
     local_code,
     summarize_code,
 )
-from support.config import Need, flag, own_rank
-from support.files import json_bytes, matches, publish, read_json, step_folders, write_file
+from storage.saved import check_excluded, check_fit, choose_step, commit_step, split_twins
 
 # folders left by a process killed while saving or deleting
 LEFTOVER = re.compile(r"step-\d+\.tmp-.*|trash-.*")
-# Conditions without which a flag has no effect: see support/config.py
+# Conditions without which a flag has no effect: see flags/config.py
 INIT = Need("without --init_from", lambda c: c.init_from)
 LOADING = Need(
     "without --init_from or a checkpoint in --out", lambda c: c.init_from or step_folders(c.out)
@@ -150,12 +124,6 @@ def loaded_later(cfg):
         others
     )
     return lambda fqn: bool(ours or others) and not matches(kept, f"model.{fqn}")
-
-
-def tokenizer_and_beside(file: str) -> dict[str, bytes]:
-    """{name: content} of a tokenizer.json and of the Hugging Face files beside, so that to_hf can
-    write all again."""
-    return {"tokenizer.json": tokenizer_path(file).read_bytes()} | files_beside(file)
 
 
 def run_after_save(command: str, folder: str):
@@ -221,17 +189,8 @@ class Checkpoints:
         self.optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
         # Collected once, while FSDP holds the parameters sharded: after an evaluation
         # module.parameters() may be gathered copies, not the shards updated by the optimizer.
-        params = [
-            item
-            for m in modules
-            for item in named_tensors(m).items()
-            if isinstance(item[1], nn.Parameter)
-        ]
-        self.params = dict(reversed(params))
-        # A V-shaped pipeline has its first and last stage on one rank: with tied embeddings, two
-        # equal parameters of one name.
-        self.twins = {fqn: param for fqn, param in params if param is not self.params[fqn]}
-        known = {id(param): fqn for fqn, param in params}
+        self.params, self.twins = split_twins(modules)
+        known = {id(p): fqn for fqn, p in [*self.params.items(), *self.twins.items()]}
         for optimizer in self.optimizers:
             held = [
                 param for param_group in optimizer.param_groups for param in param_group["params"]
@@ -449,35 +408,27 @@ class Checkpoints:
                     f"rank 0 does not see {name}: {self.out} must be on a file system that all "
                     "machines share"
                 )
-        extra = (
-            about
-            | self.tokenizer
-            | {"config.json": json_bytes(self.config), "recipe.py": self.source.encode()}
-        )
-        extra |= {
-            name: json_bytes(value)
-            for name, value in (("code.json", self.code), ("provenance.json", self.git))
-            if value
-        }
-        for name, content in extra.items():
-            write_file(Path(folder, name), content)
-        files = listed | checksums(folder, [TABLE, *extra])
+        contents = about | self.tokenizer
+        contents |= {"config.json": json_bytes(self.config), "recipe.py": self.source.encode()}
+        if self.code:
+            contents["code.json"] = json_bytes(self.code)
+        if self.git:
+            contents["provenance.json"] = json_bytes(self.git)
         layout = {
             axis: self.config[axis]
             for axis in (*AXES, "ep")
             if self.config.get(axis, 1) not in (1, -1)
         }
-        write_manifest(
+        return commit_step(
             folder,
-            files,
+            self.path(step),
+            contents,
+            listed,
             step=step,
             model_only=json.loads(about["state.json"])["model_only"],
             layout=layout,
             world_size=self.world_size,
-            torch=torch.__version__,
         )
-        publish(folder, self.path(step))
-        return sum(size for size, _ in files.values())
 
     def purge(self, step):
         """Deletes all but the newest keep_latest_k, after `step` is complete. The next start
@@ -510,7 +461,7 @@ class Checkpoints:
                 return None
         if start is None:
             if self.cfg.init_from:
-                self.check_excluded(excluded)
+                check_excluded(excluded, self.modules, self.group)
                 from storage.hf import load_hf
 
                 load_hf(self.modules, self.cfg.init_from, excluded, self.group)
@@ -531,7 +482,7 @@ class Checkpoints:
         # weights and optimizer state of another run, but other data or schedule: from step 0
         phase = everything and differ
         table = self.together(lambda: read_table(folder, manifest["files"]))
-        self.check_excluded(excluded)
+        check_excluded(excluded, self.modules, self.group)
         if with_optimizer := everything and "optimizer" not in excluded:
             keys = [
                 key for key in table if key.startswith("optimizer.") and not matches(excluded, key)
@@ -546,7 +497,7 @@ class Checkpoints:
             for key, saved in table.items()
             if not matches(excluded, key) and (with_optimizer or key.startswith("model."))
         }
-        self.check_fit(tensors, wanted, folder, same_dtype=everything)
+        check_fit(tensors, wanted, folder, everything, self.group)
         self.together(lambda: read_tensors(tensors, folder, table))
         self.fill_twins()
         if with_optimizer:
@@ -563,27 +514,10 @@ class Checkpoints:
     def choose_checkpoint(self, source, step) -> tuple[str, dict]:
         """(folder, manifest) of the newest undamaged checkpoint: one decision for all ranks; each
         rank checks a share of the files."""
-
-        def check(folder):
-            manifest = self.on_rank_0(lambda: read_manifest(folder))
-            files = sorted(manifest["files"], key=lambda name: manifest["files"][name])  # by size
-            mine = files[self.rank :: self.world_size]
-            progress = Progress(
-                f"verifying {folder}", sum(manifest["files"][name][0] for name in mine), self.say
-            )
-            self.together(lambda: check_files(folder, manifest, mine, progress))
-            return manifest
-
-        paths = self.on_rank_0(lambda: candidates(source, step))
-        folder, manifest = newest_good(source, paths, check, self.say)
-        listed = {*manifest["files"], "manifest.json"}
-        # a note, leftovers of a file system
-        if names := self.on_rank_0(lambda: sorted(set(os.listdir(folder)) - listed)):
-            self.say(f"{folder} has files that are not its own, and nobody reads: {brief(names)}")
+        folder, manifest, damaged = choose_step(source, step, self.group, self.say)
         if source == self.out and not self.cfg.load_only:
             # Rename only after a good checkpoint was found; otherwise the next start would silently
             # begin at step 0.
-            damaged = paths[: paths.index(folder)]
             self.on_rank_0(
                 lambda: [
                     self.set_aside(path, "damaged" if path in damaged else "abandoned")
@@ -592,21 +526,6 @@ class Checkpoints:
                 ]
             )
         return folder, manifest
-
-    def check_excluded(self, patterns):
-        known = {
-            fqn
-            for part in self.gather([fqn for m in self.modules for fqn in named_tensors(m)])
-            for fqn in part
-        }
-        for pattern in patterns:
-            if pattern != "optimizer" and not any(
-                matches([pattern], f"model.{fqn}") for fqn in known
-            ):
-                raise ValueError(
-                    f"--exclude_from_loading {pattern}: no such parameter; the model has "
-                    f"{brief(sorted(known))}"
-                )
 
     def create_optimizer_state(self, fqns: set[str]):
         """Lets torch create the state of these parameters: a step with zero gradients and lr 0
@@ -631,43 +550,6 @@ class Checkpoints:
             twin.detach().copy_(self.params[fqn].detach())
             for name, t in self.state_of(twin).items():
                 t.copy_(self.state_of(self.params[fqn])[name])
-
-    def check_fit(self, tensors, there, folder, same_dtype):
-        """Raises ValueError with all keys that are missing, unknown, or of another shape or dtype.
-        DCP itself would ignore unknown keys, cast dtypes, and find a wrong shape after half of the
-        model is overwritten."""
-        wrong = {"missing": [], "shape": [], "dtype": []}
-        for key, t in tensors.items():
-            saved = there.get(key)
-            if saved is None:
-                wrong["missing"].append(key)
-            elif saved.size != t.shape:
-                wrong["shape"].append(f"{key} {tuple(saved.size)}, here {tuple(t.shape)}")
-            elif same_dtype and key.startswith("model.") and saved.dtype != t.dtype:
-                wrong["dtype"].append(f"{key} {saved.dtype}, here {t.dtype}")
-        # a pipeline stage lacks the other stages' keys: unknown means absent on all ranks
-        known = torch.tensor([key in tensors for key in there], dtype=torch.uint8)
-        if self.group:
-            dist.all_reduce(known, dist.ReduceOp.MAX, self.group)
-        found = {what: [] for what in wrong} | {
-            "unknown": [key for key, n in zip(there, known) if not n]
-        }
-        for of_rank in (
-            self.gather(wrong) if holds_on_any_rank(any(wrong.values()), self.group) else ()
-        ):
-            found |= {
-                what: list(dict.fromkeys(found[what] + texts)) for what, texts in of_rank.items()
-            }
-        if problems := [f"{what}: {brief(texts)}" for what, texts in found.items() if texts]:
-            fix = "; give the --param_dtype that it was trained with" if found["dtype"] else ""
-            # such as experts, once AdamW's
-            if any(key.startswith("optimizer.") for key in found["missing"]):
-                fix += "; the optimizer has another state now: --exclude_from_loading optimizer starts it anew"
-            raise ValueError(
-                f"{folder} does not fit this model: {'; '.join(problems)}{fix}".replace(
-                    "torch.", ""
-                )
-            )
 
     def tensors(self, with_optimizer, saving=False) -> dict[str, Tensor]:
         """The flat dict for DCP to write, or to read into in place. saving: a number of the
@@ -720,131 +602,17 @@ class Checkpoints:
             print(f"checkpoint: {text}", flush=True)
 
 
-def load_weights(modules: list[nn.Module], folder: str, exclude=()):
-    """Fills this rank's part of a model, sharded in any way, from a run, step or Hugging Face
-    folder. Every rank calls.
-    exclude: parameters to leave alone, as in --exclude_from_loading. Raises ValueError, the same on
-    all ranks."""
-    if not is_hf_folder(folder) and has_adapters(newest_readable(folder)):
-        path, _, table = open_saved(folder)
-        return fill_merged(modules, path, table)
-    config = modules[0].config
-    model = {
-        "module": type(config).__module__,
-        "class": type(config).__name__.removesuffix("Config"),
-        **asdict(config),
-    }
-    cfg = CheckpointConfig(init_from=folder, load_only=True, exclude_from_loading=list(exclude))
-    reader = Checkpoints(
-        cfg,
-        os.devnull,
-        modules=modules,
-        optimizer=[],
-        identity={"model": model},
-        config={},
-        source="",
-    )
-    reader.load()
-    reader.close()
+def __getattr__(name: str):
+    """load_hf and save_hf, for a copy of a recipe and for a notebook. A run without a Hugging Face
+    folder never loads their file."""
+    if name not in ("load_hf", "save_hf"):
+        raise AttributeError(f"module 'checkpoint' has no attribute {name!r}")
+    from storage import hf
 
-
-def has_adapters(path: str) -> bool:
-    """Whether a step folder holds the adapters of a LoRA run, not the weights of a whole model."""
-    return "lora" in read_json(path, "state.json").get("identity", {})
-
-
-def fill_merged(modules: list[nn.Module], path: str, table):
-    """Fills a model, plain or this rank's part, from a step folder of a LoRA run: loads the frozen
-    weights from the folder named in state.json, then adds the adapters. Raises ValueError."""
-    from sft.lora import add_adapters_of, base_of, check_base
-
-    load_weights(modules, base_of(path))
-    check_base(path, modules, new_gloo_group("base") if dist.is_initialized() else None)
-    add_adapters_of(path, table, modules)
-
-
-# --- One process: a model to sample from ---
-def saved_model(path: str) -> tuple[type, object]:
-    """(model class, config) of a step folder. Raises ValueError unless the class is in models/ or
-    forks/."""
-    try:
-        fields = dict(read_json(path, "state.json")["identity"]["model"])
-        module, name = fields.pop("module"), fields.pop("class")
-        # a file must not decide what is imported
-        if not re.fullmatch(r"(models|forks)\.[A-Za-z_]\w*", module):
-            raise ValueError(
-                f"it is a {module}.{name}, and only those in models/ and forks/ are loaded"
-            )
-        module = importlib.import_module(module)
-        config = getattr(module, f"{name}Config")(**fields)
-        if not 0 < config.n_layers <= 10_000:
-            raise ValueError(f"n_layers {config.n_layers} is absurd: 10,000 are the most")
-        return getattr(module, name), config
-    except (ImportError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}/state.json does not describe a model: {error}") from None
-
-
-def open_saved(folder: str) -> tuple[str, nn.Module, object]:
-    """(path, model on meta, DCP's table) of a step folder, or of a run folder's newest good
-    checkpoint. Raises ValueError.
-
-    The table of a LoRA run has only the adapters.
-    """
-    say = partial(print, "checkpoint:", file=sys.stderr, flush=True)  # stdout is for sampled text
-    path, manifest = newest_good(folder, candidates(folder), verify, say)
-    Model, config = saved_model(path)
-    code = local_code().items()
-    if text := changed_code(
-        path, {file: text for file, text in code if file.startswith(("models/", "forks/"))}
-    ):
-        say(text)
-    with torch.device("meta"):  # takes memory only once, and in the wanted dtype
-        model = Model(config)
-    table = read_table(path, manifest["files"])
-    there = {key for key in table if key.startswith("model.")}
-    names = list(named_tensors(model))
-    if has_adapters(path):
-        from sft.lora import lora_names, lora_of
-
-        names = [
-            f"{name}.lora_{x}.weight"
-            for name in lora_names(model, lora_of(path)["on"])
-            for x in "ab"
-        ]
-    if odd := sorted(there ^ {f"model.{fqn}" for fqn in names}):
-        kind = f"{Model.__module__}.{Model.__name__}"
-        raise ValueError(
-            f"{path} does not fit {kind}: {len(odd)} odd tensors, the first is {odd[0]}"
-        )
-    return path, model, table
-
-
-def load_model(
-    folder: str, device="cpu", dtype: torch.dtype | None = None
-) -> tuple[nn.Module, dict]:
-    """(plain model on `device`, state) of a step folder, or of a run folder's newest good
-    checkpoint. Raises ValueError.
-
-    Adapters are merged with the base weights, read from the folder of the run's start.
-    """
-    path, model, table = open_saved(folder)
-    for param in model.parameters():  # not the buffers: an expert's bias stays fp32
-        param.data = param.data.to(dtype or param.dtype)
-    model.to_empty(device=device)
-    computed = {id(buffer) for buffer in model.buffers()} - {
-        id(t) for t in named_tensors(model).values()
-    }
-    assert not computed, "a buffer that no checkpoint holds is empty now: compute it in forward"
-    if has_adapters(path):
-        fill_merged([model], path, table)
-    else:
-        read_tensors(
-            {f"model.{fqn}": t.detach() for fqn, t in named_tensors(model).items()}, path, table
-        )
-    return model.eval(), read_json(path, "state.json")["state"]
+    return getattr(hf, name)
 
 
 if __name__ == "__main__":
-    from tools.checkpoint_commands import main
+    from storage.commands import main
 
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:], __doc__))

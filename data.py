@@ -11,7 +11,7 @@ Text is .txt, .jsonl (each also .gz or .zst) and .parquet, files, folders of the
 (corpus/files.py). A mixture is --data "web=tokens/web:0.7,code=tokens/code:0.3": shares of the
 sequences, exact at every moment (corpus/mixture.py). A .jsonl of conversations, {"messages": [...]}
 per line, is written out by the tokenizer's chat template, and only answers of the assistant have a
-loss (sft/chat.py); `show` prints them in green.
+loss (corpus/chat.py); `show` prints them in green.
 Read next: corpus/build.py (text -> shards), corpus/shards.py (files of a folder of shards).
 """
 
@@ -31,10 +31,10 @@ from corpus.cache import cache_folder, cached_corpus
 from corpus.mixture import parse_mixture, take_turns
 from corpus.shards import MASKED, array_of, check_arrays, is_shards, opened_array, read_index
 from corpus.tokenizer import bytes_of_tokens, find_tokenizer, load_tokenizer
-from support.config import Need, flag, own_rank
-from support.files import sha256_file
+from flags.config import Need, flag, own_rank
+from flags.files import sha256_file
 
-# Text of the refusal of a flag without its precondition: see support/config.py
+# Text of the refusal of a flag without its precondition: see flags/config.py
 TEXT = Need(
     "with --data of token shards, which need no cache",
     lambda c: (
@@ -572,6 +572,6 @@ def open_part(
 
 
 if __name__ == "__main__":
-    from tools.data_commands import main
+    from corpus.commands import main
 
-    main()
+    main(__doc__)

@@ -40,13 +40,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import parallel
-from checkpoint import has_adapters, load_weights, saved_model
 from corpus.tokenizer import ChatConfig
 from distributed.checks import check_tp_plan
-from distributed.launch import LaunchConfig, connect, run, set_timeouts
+from distributed.launch import LaunchConfig, connect, set_timeouts
 from distributed.layout import ExpertConfig, Layout, ParallelConfig
 from distributed.pipeline import PipelineConfig, pipeline_stages
 from distributed.refusals import check_layout, refuse, runs_on_cuda
+from flags.config import Need, check_range, flag, given_flags, spell_flag
+from flags.files import check_local, read_json, write_file
 from models.loss import IGNORE, no_reduce, token_logprobs
 from parallel import make_mesh
 from rl.answers import KINDS as RIGHT
@@ -57,13 +58,13 @@ from rl.packing import in_rows, lay_out, pieces
 from rl.policy import split_model
 from rl.rewards import ratio
 from rl.rollouts import gather_samples, lockstep, patient_group, whole_weights
-from sft.chat import open_chat
-from sft.lora import base_of
+from storage.adapters import base_of, has_adapters
 from storage.hf import class_of, read_hf_config
 from storage.manifest import Progress
 from storage.newest import is_hf_folder, newest_readable
-from support.config import Need, check_range, flag, given_flags, spell_flag
-from support.files import check_local, read_json, write_file
+from storage.prompt import open_chat
+from storage.saved import load_weights, saved_model
+from tools.run import run
 
 BASE_PROMPT = "Question: {question}\nAnswer:"  # for a base model; a chat model has its template
 NOTHING = ([0], [IGNORE])  # a request of one token without a score
@@ -82,7 +83,7 @@ TRAINING = (
     "pp_schedule",
     "pp_schedule_csv",
 )
-# Needs of flags: see support/config.py. c.kind: from read_task, set by plan.
+# Needs of flags: see flags/config.py. c.kind: from read_task, set by plan.
 QUESTIONS = Need("on a text, which asks nothing", lambda c: c.kind != "text")
 WINDOWS = Need("on questions, which are scored as a whole", lambda c: c.kind == "text")
 WRITING = Need("where nothing is written: see --task", lambda c: c.kind == "answer")

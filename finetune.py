@@ -9,7 +9,7 @@ according to --init_from.
 The same command again continues the run. A run writes runs/finetune/{config.json, metrics.jsonl,
 checkpoints/}; with LoRA a checkpoint holds the adapters alone. One conversation in 20 is for
 validation.
-Read next: `diff train_llama3.py finetune.py`, sft/chat.py (tokens with a loss), sft/lora.py,
+Read next: `diff train_llama3.py finetune.py`, corpus/chat.py (tokens with a loss), lora/lora.py,
 docs/finetune.md.
 """
 
@@ -27,18 +27,21 @@ from data import DataConfig, open_data
 from distributed.checks import check_documents, check_first_batch, check_model, check_replicas
 from distributed.experts import balance_experts, expert_parallel
 from distributed.float8 import Float8Config, float8_linears, float8_scales
-from distributed.launch import LaunchConfig, StopSignal, connect, disconnect, run, set_timeouts
+from distributed.launch import LaunchConfig, StopSignal, connect, disconnect, set_timeouts
 from distributed.layout import ExpertConfig, ParallelConfig
 from distributed.pipeline import PipelineConfig, pipeline_stages
 from distributed.refusals import check_layout
+from flags.config import save_config
 from generate import print_sample
+from lora.lora import LoraConfig, claim_adapters, lora_counts, lora_linears
 from sft.base import load_base, read_model
 from sft.chat_data import ChatData
-from sft.lora import LoraConfig, claim_adapters, is_frozen, lora_counts, lora_linears
-from storage.resume import claim_run, keep_batch, list_warnings, source_tokenizer
-from support.config import save_config
-from support.metrics import Metrics, MetricsConfig
-from support.optim import Guard, Optimizer, adamw, check_optimizer, set_lr
+from storage.adapters import is_frozen
+from storage.resume import claim_run, keep_batch, list_warnings
+from storage.source_tokenizer import source_tokenizer
+from tools.run import run
+from training.metrics import Metrics, MetricsConfig
+from training.optim import Guard, Optimizer, adamw, check_optimizer, set_lr
 
 
 @dataclass(kw_only=True)
@@ -162,7 +165,7 @@ def build_optimizers(stages, cfg: Config) -> list[torch.optim.Optimizer]:
         [adamw(groups, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, cfg.optimizer)] if groups else []
     )
     if matrices:
-        from support.muon import Muon
+        from training.muon import Muon
 
         # updates as large as AdamW's, so that the learning rate and the decay carry over
         # (arXiv:2502.16982)

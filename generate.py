@@ -16,13 +16,14 @@ from typing import Literal
 
 import torch
 
-from checkpoint import load_model
-from corpus.tokenizer import ChatConfig, encoding_of, ends_of, has_bos, load_tokenizer, text_folder
+from corpus.tokenizer import ChatConfig, encoding_of, load_tokenizer
 from distributed.refusals import refuse
+from flags.config import Parser, parse_config, usage_error
+from flags.files import printable, read_json, step_folders
 from rl.decoding import draw_noise, rollout
 from storage.newest import is_hf_folder
-from support.config import Parser, parse_config, usage_error
-from support.files import printable, read_json, step_folders
+from storage.saved import load_model
+from storage.source_tokenizer import ends_of, has_bos, text_folder
 
 
 def check_request(config, prompts, max_new_tokens, temperature, top_k, top_p):
@@ -175,7 +176,7 @@ def print_sample(run: str, n_params: int, data=None):
         # not longer than what the run was trained on
         chat, length = None, min(120, read_json(run, "config.json")["seq_len"] // 2)
         if is_chat:
-            from sft.chat import open_chat
+            from storage.prompt import open_chat
 
             chat = open_chat(run, ChatConfig(chat=True))
         (text,) = continue_texts(
@@ -204,7 +205,7 @@ def main(argv: list[str]):
     try:
         if device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device cuda: torch finds no GPU here; use --device cpu")
-        from sft.chat import open_chat
+        from storage.prompt import open_chat
 
         options |= dict(bos=has_bos(cfg.checkpoint), chat=open_chat(cfg.checkpoint, cfg))
         parts = open_checkpoint(cfg.checkpoint, device)

@@ -43,10 +43,13 @@ from checkpoint import CheckpointConfig, Checkpoints, loaded_later
 from corpus.tokenizer import ChatConfig
 from distributed.checks import check_replicas
 from distributed.experts import balance_experts
-from distributed.launch import LaunchConfig, StopSignal, connect, disconnect, run, set_timeouts
+from distributed.launch import LaunchConfig, StopSignal, connect, disconnect, set_timeouts
 from distributed.layout import ExpertConfig, ParallelConfig, local_tensor, reshard
 from distributed.pipeline import embeds_at_both_ends
 from distributed.refusals import check_layout
+from flags.config import Need, flag
+from flags.files import step_folders
+from lora.lora import LORA, LoraConfig, base_model, lora_counts
 from parallel import clip_grad_norm, make_mesh, next_backward, reduce_loss
 from rl import engines, messages, packing, rollouts
 from rl.datasets import DatasetConfig, Text, open_task
@@ -55,13 +58,12 @@ from rl.environments import draw_task, held_out_tasks, leave_out_long, supervise
 from rl.policy import FLAVORS, backward_of_pipeline, build_policy, forward, keep_reference, model_of
 from rl.rewards import RewardConfig, held_out_numbers
 from sft.base import load_base
-from sft.chat import open_chat
-from sft.lora import LORA, LoraConfig, base_model, is_frozen, lora_counts
+from storage.adapters import is_frozen
+from storage.prompt import open_chat
 from storage.resume import lock_run, wait_for_run
-from support.config import Need, flag
-from support.files import step_folders
-from support.metrics import Metrics, MetricsConfig
-from support.optim import set_lr
+from tools.run import run
+from training.metrics import Metrics, MetricsConfig
+from training.optim import set_lr
 
 # --clip_low and --clip_high as published
 CLIP = {
@@ -71,7 +73,7 @@ CLIP = {
     "gspo": (3e-4, 4e-4),
     "cispo": (1.0, 4.0),
 }
-# Needs of flags: see support/config.py
+# Needs of flags: see flags/config.py
 DENSE = Need(
     "with experts: they multiply as many rows as tokens chose them",
     lambda c: not getattr(c, "n_experts", 0),

@@ -405,7 +405,7 @@ def checkpoint_activations(stage, cfg) -> None:
 
             options["context_fn"] = partial(keep_contexts, is_compiled)
         # Wrapping forward, not the module, keeps every parameter's name. No random numbers need to
-        # be replayed, because forks/dropout.py draws from no generator.
+        # be replayed, because models/dropout.py draws from no generator.
         block.forward = partial(
             checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **options
         )

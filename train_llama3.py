@@ -21,16 +21,18 @@ from checkpoint import CheckpointConfig, Checkpoints, loaded_later
 from data import DataConfig, open_data
 from distributed.checks import check_documents, check_first_batch, check_model, check_replicas
 from distributed.float8 import Float8Config, float8_linears, float8_scales
-from distributed.launch import LaunchConfig, StopSignal, connect, disconnect, run, set_timeouts
+from distributed.launch import LaunchConfig, StopSignal, connect, disconnect, set_timeouts
 from distributed.layout import ParallelConfig
 from distributed.pipeline import PipelineConfig, pipeline_stages
 from distributed.refusals import check_layout
+from flags.config import override_fields, save_config
 from generate import print_sample
 from models.llama3 import FLAVORS, Llama3
-from storage.resume import claim_run, keep_batch, list_warnings, source_tokenizer
-from support.config import override_fields, save_config
-from support.metrics import Metrics, MetricsConfig
-from support.optim import Guard, Optimizer, adamw, check_optimizer, set_lr
+from storage.resume import claim_run, keep_batch, list_warnings
+from storage.source_tokenizer import source_tokenizer
+from tools.run import run
+from training.metrics import Metrics, MetricsConfig
+from training.optim import Guard, Optimizer, adamw, check_optimizer, set_lr
 
 
 @dataclass(kw_only=True)
@@ -132,7 +134,7 @@ def build_optimizers(stages, cfg: Config) -> list[torch.optim.Optimizer]:
         [adamw(groups, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, cfg.optimizer)] if groups else []
     )
     if matrices:
-        from support.muon import Muon
+        from training.muon import Muon
 
         # updates as large as AdamW's, so that the learning rate and the decay carry over
         # (arXiv:2502.16982)

@@ -31,13 +31,14 @@ sys.path[0] = str(Path(__file__).parent.parent)
 
 import checkpoint
 from checkpoint import CheckpointConfig, Checkpoints
-from distributed.launch import LaunchConfig, connect, run
+from distributed.launch import LaunchConfig, connect
 from distributed.layout import ParallelConfig
 from distributed.refusals import check_layout
+from flags.config import override_fields
+from flags.files import fsync
 from models.llama3 import FLAVORS, Llama3
 from parallel import init_weights, make_mesh, shard, tensor_parallel
-from support.config import override_fields
-from support.files import fsync
+from tools.run import run
 
 
 @dataclass(kw_only=True)

@@ -45,9 +45,9 @@ from pathlib import Path
 REPO = Path(__file__).parent.parent
 sys.path[0] = str(REPO)  # in benchmarks/ are files of the same names as the modules imported here
 
-from support.config import check_range, parse_config, usage_error
-from support.files import json_bytes, write_file
-from support.metrics import read_lines
+from flags.config import check_range, parse_config, usage_error
+from flags.files import json_bytes, write_file
+from training.metrics import read_lines
 
 
 @dataclass(kw_only=True)

@@ -28,12 +28,12 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import loops
+from flags.config import override_fields, parse_config
 from models.attention import sdpa
 from models.layers import rotate
 from models.llama3 import FeedForward
 from models.loss import linear_cross_entropy
 from models.qwen3 import MoE, Qwen3Config
-from support.config import override_fields, parse_config
 
 
 @dataclass(kw_only=True)

@@ -23,9 +23,9 @@ sys.path[0] = str(Path(__file__).parent.parent)
 import torch
 import torch.distributed as dist
 
-from distributed.launch import run
 from distributed.layout import all_gather_single, reduce_scatter_single
-from support.config import check_range
+from flags.config import check_range
+from tools.run import run
 
 
 @dataclass(kw_only=True)

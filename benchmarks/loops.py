@@ -63,8 +63,8 @@ def random_batch(cfg, device):
 
 
 def llama_config(cfg):
+    from flags.config import override_fields
     from models.llama3 import Llama3Config
-    from support.config import override_fields
 
     return override_fields(Llama3Config(), cfg.model_args, "--model_args")
 
@@ -80,10 +80,10 @@ def ours(cfg, device, compiled):
     from distributed.float8 import float8_linears, float8_scales
     from distributed.launch import connect
     from distributed.refusals import check_layout
+    from flags.config import parse_config
     from models.llama3 import Llama3
     from parallel import make_mesh
-    from support.config import parse_config
-    from support.optim import skip_if_not_finite
+    from training.optim import skip_if_not_finite
 
     shape = [
         "--seq_len",
@@ -273,7 +273,7 @@ def same_as_ours(model, cfg) -> None:
 
 def peak_bytes(device) -> int:
     """Peak so far: allocated tensors on a GPU, resident memory on a CPU."""
-    from support.metrics import peak_memory_gib
+    from training.metrics import peak_memory_gib
 
     status = Path("/proc/self/status")
     # getrusage starts with the peak of the process that started this one

@@ -21,7 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from benchmarks.loops import StepConfig, measure, ratio_of
-from support.config import parse_config
+from flags.config import parse_config
 
 
 @dataclass(kw_only=True)

@@ -26,8 +26,8 @@ import torch
 sys.path[0] = str(Path(__file__).parent.parent)
 
 import models.moe
+from flags.config import parse_config
 from models.qwen3 import MoE, Qwen3Config
-from support.config import parse_config
 
 
 @dataclass(kw_only=True)

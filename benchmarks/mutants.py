@@ -171,7 +171,7 @@ def tests_for(mutant: dict) -> list[str]:
         for path, text in texts.items()
     }
     if module.startswith("distributed"):
-        ranks[REPO / "tests/test_parallel.py"].insert(0, 0.5)  # the table of layouts
+        ranks[REPO / "tests" / "test_parallel.py"].insert(0, 0.5)  # the table of layouts
     return [
         str(path)
         for path in sorted(texts, key=lambda path: (ranks[path] or [9], len(texts[path])))

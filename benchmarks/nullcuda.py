@@ -215,7 +215,7 @@ def run_ours(name: str, layers: int):
     steps, mark_parts = Steps(), answers.mark_parts
 
     def marked(module, memory):
-        from support.metrics import Metrics
+        from training.metrics import Metrics
 
         mark_parts(module, memory)
         start, end = Metrics.start_step, Metrics.end_step

@@ -24,7 +24,7 @@ from pathlib import Path
 REPO = Path(__file__).parent.parent
 sys.path[0] = str(REPO)  # in benchmarks/ are files of the same names as the modules imported here
 
-from support.config import parse_config
+from flags.config import parse_config
 
 # Packages that take long to import and that one step without their flags does not need
 HEAVY = (

@@ -27,8 +27,8 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 import torch
 
 from benchmarks.loops import StepConfig, llama_config, measure, ratio_of, variants
-from support.config import parse_config
-from support.metrics import peak_flops
+from flags.config import parse_config
+from training.metrics import peak_flops
 
 LLAMA_1B = "dim=2048,n_layers=16,n_heads=32,n_kv_heads=8,head_dim=64,ffn_dim=8192,vocab_size=128256"
 

@@ -23,7 +23,7 @@ sys.path[0] = str(Path(__file__).parent.parent)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from benchmarks.loops import StepConfig, measure, ratio_of, variants
-from support.config import parse_config
+from flags.config import parse_config
 
 
 @dataclass(kw_only=True)

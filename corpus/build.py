@@ -30,8 +30,8 @@ from corpus.shards import (
     write_shard,
 )
 from corpus.tokenizer import BESIDE, BPE_VOCAB, EOT_NAMES, files_beside, load_tokenizer
-from support.config import own_rank
-from support.files import sha256_file, write_file
+from flags.config import own_rank
+from flags.files import sha256_file, write_file
 
 VAL_PART = 20  # one document in 20 is for validation, or the last 20th of a file with few documents
 MANY_DOCUMENTS = 100  # a .jsonl with at least so many lines is split by hash
@@ -242,7 +242,7 @@ def tokenize_chats(piece: Piece, tokenizer_file: Path, skipped: list | None):
     with a loss.
 
     skipped: list that takes the error of each bad conversation; None: raise the first."""
-    from sft.chat import chat_tokenizer, parse_conversation, read_template, tokens_and_mask
+    from corpus.chat import chat_tokenizer, parse_conversation, read_template, tokens_and_mask
 
     template, tokenizer = (
         read_template(str(tokenizer_file.parent), str(piece.path)),
@@ -392,7 +392,7 @@ def build_shards(
                 f"{chats[0]} holds conversations and {other} text; use --data "
                 "name=path:weight,name=path:weight"
             )
-        from sft.chat import read_template
+        from corpus.chat import read_template
 
         rules = read_template(str(tokenizer_file.parent), str(chats[0])).rules
         source["chat_template"] = hashlib.sha256(rules.encode()).hexdigest()

@@ -1,31 +1,17 @@
 """Tokenized text in the user's cache: found again by path, size and time of the text files, or made
-by corpus/build.py.
+by corpus/build.py."""
 
---init_from weights need data tokenized with the tokenizer of their training, or with an equal one:
-check_tokenizer.
-"""
-
-import json
 import os
 import sys
 import sysconfig
 import time
 from pathlib import Path
 
-from corpus.mixture import parse_mixture
-from corpus.shards import cache_name, is_shards
-from corpus.tokenizer import (
-    BPE_VOCAB,
-    files_beside,
-    find_tokenizer,
-    load_tokenizer,
-    text_folder,
-    tokenizer_path,
-)
+from corpus.shards import cache_name
+from corpus.tokenizer import BPE_VOCAB, files_beside, find_tokenizer, tokenizer_path
 from distributed.agree import brief
-from storage.newest import ABOUT, newest_readable, resume_source
-from support.config import own_rank
-from support.files import read_json, sha256_file
+from flags.config import own_rank
+from flags.files import sha256_file
 
 # the last three are 2 MB of tables, not text to learn from
 STDLIB_SKIPPED = {
@@ -90,7 +76,7 @@ def cached_corpus(data: str, tokenizer: str, cache_dir: str, no_chats: str = "")
     )
     if (folder / "index.json").is_file():
         return folder
-    # not at the top: on Windows support.config says that this is no place for us, and has to come
+    # not at the top: on Windows flags.config says that this is no place for us, and has to come
     # first
     import fcntl
 
@@ -126,55 +112,3 @@ def cached_corpus(data: str, tokenizer: str, cache_dir: str, no_chats: str = "")
             train_tokenizer(paths, folder / "tokenizer.json")
         build_shards(paths, find_tokenizer(tokenizer or str(folder)), folder)
     return folder
-
-
-# --------------------------------------------------------------------------------------------------
-# The tokenizer of --init_from
-def check_tokenizer(out: str, identity: dict, cfg):
-    """Raises ValueError when the data has other ids than the training of the --init_from weights."""
-    here, source = identity.get("data", {}).get("tokenizer_sha256"), resume_source(out, cfg)
-    if here is None or source and source.folder != cfg.init_from:
-        return
-    path, there = (
-        newest_readable(source.folder, source.step, ABOUT)
-        if source
-        else text_folder(cfg.init_from),
-        None,
-    )
-    if source:
-        there = (
-            read_json(path, "state.json")
-            .get("identity", {})
-            .get("data", {})
-            .get("tokenizer_sha256")
-        )
-    if there is None and os.path.lexists(os.path.join(path, "tokenizer.json")):
-        there = sha256_file(tokenizer_path(path))
-    shards = next((part.path for part in parse_mixture(cfg.data) if is_shards(part.path)), cfg.data)
-    if there not in (None, here) and not same_ids(path, cfg.tokenizer or shards):
-        fix = (
-            f"leave out --tokenizer {cfg.tokenizer}"
-            if cfg.tokenizer
-            else f"make the shards with --tokenizer {path}"
-        )
-        raise ValueError(
-            f"--init_from {cfg.init_from} was trained with another tokenizer (sha256 "
-            f"{there[:12]}) than the data "
-            f"has ({here[:12]}); {fix}, or learn new ids with --exclude_from_loading "
-            "tok_embeddings,head"
-        )
-
-
-def same_ids(*tokenizers: str) -> bool:
-    """Whether two tokenizers, given by their paths, cut every text into the same ids; False if a
-    file is gone. The library spells both alike. Padding and templates may differ, because nothing
-    here uses them."""
-    unused = {"post_processor": None, "decoder": None}
-    try:
-        first, second = (
-            json.loads(load_tokenizer(tokenizer_path(path)).to_str()) | unused
-            for path in tokenizers
-        )
-    except ValueError:
-        return False
-    return first == second

@@ -8,9 +8,9 @@ import zlib
 from pathlib import Path
 
 from corpus.mixture import FORMATS, is_text_file, prepare_column
-from support.files import hub_hint
+from flags.files import hub_hint
 
-# columns of a conversation: see sft/chat.py
+# columns of a conversation: see corpus/chat.py
 CONVERSATION = ("messages", "conversations", "tools", "system")
 
 

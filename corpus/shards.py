@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from corpus.tokenizer import BESIDE
-from support.files import sha256_file, write_file
+from flags.files import sha256_file, write_file
 
 VERSION = 2  # of this format; version 1 had shards with another header
 MASKED = 3  # version 2 with masks; programs that know only 2 must refuse the folder

@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from distributed.agree import reason
-from storage.newest import ABOUT, ADAPTER, is_hf_folder, newest_readable, saved_state
-from support.files import HF_LIMIT, HF_LIMITS, hf_file, hub_hint, read_json
+from flags.files import HF_LIMIT, HF_LIMITS, hf_file, hub_hint, read_json
 
 BPE_VOCAB = 4096  # ids of a tokenizer of our own
 EOT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
@@ -85,6 +84,12 @@ def tokenizer_path(path: str) -> Path:
     return file
 
 
+def tokenizer_and_beside(file: str) -> dict[str, bytes]:
+    """{name: content} of a tokenizer.json and of the Hugging Face files beside, so that to_hf can
+    write all again."""
+    return {"tokenizer.json": tokenizer_path(file).read_bytes()} | files_beside(file)
+
+
 def find_tokenizer(path: str, eot: str = ""):
     """(tokenizer.json, eot id, vocab size) for a tokenizer.json or its folder. eot: text of the
     token, "": look for it."""
@@ -148,33 +153,6 @@ def read_beside(folder: str, name: str) -> dict:
     return read_hf_json(folder, name) if os.path.lexists(os.path.join(folder, name)) else {}
 
 
-def weights_folder(folder: str) -> str:
-    """The Hugging Face folder of the weights: for a PEFT adapter its base, named in
-    adapter_config.json. Raises ValueError."""
-    base = read_beside(folder, ADAPTER).get("base_model_name_or_path", folder)
-    if base != folder and not (
-        isinstance(base, str) and is_hf_folder(base) and not read_beside(base, ADAPTER)
-    ):
-        raise ValueError(
-            f"{folder}/{ADAPTER}: base_model_name_or_path is {base!r}, which is no folder of "
-            "weights here; write "
-            "the base's folder there, or put it in that place: hf download MODEL --local-dir MODEL"
-        )
-    return base
-
-
-def text_folder(folder: str) -> str:
-    """The folder with the tokenizer of a run, step or Hugging Face folder: the newest step of a
-    run, and the base of a PEFT adapter that has no tokenizer.json itself."""
-    if not is_hf_folder(folder):
-        return newest_readable(folder)
-    return (
-        folder
-        if os.path.lexists(os.path.join(folder, "tokenizer.json"))
-        else weights_folder(folder)
-    )
-
-
 def check_hf_tokenizer(folder: str, vocab_size: int) -> str | None:
     """The path of tokenizer.json, None if missing. Raises ValueError when an id is beyond the
     model's vocabulary."""
@@ -216,30 +194,6 @@ def read_chat_template(folder: str, name: str = "default") -> str | None:
             None,
         )
     return template if isinstance(template, str) else None
-
-
-def ends_of(folder: str) -> list[int]:
-    """The ids that end a text: eos_token of a Hugging Face folder and the ids in
-    generation_config.json; for a checkpoint of ours the id that ended the documents in training,
-    and the eos_token of the tokenizer, if any. Raises ValueError."""
-    eos = read_special_tokens(folder).get("eos_token", "")
-    found = [
-        find_tokenizer(folder, name)[1]
-        for name in ([eos] if is_hf_folder(folder) else ["", *[eos] * (eos != "")])
-    ]
-    listed = read_beside(folder, "generation_config.json").get("eos_token_id")
-    found += [
-        i for i in (listed if isinstance(listed, list) else [listed]) if type(i) is int and i >= 0
-    ]
-    return list(dict.fromkeys(found))
-
-
-def has_bos(folder: str) -> bool:
-    """Whether texts begin with the tokenizer's beginning-of-text token: for models from Hugging
-    Face folders, and for runs of grpo.py from them. Our own training text has no such token."""
-    return is_hf_folder(folder) or bool(
-        saved_state(newest_readable(folder, names=ABOUT)).get("bos")
-    )
 
 
 @dataclass(kw_only=True)

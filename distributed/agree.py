@@ -5,7 +5,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from support.files import printable
+from flags.files import printable
 
 
 class Failed(ValueError):

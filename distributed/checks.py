@@ -29,7 +29,7 @@ STYLES = (
     '"sequence_linear" (a linear of T/tp '
     'tokens), "colwise" or "rowwise" (a linear that is split)'
 )
-DROPOUT = "use forks.dropout.dropout, see 'Random numbers' in docs/fork_me.md"
+DROPOUT = "use models.dropout.dropout, see 'Random numbers' in docs/fork_me.md"
 # modules that draw from torch's generator
 DRAWING = (_DropoutNd, nn.MultiheadAttention, nn.RNNBase)
 

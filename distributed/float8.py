@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 
 from distributed.layout import Layout, beside_weight, with_forward
-from support.config import GPU, Need, flag
+from flags.config import GPU, Need, flag
 
 FLOAT8 = Need("without --float8", lambda c: c.float8 != "off")
 FLOAT8_TENSORWISE = Need("without --float8 tensorwise", lambda c: c.float8 == "tensorwise")

@@ -7,7 +7,7 @@ import hashlib
 import torch
 from torch import Tensor, nn
 
-# standard deviation of parameters that start at 0; tools/parity_half.py draws them, to see all
+# standard deviation of parameters that start at 0; tools/parity/half.py draws them, to see all
 # gradients
 ZERO = 0.0
 NORMS = (nn.RMSNorm, nn.LayerNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from support.config import Need, flag
+from flags.config import Need, flag
 
 Reshard = Literal["default", "always", "never"]
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-# What flags need to have an effect: see support/config.py. c is what refusals.collect_facts()
+# What flags need to have an effect: see flags/config.py. c is what refusals.collect_facts()
 # returns.
 TP = Need("without --tp 2 or more", lambda c: c.tp > 1)
 CP = Need("without --cp 2 or more", lambda c: c.cp > 1)

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from torch import nn
 
 from distributed.layout import Layout, ParallelConfig
-from support.config import Need, flag
+from flags.config import Need, flag
 
 Schedule = Literal[
     "GPipe",

@@ -21,7 +21,7 @@ from distributed.pipeline import (
     n_microbatches,
     split_stages,
 )
-from support.config import no_effect, own_rank
+from flags.config import no_effect, own_rank
 
 # Flags of any recipe; None means another default. The recipe's own --local_batch_size and --seq_len
 # follow the same rule.
@@ -123,7 +123,7 @@ def runs_on_cuda(device: str) -> bool:
 def collect_facts(
     cfg: ParallelConfig, model_config, degrees: dict[str, int], on_cuda: bool
 ) -> SimpleNamespace:
-    """Values for Need in support/config.py, to decide whether a flag has an effect: every flag and
+    """Values for Need in flags/config.py, to decide whether a flag has an effect: every flag and
     every field of the model by name; the resolved degrees, dp_shard too; world_size, on_cuda, and
     the dtype of the computation."""
     more = dict(

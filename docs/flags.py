@@ -10,8 +10,8 @@ from typing import get_type_hints
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from support.config import default_of, describe, make_parser, needs_of, option_groups, spell  # noqa: E402
-from tools.reports import with_report_flags  # noqa: E402
+from flags.config import default_of, describe, make_parser, needs_of, option_groups, spell  # noqa: E402
+from tools.reports.options import with_report_flags  # noqa: E402
 
 PROGRAMS = (
     "train_llama3",

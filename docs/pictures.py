@@ -15,14 +15,14 @@ import torch
 import train_llama3
 import train_qwen3
 from distributed.pipeline import split_stages, stage_ids
-from exercises import svg
-from exercises.explain import count_block, list_collectives
-from exercises.parts import axis_groups, held_part, place_of, shown_parameters, tokens_of
-from exercises.svg import arrow, document, label, legend, lines, rect
 from models.loss import IGNORE
 from parallel import replicas, sequence_index
-from tools.dryrun import dry_world, human, make_report
-from tools.schedule import bubble, rows_of, simulate
+from tools.reports import svg
+from tools.reports.dryrun import dry_world, human, make_report
+from tools.reports.explain import count_block, list_collectives
+from tools.reports.parts import axis_groups, held_part, place_of, shown_parameters, tokens_of
+from tools.reports.schedule import bubble, rows_of, simulate
+from tools.reports.svg import arrow, document, label, legend, lines, rect
 
 HERE = Path(__file__).parent / "pictures"
 WIDTH, LEFT = 860, 170  # width of a picture, left edge of the first rank's column

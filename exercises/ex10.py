@@ -8,7 +8,7 @@ from pathlib import Path
 import hand10
 from feedback import Wrong, alone, compare
 
-from tools.schedule import bubble, duration, simulate
+from tools.reports.schedule import bubble, duration, simulate
 
 SPLITS = [(6, 2), (6, 4), (4, 2), (7, 3), (32, 8), (80, 16), (61, 8)]  # layers, stages
 SCHEDULES = [(2, 4), (4, 8), (4, 16), (8, 8), (4, 2), (3, 1), (2, 1)]  # ranks, micro-batches

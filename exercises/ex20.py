@@ -8,7 +8,7 @@ import hand20
 from feedback import Wrong, alone
 
 from models.llama3 import Llama3, Llama3Config
-from tools import dryrun
+from tools.reports import dryrun
 
 RINGS = [
     (n, n_bytes, latency, bandwidth)

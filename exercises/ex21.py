@@ -65,7 +65,7 @@ def check():
             )
     with tempfile.TemporaryDirectory() as out:
         said = on_ranks(4, train_and_speak, out)[0]
-        from support.metrics import read_lines
+        from training.metrics import read_lines
 
         losses = [
             line["loss"]

@@ -33,9 +33,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distributed.layout import Layout, local_tensor
+from flags.config import own_rank
+from flags.files import step_folders
 from models.loss import IGNORE
-from support.config import own_rank
-from support.files import step_folders
 
 START = 'torchft_lighthouse --bind "[::]:29510" --min_replicas 1 --heartbeat_timeout_ms 1000'
 # in which groups may differ

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from distributed.checks import bits_sum
-from support.optim import Guard
+from training.optim import Guard
 
 # norms to remember; fewest to judge by; standard deviations above their mean of a spike
 WINDOW, LEAST, FAR = 128, 16, 6.0

@@ -11,7 +11,7 @@ algorithm sets the norm to sqrt(out * in). With the norm kept, Muon's learning r
 import torch
 
 from distributed.layout import local_tensor
-from support.muon import Muon
+from training.muon import Muon
 
 BETA2 = 0.95  # decay of the mean of a row's squares
 

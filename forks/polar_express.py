@@ -9,7 +9,7 @@ the best one on the interval onto which the polynomials before map.
 
 import torch
 
-from support.muon import Muon
+from training.muon import Muon
 
 # (a, b, c) of a x + b x^3 + c x^5: the paper's numbers for l = 1e-3, cushion 0.024
 SCHEDULE = [

@@ -28,12 +28,12 @@ from dataclasses import dataclass, replace
 # distill: beside the folder of the rest
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import grpo
-from checkpoint import load_weights
-from distributed.launch import run
 from distributed.refusals import check_layout
+from flags.config import given_flags
 from rl.datasets import Text, open_task
 from rl.policy import build_policy, model_of
-from support.config import given_flags
+from storage.saved import load_weights
+from tools.run import run
 
 # distill: flags about advantages that come from rewards, and about another reference
 OF_REWARDS = ("kl_coef", "std_norm", "dynamic_sampling", "overlong_tokens")

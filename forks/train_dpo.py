@@ -42,24 +42,26 @@ import torch.nn.functional as F
 # dpo: beside the folder of the rest
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from checkpoint import CheckpointConfig, Checkpoints, loaded_later
-from corpus.tokenizer import text_folder
+from corpus.chat import prepare_message, read_template, remove_marks
 from distributed.checks import check_replicas
 from distributed.experts import balance_experts
-from distributed.launch import LaunchConfig, StopSignal, connect, disconnect, run, set_timeouts
+from distributed.launch import LaunchConfig, StopSignal, connect, disconnect, set_timeouts
 from distributed.layout import ExpertConfig, ParallelConfig, reshard
 from distributed.refusals import check_layout, refuse
+from flags.config import Need, check_range, flag, save_config
+from flags.files import step_folders
 from grpo import ROWS, Trainer, lr_at
+from lora.lora import LoraConfig, claim_adapters, lora_counts
 from parallel import make_mesh
 from rl.datasets import Text
 from rl.packing import n_read, pieces
 from rl.policy import build_policy, forward, keep_reference, model_of
 from sft.base import load_base
-from sft.chat import prepare_message, read_template, remove_marks
-from sft.lora import LoraConfig, claim_adapters, is_frozen, lora_counts
+from storage.adapters import is_frozen
 from storage.resume import check_run, lock_run, wait_for_run
-from support.config import Need, check_range, flag, save_config
-from support.files import step_folders
-from support.metrics import Metrics, MetricsConfig
+from storage.source_tokenizer import text_folder
+from tools.run import run
+from training.metrics import Metrics, MetricsConfig
 
 
 @dataclass(kw_only=True)

@@ -17,8 +17,8 @@ from typing import Literal
 # this file is in a folder below the rest
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import train_llama3
-from distributed.launch import run
 from forks.olmo3 import FLAVORS, Olmo3
+from tools.run import run
 from train_llama3 import main
 
 train_llama3.FLAVORS, train_llama3.Llama3 = FLAVORS, Olmo3  # what main() looks up

@@ -60,7 +60,7 @@ class Normalize(torch.autograd.Function):
 
 
 def takes_places(model: nn.Module) -> bool:
-    """Whether the model's forward has an argument `places`, for forks/dropout.py."""
+    """Whether the model's forward has an argument `places`, for models/dropout.py."""
     return "places" in inspect.signature(model.forward).parameters
 
 
@@ -75,7 +75,7 @@ def places_of(batch, seed: int) -> Tensor:
 
 
 def weight_of(linear: nn.Linear) -> Tensor:
-    """The effective matrix (out, in), LoRA's product included (sft/lora.py). Use it wherever code
+    """The effective matrix (out, in), LoRA's product included (lora/lora.py). Use it wherever code
     multiplies with .weight instead of calling the linear; plain .weight would leave the adapters
     out."""
     return linear.merged().to(linear.weight.dtype) if hasattr(linear, "merged") else linear.weight

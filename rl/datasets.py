@@ -31,27 +31,20 @@ from torch import Tensor
 
 from corpus.files import unpacked
 from corpus.mixture import PACKED, format_of
-from corpus.tokenizer import (
-    check_hf_tokenizer,
-    encoding_of,
-    ends_of,
-    has_bos,
-    load_tokenizer,
-    read_special_tokens,
-    text_folder,
-)
+from corpus.tokenizer import check_hf_tokenizer, encoding_of, load_tokenizer, read_special_tokens
 from distributed.refusals import refuse
+from flags.config import Need, flag
+from flags.files import step_folders
 from rl.answers import KINDS, is_right, never_right
 from rl.environments import ask_for_two, load_own, open_env
-from support.config import Need, flag
-from support.files import step_folders
+from storage.source_tokenizer import ends_of, has_bos, text_folder
 
 HINTS = {
     "dataset": "",
     "gsm8k": "\nThink step by step, and end with the answer alone on a line: #### number",
 }
 REWARD_PARAMETERS = ("prompt", "completion", "answer", "truncated", "fields")
-# Needs of flags: see support/config.py
+# Needs of flags: see flags/config.py
 FILES = Need("without --env dataset or --env gsm8k", lambda c: c.env in HINTS)
 DATASET = Need("without --env dataset", lambda c: c.env == "dataset")
 

@@ -26,17 +26,18 @@ from distributed.agree import reason
 from distributed.launch import StopSignal, agree_on_attempt, own_gpu
 from distributed.layout import Layout, dtype_of_compute
 from distributed.refusals import runs_on_cuda
+from lora.lora import add_adapters
 from rl import http_engine
 from rl.policy import list_weights, pack_weights
 from rl.rollouts import InPlace, Remote, nccl_group, try_sampling, use_own_stream
-from sft.lora import add_adapters, lora_names
+from storage.adapters import lora_names
 
 
 def find_server(cfg):
     """Check that the server of --engine can serve this run. Raises ValueError before anything is
     built."""
     if cfg.engine_weights == "nccl":
-        from forks.nccl_engine import check_nccl
+        from rl.nccl_engine import check_nccl
 
         check_nccl(cfg)
     http_engine.check_server(cfg)
@@ -47,7 +48,7 @@ def open_engine(trainer, env, text, cursor: int, bridge):
     batch. bridge: to the generators, on rank 0."""
     cfg, layout = trainer.cfg, trainer.layout
     if cfg.engine_weights == "nccl":
-        from forks.nccl_engine import NCCLEngine
+        from rl.nccl_engine import NCCLEngine
 
         return NCCLEngine(trainer, env, text, cursor)
     if cfg.engine:

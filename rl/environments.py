@@ -1,6 +1,6 @@
 """The tasks of grpo.py as text and as tokens, and the form of a task of your own (--env my_env.py).
 
-An environment is a class in this file, or a module in a file of your own. An environment must have
+An environment is a file in rl/tasks/, or a file of your own. An environment must have
 
     make(rng) -> (prompt, answer)         one task; the supervised warm-up imitates the answer
     reward(prompt, completion) -> float   completion: all text after the prompt, without the end-of-text token. Or a dict of
@@ -13,7 +13,7 @@ and may have
     eval_problems                         a second list, for evaluation only. Without eval_problems an eighth of the problems
                                           is held out
     group_reward(prompt, completions)     instead of reward: a list with the reward of each sample of the prompt
-    reward(..., truncated)                third parameter: whether the sample was cut off before its end. The tasks in this file
+    reward(..., truncated)                third parameter: whether the sample was cut off before its end. The tasks in rl/tasks/
                                           then pay 0, because the last number of a truncated text is no answer
     ALPHABET                              characters of a model with random weights; the default is printable ASCII
     TOOL_END, tool(completion) -> str     after TOOL_END in a completion comes the text of the tool. The model reads the text
@@ -29,45 +29,54 @@ has
 """
 
 import functools
+import importlib
 import importlib.util
 import os
 import random
-import string
 import sys
 import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from rl.rewards import finite, short
 
-
-class Reverse:
-    ALPHABET = string.digits + ">"
-
-    def make(rng):
-        number = "".join(rng.choices(string.digits, k=5))
-        return f"{number}>", number[::-1]
-
-    def reward(prompt, completion, truncated=False):
-        return float(completion == prompt[-2::-1] and not truncated)
-
-
-# files in forks/, written like a task of your own
-EXAMPLES = ("sum_digits", "wordle", "calculator")
+# --env NAME is the file rl/tasks/NAME.py, written like a task of your own
+TASKS = (
+    "reverse",
+    "sum_digits",
+    "calculator",
+    "wordle",
+    "code",
+    "verifiers",
+    "openenv",
+    "few_problems",
+    "two_ways",
+)
+# what users typed before these tasks had a name
+RENAMED = {
+    "docs/code_task.py": "code",
+    "docs/verifiers_env.py": "verifiers",
+    "docs/openenv_env.py": "openenv",
+    "docs/few_problems.py": "few_problems",
+    "docs/two_ways.py": "two_ways",
+    "forks/sum_digits.py": "sum_digits",
+    "forks/calculator.py": "calculator",
+    "forks/wordle.py": "wordle",
+}
 
 
 def open_env(name: str):
     """The environment for --env; rl/datasets.py has the environments for problems in files. Raises
     ValueError."""
-    path = (
-        f"{os.path.dirname(os.path.dirname(os.path.abspath(__file__)))}/forks/{name}.py"
-        if name in EXAMPLES
-        else name
-    )
-    env = (
-        Reverse
-        if name == "reverse"
-        else load_own("env", path, ["reverse", *EXAMPLES, "dataset", "gsm8k"])
-    )
+    if name in TASKS:
+        env = importlib.import_module(f"rl.tasks.{name}")
+    elif os.path.normpath(name) in RENAMED and not os.path.isfile(name):
+        new = RENAMED[os.path.normpath(name)]
+        raise ValueError(
+            f"--env {name} is --env {new} now, the file rl/tasks/{new}.py; a run of before goes on "
+            f"with --env {new}"
+        )
+    else:
+        env = load_own("env", name, [*TASKS, "dataset", "gsm8k"])
     given = {*dir(env)}
     wanted = ["make"] * ("problems" not in given) + ["TOOL_END", "tool"] * bool(
         given & {"TOOL_END", "tool"}

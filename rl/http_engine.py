@@ -2,7 +2,7 @@
 "Another engine", starts one.
 
     weights   all ranks write a new folder in Hugging Face's format, with --engine_adapters a small one in peft's; rank 0 tells
-              the server to read the folder. --engine_weights nccl sends them over NCCL instead, see forks/nccl_engine.py
+              the server to read the folder. --engine_weights nccl sends them over NCCL instead, see rl/nccl_engine.py
     prompts   rank 0 sends token ids, for --rollout_rows samples at once; ids and log-probabilities come back
     rewards   on rank 0, in the thread that waits for the server, while the trainer trains (rl/rollouts.py)
 
@@ -347,7 +347,7 @@ class HTTPEngine(Remote):
             f"{self.folder}/{self.mine}-{self.start}-{self.trainer.policy_version}"
         )
         if cfg.engine_adapters:
-            from forks.peft_folder import write_peft
+            from storage.peft import write_peft
 
             adapters = pack_weights(
                 list_weights(model, torch.float32, adapters_only=True), layout, self.group

@@ -8,13 +8,15 @@ from itertools import chain
 import torch
 
 from distributed.refusals import refuse
+from flags.config import check_range, save_config
+from flags.files import read_json, step_folders
+from lora.lora import claim_adapters
 from rl.datasets import HINTS
+from rl.environments import RENAMED
 from rl.packing import pieces
-from sft.lora import claim_adapters
+from storage.newest import ABOUT, newest_readable
 from storage.resume import identify_run, list_finished
-from support.config import check_range, save_config
-from support.files import step_folders
-from support.metrics import drop_lines_from
+from training.metrics import drop_lines_from
 
 FEW = 20  # steps without much to learn before a line says so
 
@@ -144,9 +146,13 @@ def check_own_run(cfg, Model, model_config, lr_at) -> dict:
             f"--kl_coef: {cfg.out} has not kept its initial policy: it was begun without this "
             "flag; leave it out"
         )
-    return identify_run(
-        cfg, Model, model_config, {"env": cfg.env, "seed": cfg.seed}, "adamw", lr_at, lora
-    )
+    data = {"env": cfg.env, "seed": cfg.seed}
+    if step_folders(cfg.out):  # the task may have had another name when the run began
+        saved = read_json(newest_readable(cfg.out, names=ABOUT), "state.json")
+        known_as = saved.get("identity", {}).get("data", {}).get("env")
+        if RENAMED.get(known_as) == cfg.env:
+            data["env"] = known_as
+    return identify_run(cfg, Model, model_config, data, "adamw", lr_at, lora)
 
 
 # ---------------------------------------------------------------- output

@@ -16,15 +16,16 @@ from distributed.checks import check_model
 from distributed.experts import expert_parallel
 from distributed.layout import reshard, whole_tensor
 from distributed.pipeline import pipeline_stages
+from flags.config import override_fields
+from lora.lora import lora_linears
 from models.attention import sdpa
 from models.llama3 import Llama3Config
 from models.loss import token_logprobs
 from models.qwen3 import Qwen3Config
 from sft.base import read_model
-from sft.lora import is_adapter, lora_linears
+from storage.adapters import is_adapter
 from storage.hf import class_of
 from storage.newest import is_hf_folder
-from support.config import override_fields
 
 SMALL = dict(
     dim=96,

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from support.config import own_rank
+from flags.config import own_rank
 
 # of torch, about what capture() asks for
 warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")

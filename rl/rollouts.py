@@ -22,11 +22,11 @@ import torch.distributed as dist
 from corpus.tokenizer import ChatConfig
 from distributed.agree import gather, on_rank_0
 from distributed.layout import reshard
+from flags.files import read_json
 from rl.datasets import DatasetConfig
 from rl.decoding import draw_noise, rollout
 from rl.environments import Turns, draw_task
 from rl.rewards import Paid, Payments, RewardConfig
-from support.files import read_json
 
 # values per token of a sample: the kinds of their arrays
 NUMBERS = {"prompt": "i", "ids": "i", "logprobs": "f", "mask": "f"}

@@ -2,13 +2,14 @@
 
 import os
 
-from checkpoint import load_weights, saved_model
 from distributed.agree import brief, on_rank_0
-from sft.lora import ADAPTERS, check_base
+from flags.config import override_fields
+from flags.files import step_folders
+from lora.lora import ADAPTERS
+from storage.adapters import check_base
 from storage.hf import check_hf_config, class_of, load_hf, read_hf_config
 from storage.newest import ABOUT, is_hf_folder, newest_readable, resume_source
-from support.config import override_fields
-from support.files import step_folders
+from storage.saved import load_weights, saved_model
 
 
 def read_model(cfg):

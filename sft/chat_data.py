@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from corpus.chat import add_marks
 from corpus.shards import FIRST, LOSS, mask_array_of, open_array, opened_array
 from corpus.tokenizer import load_tokenizer, read_chat_template
 from data import TokenData
-from sft.chat import add_marks
-from support.config import own_rank
+from flags.config import own_rank
 
 # number of sequences in the search for room; with more, a long file would take minutes
 OPEN_SEQUENCES = 1024

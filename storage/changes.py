@@ -4,7 +4,7 @@ import copy
 import math
 from dataclasses import asdict
 
-from support.files import json_bytes, read_json
+from flags.files import json_bytes, read_json
 
 # Model fields that may change with --init_from: another class, as in a fork, other positions, for
 # longer texts, and fields that only add or remove tensors. With excluded parameters the sizes of

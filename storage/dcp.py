@@ -37,8 +37,8 @@ from distributed.agree import (
     scatter,
 )
 from distributed.layout import local_slice
+from flags.files import read_json, write_file
 from storage.manifest import TABLE
-from support.files import read_json, write_file
 
 MOST_SHARDS = 1 << 20  # of a tensor; more in a file of a stranger would take all memory
 

@@ -27,7 +27,6 @@ from corpus.tokenizer import (
     find_tokenizer,
     load_tokenizer,
     read_hf_json,
-    weights_folder,
 )
 from distributed.agree import (
     brief,
@@ -39,9 +38,8 @@ from distributed.agree import (
     reason,
 )
 from distributed.layout import local_slice, local_tensor, named_tensors, reshard
-from storage.manifest import Progress
-from support.config import spell, unwrap
-from support.files import (
+from flags.config import spell, unwrap
+from flags.files import (
     check_local,
     fsync,
     hf_file,
@@ -51,6 +49,8 @@ from support.files import (
     read_json,
     write_file,
 )
+from storage.manifest import Progress
+from storage.source_tokenizer import weights_folder
 
 HF_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 # fp8 weights have one scale per 128 x 128 block, in a tensor <name>_scale_inv (arXiv:2412.19437,
@@ -228,7 +228,7 @@ def open_tensors(Model: type[nn.Module], folder: str) -> HFTensors:
     read."""
     source = getattr(Model, "hf_tensors", HFTensors)(weights_folder(folder))
     if source.folder != folder:
-        from forks.peft_folder import merge_adapters
+        from storage.peft import merge_adapters
 
         merge_adapters(source, folder, open_safetensors(folder, "adapter_model.safetensors"))
     return source
@@ -656,7 +656,7 @@ def save_hf(
     quiet=False,
 ):
     """Writes a model as a Hugging Face folder for transformers: weights in `dtype`, buffers
-    unchanged. If a linear layer has a method merged(), as with LoRA (sft/lora.py), the merged
+    unchanged. If a linear layer has a method merged(), as with LoRA (lora/lora.py), the merged
     matrix is written.
 
     model: plain (call on one rank), or sharded by parallel.py, or the list of this rank's pipeline

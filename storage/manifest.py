@@ -12,7 +12,7 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from support.files import STEP_FOLDER, fsync, json_bytes, write_file
+from flags.files import STEP_FOLDER, fsync, json_bytes, write_file
 
 FORMAT_VERSION = 3  # 2 had a longer tensors.json
 TABLE = "tensors.json"  # names, dtypes and shapes of all tensors, and the places of all shards

@@ -6,8 +6,8 @@ import os
 from typing import NamedTuple
 
 from distributed.agree import Failed
+from flags.files import hub_hint, read_json, step_folders
 from storage.manifest import TABLE, Damaged, check_files, read_manifest
-from support.files import hub_hint, read_json, step_folders
 
 ADAPTER = "adapter_config.json"  # of peft, beside adapter_model.safetensors
 ABOUT = ("state.json", "config.json")  # files of a step folder read at a start, before the tensors

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from distributed.agree import brief
-from support.config import own_rank
-from support.files import read_json
+from flags.config import own_rank
+from flags.files import read_json
 
 # the program, and the files of --env and --reward
 MODULES = ("__main__", "nanotitan_env", "nanotitan_reward")

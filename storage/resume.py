@@ -11,12 +11,10 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, replace
 
-from corpus.mixture import parse_mixture
-from corpus.shards import is_shards
-from corpus.tokenizer import BESIDE, text_folder
+from flags.config import FROM_FILE, own_rank
+from flags.files import check_local, read_json, step_folders
 from storage.newest import ABOUT, is_hf_folder, newest_readable, resume_source
-from support.config import FROM_FILE, own_rank
-from support.files import check_local, matches, read_json, step_folders
+from storage.source_tokenizer import has_new_ids
 
 
 def claim_run(cfg, Model, model_config, data, lr_at=None, lora: dict | None = None) -> dict:
@@ -92,7 +90,7 @@ def check_run(out: str, identity: dict, cfg, lr_at=None):
             "the step"
         )
     if cfg.init_from and not has_new_ids(cfg):
-        from corpus.cache import check_tokenizer
+        from storage.source_tokenizer import check_tokenizer
 
         check_tokenizer(out, identity, cfg)
     if source := resume_source(out, cfg):
@@ -276,33 +274,3 @@ def keep_batch(cfg):
             flush=True,
         )
     return replace(cfg, local_batch_size=fits[-1])
-
-
-# --- The tokenizer of --init_from ---
-def source_tokenizer(cfg) -> str:
-    """The folder with the tokenizer.json of --init_from, the default for text. "" if the flags name
-    a tokenizer, or if no text is tokenized.
-
-    A run with checkpoints takes the tokenizer from the newest checkpoint: the --init_from folder
-    may be gone by now. Raises ValueError.
-    """
-    is_text = not all(is_shards(part.path) for part in parse_mixture(cfg.data))
-    if not cfg.init_from or cfg.tokenizer or not is_text or has_new_ids(cfg):
-        return ""
-    source, names = resume_source(cfg.out, cfg), (*ABOUT, "tokenizer.json", *BESIDE)
-    folder = (
-        newest_readable(source.folder, source.step, names) if source else text_folder(cfg.init_from)
-    )
-    file = os.path.join(folder, "tokenizer.json")
-    if not os.path.lexists(file):
-        raise ValueError(f"{file} is missing: give the tokenizer of these weights with --tokenizer")
-    return folder
-
-
-def has_new_ids(cfg) -> bool:
-    """Whether the embedding starts at random: then no id has a meaning yet, and any tokenizer will
-    do."""
-    return matches(
-        [name.removeprefix("model.") for name in cfg.exclude_from_loading],
-        "model.tok_embeddings.weight",
-    )

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.run import get_args_parser
 
 from data import DataConfig, open_data
-from support.config import FROM_FILE
+from flags.config import FROM_FILE
 
 # A shell starts its background jobs, as .ci/run does, with Ctrl-C ignored, which all processes that
 # they start inherit.

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from programs import REPO, run_program
 
-from tools import dryrun
+from tools.reports import dryrun
 
 SMALL = "n_layers=5,dim=64,n_heads=4,n_kv_heads=2,head_dim=16,ffn_dim=128,vocab_size=512"
 MOE = SMALL + ",n_experts=8,top_k=2,moe_ffn_dim=64"

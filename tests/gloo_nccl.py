@@ -20,7 +20,7 @@ def group(store, rank: int, ranks: int, timeout_s=60.0):
 
 
 if __name__ == "__main__":
-    from forks import nccl_engine
+    from rl import nccl_engine
 
     nccl_engine.nccl_group, nccl_engine.runs_on_cuda = group, lambda device: True
     runpy.run_path("grpo.py", run_name="__main__")

@@ -30,13 +30,14 @@ from forks.gpt_oss import GptOss, GptOssConfig
 from forks.llama4 import Llama4, Llama4Config
 from forks.olmo3 import Olmo3, Olmo3Config
 from forks.qwen3_next import Qwen3Next, Qwen3NextConfig
+from lora.lora import LoraConfig, lora_linears
 from models.deepseek import DeepSeek, DeepSeekConfig
 from models.llama3 import Llama3, Llama3Config
 from models.loss import IGNORE
 from models.qwen3 import Qwen3, Qwen3Config
 from parallel import TP_STYLES
 from rl.decoding import rollout
-from sft.lora import LoraConfig, is_adapter, lora_linears
+from storage.adapters import is_adapter
 from storage.hf import load_hf, save_hf
 
 LR, STEPS, T = 1e-3, 2, 16

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import models.llama3
-from forks.dropout import dropout
+from models.dropout import dropout
 from models.layers import RMSNorm, rotate
 from models.moe import AddLoss
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from programs import REPO, run_program, start_program
 
-from support.metrics import read_lines
+from training.metrics import read_lines
 
 MODEL = "n_layers=2,dim=32,n_heads=4,n_kv_heads=2,head_dim=8,ffn_dim=64,vocab_size=4096"
 MLA = (

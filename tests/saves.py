@@ -10,8 +10,8 @@ from layouts import config
 from torch import nn
 
 from checkpoint import CheckpointConfig, Checkpoints
+from flags.files import json_bytes
 from storage.manifest import checksums, own_hash
-from support.files import json_bytes
 
 IDENTITY = {
     "model": {"module": "models.llama3", "class": "Llama3", **asdict(config())},

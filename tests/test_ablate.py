@@ -16,10 +16,10 @@ import pytest
 from runs import ENV, REPO, ended, metrics, run
 
 import ablate
-from forks.ladder import fit_sizes, line_at
-from tools.significance import add_looks, interval, t_quantile
-from tools.study import APART, DEFAULTS, compare_variant, looks_of, noise_of, winners_of
-from tools.study_report import report_study
+from tools.study.ladder import fit_sizes, line_at
+from tools.study.report import report_study
+from tools.study.significance import add_looks, interval, t_quantile
+from tools.study.study import APART, DEFAULTS, compare_variant, looks_of, noise_of, winners_of
 
 BASE, OTHER = "base", "other"
 
@@ -376,7 +376,7 @@ def test_sources_of_a_recipe_in_forks_are_those_of_the_whole_checkout():
         "forks/mup.py",
         "models/llama3.py",
         "parallel.py",
-        "support/optim.py",
+        "training/optim.py",
     }
 
 

@@ -15,8 +15,8 @@ from runs import ENV, MLA, MODEL, ended
 
 from benchmarks import gpu_report
 from benchmarks.startup import HEAVY
-from support.config import parse_config
-from tools.reports import with_report_flags
+from flags.config import parse_config
+from tools.reports.options import with_report_flags
 
 SHAPE = "dim=32,n_layers=2,n_heads=4,n_kv_heads=2,head_dim=8,ffn_dim=64,vocab_size=128"
 
@@ -309,8 +309,8 @@ import json, linecache, os, sys, threading
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 recipe = __import__(sys.argv[1])
-from support.config import parse_config
-from support.metrics import Metrics
+from flags.config import parse_config
+from training.metrics import Metrics
 steps = {}
 # AdamW's count of steps, which is not asked for where AdamW is fused; and which part of a parameter a rank has
 ON_THE_HOST = ("_get_value", "compute_local_shape_and_global_offset")

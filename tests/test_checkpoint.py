@@ -42,28 +42,23 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 import checkpoint
 import grpo
 import parallel
-from checkpoint import (
-    CheckpointConfig,
-    Damaged,
-    load_model,
-    saved_model,
-    saved_state,
-    step_folders,
-    verify,
-)
-from corpus.tokenizer import has_bos
+from checkpoint import CheckpointConfig, Damaged, saved_state
 from distributed.experts import balance_experts
 from distributed.layout import Layout
+from flags.files import STEP_FOLDER, json_bytes, step_folders
 from generate import generate
 from models.llama3 import Llama3, Llama3Config
-from storage import dcp
+from storage import commands as checkpoint_commands
+from storage import dcp, saved
+from storage.adapters import has_adapters
+from storage.commands import diff
 from storage.dcp import pack_column, unpack_column
 from storage.hf import save_hf
+from storage.manifest import verify
 from storage.newest import ABOUT, newest_readable
 from storage.resume import check_run
-from support.files import STEP_FOLDER, json_bytes
-from tools import checkpoint_commands
-from tools.checkpoint_commands import diff
+from storage.saved import load_model, saved_model
+from storage.source_tokenizer import has_bos
 
 
 def run_forked(function, *args):
@@ -196,7 +191,8 @@ def test_an_existing_step_is_never_overwritten(tmp_path):
 def kill_while_saving(out, function_name, after):
     """Saves step 2 and dies by SIGKILL when the save calls a function of checkpoint.py, or right
     after the call."""
-    owner = shutil if function_name == "rmtree" else checkpoint
+    owners = {"rmtree": shutil, "write_manifest": saved, "publish": saved}
+    owner = owners.get(function_name, checkpoint)
     original = getattr(owner, function_name)
 
     def dying(*args, **kwargs):
@@ -544,7 +540,7 @@ def test_changed_code_is_told_when_a_run_goes_on(tmp_path, monkeypatch, capsys):
     checkpoints.save(1, {"step": 1})
     code = json.loads(Path(path(out, 1), "code.json").read_bytes())
     assert sources.items() <= code.items()  # as imported, without later edits
-    assert {"checkpoint.py", "support/config.py"} <= code.keys()
+    assert {"checkpoint.py", "flags/config.py"} <= code.keys()
     # no library's source
     assert not [name for name in code if ".venv" in name or Path(name).is_absolute()]
 
@@ -1090,7 +1086,7 @@ def test_a_note_in_a_step_folder_is_named_and_costs_nothing(tmp_path, capsys):
         Path(path(tmp_path, 4), name).write_text("good run")
     assert saver(*trained(), tmp_path).load()["step"] == 4
     assert (
-        "step-4 has files that are not its own, and nobody reads: .nfs0000000012, notes.txt"
+        "step-4 has files that no save has written, and they are not read: .nfs0000000012, notes.txt"
         in capsys.readouterr().out
     )
     Path(path(tmp_path, 4), "chat_template.jinja").write_text("x")
@@ -1113,7 +1109,7 @@ def test_a_step_folder_whose_state_names_no_model_is_told_in_one_line(tmp_path):
         )
     refuses("does not describe a model", load_model, folder)
     refuses("is no place in a run", has_bos, str(tmp_path))
-    assert not checkpoint.has_adapters(folder)
+    assert not has_adapters(folder)
 
 
 def test_a_state_that_is_no_place_in_a_run_or_describes_no_model(tmp_path):

@@ -30,12 +30,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import data
 from corpus import build as texts
 from corpus import cache
+from corpus import commands as data_commands
 from corpus import shards as shard_files
 from corpus.tokenizer import find_tokenizer
 from data import DataConfig, TokenData, hash_sequences, open_data, permute
 from distributed.checks import check_first_batch, reduce_hash
 from distributed.layout import Layout
-from tools import data_commands
 
 WORDS = "the a model reads trains writes token shard of and to layer gradient rank step seed loss axis".split()
 

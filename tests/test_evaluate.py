@@ -27,9 +27,9 @@ import evaluate
 import parallel
 from rl import rewards
 from rl.datasets import HINTS, Text
-from sft.chat import open_chat
+from storage import commands as checkpoint_commands
 from storage.hf import load_hf_model
-from tools import checkpoint_commands
+from storage.prompt import open_chat
 
 KINDS = ("llama", "qwen3_moe", "deepseek_v3")
 WORDS = "Sum the digits of 123 4 naïve 東京 don't 🙂 a , .".split()

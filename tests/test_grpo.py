@@ -41,8 +41,8 @@ from grpo import advantages, loss_denominator, overlong_penalty, policy_loss
 from models.loss import CHUNK_ELEMENTS, token_logprobs
 from rl import decoding, environments, rollouts
 from rl.messages import FEW, warn_of_equal_rewards
-from sft.chat import open_chat
 from storage.hf import load_hf_model
+from storage.prompt import open_chat
 
 # ---------------------------------------------------------------- log-probabilities
 

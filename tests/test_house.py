@@ -1,8 +1,11 @@
-"""The house: which file stands on which. An import goes down a layer or stays in it, never up, and
-never in a circle; and every file stays small enough to be read."""
+"""The house: which room stands on which. An import goes to a lower floor or stays in its room, never up,
+and no files import each other in a circle; there are no exceptions. An import inside of a function
+counts, and so does the name or the path of a module in a string."""
 
 import ast
 import io
+import re
+import subprocess
 import tokenize
 from collections import defaultdict
 from pathlib import Path
@@ -10,85 +13,102 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("models", "distributed", "support", "corpus", "storage", "sft", "rl", "tools", "forks")
-# Bottom up. A file may import files of its own layer, as long as no circle comes of it, and of all
-# layers below.
-LAYERS = [
-    ["models", "support.config", "support.files", "tools.other_names", "forks.dropout"],
-    ["distributed.layout"],
+# Bottom up. Rooms in one row are equals: none imports the other.
+FLOORS = [
+    ["models", "flags"],
     ["distributed"],
-    ["parallel"],
-    ["support"],
-    # the last is a reader of files for storage.hf
-    ["corpus", "storage", "sft", "forks.peft_folder"],
-    ["data", "checkpoint"],
-    ["sft.base", "sft.chat_data"],
-    ["rl", "forks.nccl_engine"],
-    ["generate", "evaluate", "grpo", "finetune", "train_llama3", "train_qwen3", "train_deepseek"],
-    ["forks", "tools"],
-    ["ablate"],
+    ["parallel.py"],
+    ["training", "corpus"],
+    ["data.py"],
+    ["storage"],
+    ["lora"],
+    ["checkpoint.py"],
+    ["sft"],
+    ["rl"],
+    ["generate.py"],
+    ["tools"],
+    [
+        "train_llama3.py",
+        "train_qwen3.py",
+        "train_deepseek.py",
+        "finetune.py",
+        "grpo.py",
+        "evaluate.py",
+        "ablate.py",
+    ],
+    ["forks", "exercises"],  # imported by nobody below
+    ["benchmarks", "docs"],
+    ["tests"],  # which look at all of it
 ]
-# A program hands its command line over to tools/, which is above it: these imports go up, each
-# inside of a function.
-UP = {
-    ("distributed.launch", "tools.reports"),
-    ("checkpoint", "tools.checkpoint_commands"),
-    ("data", "tools.data_commands"),
-    ("support.config", "tools.other_names"),
-}
+SCRIPTS = {"exercises", "benchmarks", "docs", "tests"}  # folders that are no packages
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
 
 def house() -> dict[str, str]:
-    """{module: source} of all that is not tests or benchmarks."""
-    files = [p for folder in (".", *FOLDERS) for p in ROOT.glob(f"{folder}/*.py")]
-    names = {
-        str(p.relative_to(ROOT).with_suffix("")).replace("/", "."): p.read_text() for p in files
-    }
-    return {name: text for name, text in names.items() if not name.endswith("__init__")}
+    """{file: source} of all Python files that git knows or would take."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    files = [file for file in listed.stdout.split() if (ROOT / file).is_file()]
+    return {file: (ROOT / file).read_text() for file in files}
 
 
-def layer(module: str) -> int:
-    """Of the longest name that the module's name begins with."""
-    fits = [
-        (len(name), i)
-        for i, names in enumerate(LAYERS)
-        for name in names
-        if f"{module}.".startswith(f"{name}.")
-    ]
-    assert fits, f"{module}.py is in no layer: add it to LAYERS"
-    return max(fits)[1]
+def module_of(file: str) -> str:
+    return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def imports(sources: dict[str, str]) -> dict[str, set[str]]:
-    """{module: the modules of the house that it imports, at its top or inside a function}."""
-    found = {}
-    for name, text in sources.items():
-        nodes = list(ast.walk(ast.parse(text)))
-        asked = {
-            alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names
-        }
-        for node in nodes:
-            if isinstance(node, ast.ImportFrom):
-                assert node.level == 0, f"{name} has a relative import"
-                asked |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-        found[name] = {other for other in asked & sources.keys() if (name, other) not in UP}
+def names_in(text: str) -> set[str]:
+    """Modules that a source imports, at its top or inside a function, and those that a string
+    names: "forks.olmo3" and "forks/olmo3.py"."""
+    tree = ast.parse(text)
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "a relative import"
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if re.fullmatch(r"\w+([./]\w+)+", node.value):
+                found.add(node.value.removesuffix(".py").replace("/", "."))
     return found
 
 
+def imports(sources: dict[str, str]) -> dict[str, set[str]]:
+    """{file: the files of the house that it imports}."""
+    files = {module_of(file): file for file in sources}
+    graph = {}
+    for file, text in sources.items():
+        names = names_in(text)
+        if room_of(file) in SCRIPTS:  # python exercises/run.py finds the files beside it
+            names |= {f"{module_of(str(Path(file).parent))}.{name}" for name in names}
+        graph[file] = {files[name] for name in names & files.keys()} - {file}
+    return graph
+
+
+def room_of(file: str) -> str:
+    return file.split("/")[0]
+
+
 def wrong(sources: dict[str, str]) -> list[str]:
-    graph, errors = imports(sources), []
-    for name, asked in graph.items():
-        errors += [
-            f"{name} imports {other}, a layer above it"
-            for other in sorted(asked)
-            if layer(other) > layer(name)
-        ]
-    left = dict(graph)
-    # imports nothing that is left
-    while free := [name for name, asked in left.items() if not asked & left.keys()]:
-        for name in free:
-            del left[name]
-    return errors + [f"a circle of imports among {', '.join(sorted(left))}"] * bool(left)
+    """What is wrong with the imports, a line each."""
+    graph = imports(sources)
+    errors = []
+    for file, asked in graph.items():
+        for other in sorted(asked):
+            here, there = room_of(file), room_of(other)
+            if here != there and FLOOR[there] >= FLOOR[here]:
+                errors.append(f"{file} imports {other}, which is not on a lower floor")
+    left = {file: asked for file, asked in graph.items() if room_of(file) != "tests"}
+    while free := [file for file, asked in left.items() if not asked & left.keys()]:
+        for file in free:  # imports nothing that is left
+            del left[file]
+    if left:
+        errors.append(f"a circle of imports among {', '.join(sorted(left))}")
+    return errors
+
+
+def test_every_file_is_in_a_room():
+    assert {room_of(file) for file in house()} == FLOOR.keys()
 
 
 def test_imports_go_down():
@@ -96,33 +116,40 @@ def test_imports_go_down():
 
 
 @pytest.mark.parametrize(
-    "module, line, words",
+    "file, line, words",
     [
         (
-            "distributed.layout",
+            "distributed/layout.py",
             "from parallel import shard",
-            "distributed.layout imports parallel, a layer above it",
+            "imports parallel.py, which is not",
         ),
+        ("models/llama3.py", "def f():\n    import distributed.pipeline", "imports distributed/"),
+        ("rl/engines.py", "PATH = 'forks/olmo3.py'", "imports forks/olmo3.py, which is not"),
+        ("storage/hf.py", "MODEL = 'forks.olmo3'", "imports forks/olmo3.py, which is not"),
+        ("evaluate.py", "import grpo", "imports grpo.py, which is not"),
+        ("forks/mup.py", "import exercises.run", "imports exercises/run.py, which is not"),
         (
-            "models.llama3",
-            "def f():\n    import distributed.pipeline",
-            "models.llama3 imports distributed.pipeline, a layer above",
+            "distributed/pipeline.py",
+            "from distributed import refusals",
+            "a circle of imports among",
         ),
-        ("distributed.pipeline", "from distributed import refusals", "a circle of imports among"),
-        ("storage.hf", "from checkpoint import load_model", "a circle of imports among"),
+        ("exercises/course.py", "from exercises import bugs, run", "a circle of imports among"),
+        ("storage/hf.py", "from storage.commands import ls", "a circle of imports among"),
     ],
 )
-def test_an_import_that_is_turned_round_is_found(module, line, words):
+def test_an_import_that_is_turned_round_is_found(file, line, words):
     sources = house()
-    errors = wrong(sources | {module: sources[module] + "\n" + line + "\n"})
-    assert any(words in error for error in errors)
+    errors = wrong(sources | {file: f"{sources[file]}\n{line}\n"})
+    assert any(words in error for error in errors), errors
 
 
-def test_folders_are_packages():
+def test_rooms_are_packages():
     """A folder without __init__.py loses against an installed package of its name: there is one
     called distributed."""
-    for folder in FOLDERS:
-        assert (ROOT / folder / "__init__.py").is_file()
+    for room in FLOOR.keys() - SCRIPTS:
+        folders = {Path(file).parent for file in house() if file.startswith(f"{room}/")}
+        for folder in folders:
+            assert (ROOT / folder / "__init__.py").is_file(), folder
 
 
 def test_models_know_no_process_groups():
@@ -161,38 +188,38 @@ def code_rows(text: str) -> set[int]:
 def test_what_one_person_reads_is_short():
     """The reading path, and each function of the lecture."""
     rows = {module: code_rows(text) for module, text in house().items()}
-    assert sum(len(rows[name]) for name in ("train_llama3", "models.llama3", "parallel")) <= 1000
-    for node in ast.walk(ast.parse(house()["parallel"])):
+    assert (
+        sum(len(rows[name]) for name in ("train_llama3.py", "models/llama3.py", "parallel.py"))
+        <= 1000
+    )
+    for node in ast.walk(ast.parse(house()["parallel.py"])):
         if isinstance(node, ast.FunctionDef):
-            own = rows["parallel"] & set(range(node.lineno, node.end_lineno + 1))
+            own = rows["parallel.py"] & set(range(node.lineno, node.end_lineno + 1))
             assert len(own) <= 80, node.name
 
 
 def test_a_name_is_one_thing():
-    """A function has one name in the whole house. Programs have a main; what the recipes copy is
-    held equal by test_copies."""
-    owners = defaultdict(list)
-    for module, text in house().items():
+    """A function has one name in the whole house. Programs have a main, and a task of rl/tasks/ the
+    functions of its kind; what the recipes copy is held equal by test_copies."""
+    sources = {file: text for file, text in house().items() if room_of(file) not in SCRIPTS}
+    copies = {file for file in sources if re.match(r"(forks/)?(train_|finetune|grpo)", file)}
+    models = {file for file in sources if room_of(file) in ("models", "forks")} - copies
+    owners = defaultdict(set)
+    for file, text in sources.items():
         for node in ast.parse(text).body:
             if isinstance(node, ast.FunctionDef) and node.name != "main":
-                owners[node.name].append(module)
-    recipes = {
-        name for name in house() if name.removeprefix("forks.").startswith(("train_", "finetune"))
-    }
-    models = {name for name in house() if name.startswith(("models.", "forks."))} - recipes
-    double = {
-        name: found
-        for name, found in owners.items()
-        if len(found) > 1 and not set(found) <= recipes | {"grpo"} and not set(found) <= models
-    }
-    assert double == {}
+                owners[node.name].add(file)
+    for name, files in owners.items():
+        files = {file for file in files if not file.startswith("rl/tasks/")}
+        assert len(files) < 2 or files <= copies or files <= models, (name, files)
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("benchmarks/*.py")), ids=lambda path: path.name)
 def test_benchmarks_find_the_house_from_any_folder(path):
     """python benchmarks/x.py looks for modules in benchmarks/ first: sys.path must be changed
     before ours are imported."""
-    ours, ready = {name.split(".")[0] for name in house()}, False
+    ours = {module_of(room) for room in FLOOR}
+    ready = False
     for node in ast.parse(path.read_text()).body:
         ready = (
             ready

@@ -37,10 +37,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import parallel
 from distributed.checks import STYLES
 from distributed.keep import KEPT, keep_contexts
-from distributed.launch import failed_module
 from distributed.layout import AXES, Layout, ParallelConfig, local_tensor, reduces_always
 from models import llama3, moe, qwen3
 from models.layers import rotate
+from tools.run import failed_module
 
 LAYOUTS, COMPILED = layouts_of("layouts"), layouts_of("compiled")
 MOE, MTP = KINDS["qwen3_moe"], KINDS["mtp"]

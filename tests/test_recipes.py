@@ -20,16 +20,16 @@ from pathlib import Path
 import pytest
 from runs import MLA, MODEL, REPO, Job, ended, launch, metrics, run, train_lines
 
-import checkpoint
 import train_llama3
 from corpus.build import build_shards
 from corpus.tokenizer import find_tokenizer
 from data import DataConfig, open_data
 from distributed.layout import AXES
 from docs.flags import document
+from flags.config import field_comments, option_groups, override_fields, parse_config
 from models.llama3 import FLAVORS
+from storage.manifest import verify
 from storage.resume import list_warnings
-from support.config import field_comments, option_groups, override_fields, parse_config
 
 RECIPES = sorted(path.name for path in REPO.glob("train_*.py"))
 TRAINING = [*RECIPES, "finetune.py"]
@@ -275,7 +275,7 @@ def check_run_folder(out: Path, script: str):
     assert set(saved) == {field.name for field in dataclasses.fields(Config)} | {"_run"}
     again = dataclasses.asdict(parse_config(Config, ["--config", str(out / "config.json")]))
     assert again == {k: v for k, v in saved.items() if k != "_run"}
-    assert checkpoint.verify(out / "checkpoints" / "step-4")["step"] == 4
+    assert verify(out / "checkpoints" / "step-4")["step"] == 4
     assert (out / "checkpoints" / "step-4" / "recipe.py").read_bytes() == (
         REPO / script
     ).read_bytes()
@@ -320,7 +320,7 @@ def test_published_command(command, folder):
             sum("eval_reward" in line for line in metrics(out)) == 2
             and "reward   . training   o validation" in stdout
         )
-        assert checkpoint.verify(out / "checkpoints" / "step-2")["step"] == 2
+        assert verify(out / "checkpoints" / "step-2")["step"] == 2
     elif script == "evaluate.py":
         assert re.search(r"(bits_per_byte|acc|exact_match) [\d.]+.* lines?, ", stdout)
     elif script == "generate.py":

@@ -10,9 +10,10 @@ from saves import IDENTITY, path, refuses, saver, trained
 
 import train_llama3
 from data import DataConfig, open_data
+from flags.files import sha256_file
 from storage import newest, resume
-from storage.resume import check_run, source_tokenizer
-from support.files import sha256_file
+from storage.resume import check_run
+from storage.source_tokenizer import source_tokenizer
 
 
 def source_of(kind, folder, tokenizer) -> str:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 import parallel
 from distributed.launch import set_timeouts
-from tools.dryrun import Watch, totals
+from tools.reports.dryrun import Watch, totals
 
 L, D, V = SMALL["n_layers"], SMALL["dim"], SMALL["vocab_size"]
 

@@ -34,18 +34,18 @@ from programs import REPO, free_port
 from runs import Job
 from torch.distributed.run import get_args_parser
 
-import checkpoint
 import train_llama3
-from checkpoint import LEFTOVER, step_folders
+from checkpoint import LEFTOVER
 from data import DataConfig, open_data
 from distributed.agree import fail_together, new_gloo_group, on_rank_0, scatter
 from distributed.launch import agree_on_attempt, allow_many_ranks, connect, disconnect, usable_cores
 from distributed.layout import Layout
+from flags.config import parse_config
+from flags.files import step_folders
 from parallel import make_mesh
-from storage.manifest import STEP_FOLDER
-from support.config import parse_config
-from support.metrics import read_lines
-from tools.checkpoint_commands import diff
+from storage.commands import diff
+from storage.manifest import STEP_FOLDER, verify
+from training.metrics import read_lines
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/environ").exists(), reason="finds processes in /proc"
@@ -171,7 +171,7 @@ def all_good(out) -> int:
     assert [
         name for name in names if not STEP_FOLDER.fullmatch(name) and not LEFTOVER.fullmatch(name)
     ] == []
-    return max([checkpoint.verify(path)["step"] for _, path in step_folders(str(out))], default=0)
+    return max([verify(path)["step"] for _, path in step_folders(str(out))], default=0)
 
 
 def fork(folder, lines) -> Path:

@@ -12,10 +12,10 @@ from layouts import Flags
 from runs import MODEL, REPO, launch, run
 from test_recipes import commands_in, split_command
 
+from flags.config import parse_config
 from parallel import sequence_index
-from support.config import parse_config
-from tools.reports import with_report_flags
-from tools.schedule import bubble, rows_of, simulate
+from tools.reports.options import with_report_flags
+from tools.reports.schedule import bubble, rows_of, simulate
 
 TEXT = (REPO / "docs" / "course.md").read_text()
 LECTURES = TEXT.split("\n## Lecture ")[1:]

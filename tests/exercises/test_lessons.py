@@ -18,10 +18,10 @@ from pool import pool
 
 from distributed.layout import AllGather, AllToAll, ReduceScatter
 from docs import pictures
-from support.config import parse_config
-from tools import dryrun
-from tools.reports import with_report_flags
-from tools.schedule import bubble, simulate
+from flags.config import parse_config
+from tools.reports import dryrun
+from tools.reports.options import with_report_flags
+from tools.reports.schedule import bubble, simulate
 
 COURSE = (REPO / "docs" / "parallelism.md").read_text()
 SLOW = "hsdp", "ep", "dualpipev", "overlap", "memory"

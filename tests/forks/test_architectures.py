@@ -16,9 +16,9 @@ from pool import pool
 from safetensors.torch import load_file, save_file
 from saves import refuses
 
+from flags.config import override_fields
 from forks import delta_rule, gpt_oss, llama4, olmo3, qwen3_next
 from storage.hf import class_of, load_hf
-from support.config import override_fields
 
 pytestmark = pytest.mark.slow  # make test has no room for it
 

@@ -25,11 +25,11 @@ from programs import free_port
 from runs import REPO, Job, launch, run, train_lines
 from saves import refuses
 
-import checkpoint
 from data import Batch
+from flags.files import step_folders
 from forks import ft
-from support.metrics import read_lines
-from tools.checkpoint_commands import diff
+from storage.commands import diff
+from training.metrics import read_lines
 
 recipe = importlib.import_module("forks.train_llama3_ft")
 needs_torchft = pytest.mark.skipif(
@@ -64,8 +64,8 @@ REFERENCE = """
 import json, sys
 import train_llama3
 from data import TokenData
-from distributed.launch import run
-from support.config import parse_config
+from tools.run import run
+from flags.config import parse_config
 sizes, one = json.loads(sys.argv.pop(1)), TokenData.batches
 def batches(self, cursor, size, *rest):
     for size in sizes:
@@ -257,7 +257,7 @@ def test_the_death_of_the_lighthouse_is_one_line(tmp_path):
 
 
 def steps_saved(job: Job) -> set[int]:
-    return {step for step, _ in checkpoint.step_folders(str(job.out))}
+    return {step for step, _ in step_folders(str(job.out))}
 
 
 def longest_pause(job: Job, done, timeout=180) -> float:

@@ -7,7 +7,7 @@ import pytest
 from programs import run_program
 from runs import ENV, MODEL, REPO, launch, train_lines
 
-from tools.checkpoint_commands import diff
+from storage.commands import diff
 
 FLAGS = [
     "--steps",

@@ -10,14 +10,14 @@ from runs import REPO, launch, run, train_lines
 from saves import refuses
 
 import train_llama3
-from checkpoint import load_model
 from distributed.layout import Layout
+from flags.config import override_fields
 from forks.mup import FLAVORS, MupLlama3, MupLlama3Config
 from models.llama3 import Llama3, Llama3Config
 from parallel import init_weights
 from storage.hf import check_same_model
-from support.config import override_fields
-from support.optim import set_lr
+from storage.saved import load_model
+from training.optim import set_lr
 
 mup = importlib.import_module("forks.train_llama3_mup")
 WIDTHS = (64, 128, 256, 512)

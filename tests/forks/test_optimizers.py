@@ -22,7 +22,7 @@ from parallel import evaluate, forward_backward
 def test_normuon_is_the_formula(monkeypatch):
     """Of the authors' code, matrix by matrix, with the step size of match_rms_adamw: 0.2
     sqrt(longer side) lr."""
-    monkeypatch.setattr("support.muon.AT_ONCE", 300)  # of the stack, two matrices at a time
+    monkeypatch.setattr("training.muon.AT_ONCE", 300)  # of the stack, two matrices at a time
     torch.manual_seed(0)
     begin = [torch.randn(shape) for shape in ((8, 24), (24, 8), (8, 24), (3, 8, 16))]
     params, state = [torch.nn.Parameter(t.clone()) for t in begin], {}

@@ -18,14 +18,14 @@ from torch import nn
 
 from distributed.checks import blocks_without_attend
 from distributed.pipeline import stages_of_parts
-from forks.dropout import dropout
 from models import llama3
+from models.dropout import dropout
 from models.layers import places_of
-from sft.lora import read_adapters
+from storage.adapters import read_adapters
 from storage.dcp import read_table
 from storage.manifest import read_manifest
 from storage.optimizer_numbers import OptimizerNumbers, find_copies, merge_numbers, sum_copies
-from support.optim import set_lr
+from training.optim import set_lr
 
 ENV = runs.ENV | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
 TABLE = [

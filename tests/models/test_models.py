@@ -36,7 +36,7 @@ from models.llama3 import FLAVORS, Llama3, Llama3Config, scaled
 from models.loss import IGNORE, linear_cross_entropy
 from parallel import TP_STYLES
 from rl.decoding import RowCache
-from tools.dryrun import Watch
+from tools.reports.dryrun import Watch
 
 TINY = dict(
     dim=32,

@@ -244,8 +244,8 @@ def mark_parts(module, memory: bool) -> None:
     report 3" where the host is about to ask how it went. memory: print the allocator's state after
     each part."""
     import parallel
-    from support.metrics import Metrics
-    from support.optim import Guard
+    from training.metrics import Metrics
+    from training.optim import Guard
 
     def state(name):
         if memory:
@@ -285,8 +285,8 @@ def mark_parts(module, memory: bool) -> None:
 def forbid_waiting() -> None:
     """From the second step on torch raises where the host waits for the device, until the step's
     report, which does."""
-    from support.metrics import Metrics
-    from support.optim import Guard
+    from training.metrics import Metrics
+    from training.optim import Guard
 
     def start_step(self, batches):
         if self.step > 0:
@@ -302,7 +302,7 @@ def report_compiles() -> None:
     from torch._dynamo.convert_frame import FRAME_COMPILE_COUNTER
     from torch._dynamo.utils import counters
 
-    from support.metrics import Metrics
+    from training.metrics import Metrics
 
     def end_step(self, tokens):
         versions = max(FRAME_COMPILE_COUNTER.values(), default=0)
@@ -343,7 +343,7 @@ def program(argv: list[str], options: dict):
         forbid_waiting()
     if options.get("compiles"):
         report_compiles()
-    from distributed.launch import run
+    from tools.run import run
 
     if name == "generate":  # one process, which nothing has to connect
         module.main(sys.argv[1:])

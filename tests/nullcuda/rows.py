@@ -7,12 +7,12 @@ import torch
 
 from data import DataConfig, open_data
 from distributed.layout import Layout
+from flags.config import override_fields
 from models import llama3, qwen3
 from models.llama3 import Llama3
 from models.qwen3 import Qwen3
 from parallel import init_weights
 from storage.hf import save_hf
-from support.config import override_fields
 
 LLAMA = "n_layers=9,dim=256,n_heads=8,n_kv_heads=4,head_dim=32,ffn_dim=512,vocab_size=4096"
 MOE = LLAMA + ",n_experts=8,top_k=2,moe_ffn_dim=256"

@@ -112,7 +112,14 @@ def preload() -> None:
     import torch.distributed.pipelining
     import torch.distributed.tensor.parallel
 
-    for name in ("checkpoint", "data", "generate", "parallel", "support.optim", "tools.reports"):
+    for name in (
+        "checkpoint",
+        "data",
+        "generate",
+        "parallel",
+        "training.optim",
+        "tools.reports.options",
+    ):
         importlib.import_module(name)
 
     faulthandler.enable()

@@ -107,7 +107,7 @@ print(json.dumps([len({*replayed}), len(replayed), sum("without CUDA graphs" in 
 SENDS = """
 import json, torch
 from types import SimpleNamespace as Of
-from forks import nccl_engine
+from rl import nccl_engine
 
 class Server:
     __init__ = lambda self, *args: None

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from support.config import parse_config
-from tools.dryrun import make_report
+from flags.config import parse_config
+from tools.reports.dryrun import make_report
 
 PEAKS = (
     line.split(" : ") for line in Path(__file__).with_name("peaks.txt").read_text().splitlines()

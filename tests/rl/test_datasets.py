@@ -11,7 +11,7 @@ from saves import refuses
 
 import grpo
 from rl import answers, datasets, environments, rewards
-from sft.chat import open_chat
+from storage.prompt import open_chat
 from storage.provenance import local_code
 
 GSM8K = REPO.parent / "shared" / "data" / "gsm8k_train.jsonl"  # the published problems, if at hand
@@ -177,7 +177,7 @@ def test_a_reward_of_your_own_is_given_what_it_asks_for(tmp_path):
     ]
     data, own = write(tmp_path / "a.jsonl", *lines), tmp_path / "my_reward.py"
     own.write_text(
-        "from forks.calculator import arithmetic\nimport re\n\n\ndef reward(completion, answer, "
+        "from rl.tasks.calculator import arithmetic\nimport re\n\n\ndef reward(completion, answer, "
         "fields, weight=2.0):\n"
         "    used = sorted(map(int, re.findall(r'\\d+', completion))) == "
         "sorted(fields['numbers'])\n"

@@ -1,4 +1,4 @@
-"""grpo.py --dry_run, against tools/dry_grpo.py: rollouts and updates of real processes take the
+"""grpo.py --dry_run, against tools/reports/dry_grpo.py: rollouts and updates of real processes take the
 memory that it says."""
 
 import os
@@ -17,8 +17,8 @@ import grpo
 from grpo import Config, Trainer
 from rl.decoding import rollout
 from rl.rollouts import whole_weights
-from tools import dryrun
-from tools.dry_grpo import observe_phases
+from tools.reports import dryrun
+from tools.reports.dry_grpo import observe_phases
 
 FLAGS = dict(
     env=str(REPO / "tests/env_counting.py"),

@@ -1,18 +1,16 @@
-"""The examples of environments in docs/: code in processes of its own, and adapters for libraries,
+"""The examples of environments in rl/tasks/: code in processes of its own, and adapters for libraries,
 where they are installed."""
 
 import os
 import random
 import socket
 import time
-from pathlib import Path
 
 import pytest
 from policy import SMALL, run, steps_of
-from runs import REPO
 
-from docs import code_task
 from rl.environments import open_env
+from rl.tasks import code as code_task
 
 
 def test_programs_are_paid_for_values_that_they_have_not_seen(monkeypatch):
@@ -57,20 +55,19 @@ def test_a_program_can_harm_nobody(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "name, library", [("verifiers_env", "verifiers.v1"), ("openenv_env", "openenv.core")]
+    "name, library", [("verifiers", "verifiers.v1"), ("openenv", "openenv.core")]
 )
 def test_environments_of_libraries(tmp_path, name, library):
-    path = REPO / "docs" / f"{name}.py"
     try:
         __import__(library)
     except ImportError:
         with pytest.raises(ValueError, match="need a library: pip install"):
-            open_env(str(path))
+            open_env(name)
         return
     run(
         1,
         "--env",
-        path,
+        name,
         "--model_args",
         SMALL,
         "--steps",
@@ -93,7 +90,7 @@ def test_environments_of_libraries(tmp_path, name, library):
         tmp_path / "run",
     )
     lines = steps_of(tmp_path / "run")
-    assert Path(path).is_file() and all(line["reward_mean"] >= 0 for line in lines)
+    assert all(line["reward_mean"] >= 0 for line in lines)
     assert all(
-        ("reward_part_short" if name == "verifiers_env" else "tool_calls") in line for line in lines
+        ("reward_part_short" if name == "verifiers" else "tool_calls") in line for line in lines
     )

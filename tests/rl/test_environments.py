@@ -9,8 +9,8 @@ from policy import TINY, run, steps_of, trainer_of
 from saves import refuses
 
 import grpo
-from forks import calculator
 from rl import environments, rewards, rollouts
+from rl.tasks import calculator
 
 
 def test_what_was_cut_off_is_not_paid_for():
@@ -283,10 +283,10 @@ def test_own_environments(tmp_path):
         RuntimeError, match="^--env: reset fails, or .*: ValueError.*invalid literal"
     ):
         grpo.Text("", env=game).prompt("x")
-    text = grpo.Text("", alphabet=environments.Reverse.ALPHABET)
+    text = grpo.Text("", alphabet=environments.open_env("reverse").ALPHABET)
     refuses("'é' in '1é>' is not in the ALPHABET of --env; add it there", text.prompt, "1é>")
     refuses(
-        "--env n is no file ending in .py and none of reverse.*calculator, dataset, gsm8k",
+        "--env n is no file ending in .py and none of reverse.*calculator.*, dataset, gsm8k",
         environments.open_env,
         "n",
     )

@@ -12,10 +12,10 @@ from policy import ENV, REPO, run
 from programs import run_program
 
 import grpo
+from corpus.chat import read_template
 from rl import environments
 from rl.datasets import open_task
-from sft.chat import read_template
-from tools.reports import ReportConfig
+from tools.reports.options import ReportConfig
 
 PAGE = (REPO / "docs" / "grpo.md").read_text()
 

@@ -107,7 +107,7 @@ def test_a_server_gives_the_run_that_is_sampled_in_place(tmp_path, kind, process
     "kind, env",
     [
         ("vllm", "tests/env_turns.py"),
-        pytest.param("sglang", "forks/wordle.py", marks=pytest.mark.slow),
+        pytest.param("sglang", "rl/tasks/wordle.py", marks=pytest.mark.slow),
     ],
 )
 def test_turns_go_on_behind_the_reply_of_the_environment(tmp_path, kind, env):
@@ -172,7 +172,7 @@ def test_turns_go_on_behind_the_reply_of_the_environment(tmp_path, kind, env):
 )
 def test_weights_reach_the_server(tmp_path, kind, processes, way, layout):
     """Of three stages the last has none of the three layers, and so no adapters. nccl:
-    forks/nccl_engine.py, over gloo."""
+    rl/nccl_engine.py, over gloo."""
     hf_folder(tmp_path / "hf", kind, std=0.3, n_layers=3)
     flags = [
         *TINY[:2],

@@ -18,7 +18,7 @@ from policy import (
 from test_grpo import LORA
 
 from rl.policy import forward
-from sft.lora import is_adapter
+from storage.adapters import is_adapter
 
 
 def test_the_reference_is_the_model_below_the_adapters():

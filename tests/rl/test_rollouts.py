@@ -35,9 +35,10 @@ from torch.distributed.tensor import DTensor
 import grpo
 from distributed.layout import Layout
 from grpo import Config
+from lora.lora import add_adapters
 from rl import decoding, engines, environments, rollouts
 from rl.policy import list_weights, pack_weights
-from sft.lora import add_adapters, is_adapter, lora_names
+from storage.adapters import is_adapter, lora_names
 from storage.hf import load_hf_model
 
 

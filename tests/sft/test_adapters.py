@@ -1,4 +1,4 @@
-"""Files of a LoRA run, against sft/lora.py: peft and transformers read them."""
+"""Files of a LoRA run, against lora/lora.py: peft and transformers read them."""
 
 import json
 import os
@@ -15,14 +15,15 @@ from pool import pool
 from saves import path, refuses
 from test_lora import ALL, LORA, MLA, MOE
 
-import checkpoint
-from checkpoint import CheckpointConfig, Checkpoints, load_model
+from checkpoint import CheckpointConfig, Checkpoints
 from evaluate import read_checkpoint
+from lora.lora import claim_adapters
 from sft.base import load_base
-from sft.lora import base_hash, claim_adapters, is_adapter, lora_names, placed_sum
+from storage import commands as checkpoint_commands
 from storage import hf
+from storage.adapters import base_hash, is_adapter, lora_names, placed_sum
 from storage.resume import check_run
-from tools import checkpoint_commands
+from storage.saved import load_model, load_weights
 
 DS = dict(model="deepseek", n_layers=2)
 WITHOUT_FFN = MLA | dict(lora_on=MLA["lora_on"][:-1])
@@ -216,7 +217,7 @@ def saved_and_hashed(
 def merged_weights(out, problem, flags) -> dict:
     """The weights of evaluate.py in a layout."""
     stages, _ = build(config(**problem), flags, 4, 1)
-    checkpoint.load_weights(stages, str(out))
+    load_weights(stages, str(out))
     return {fqn: full(p) for s in stages for fqn, p in s.named_parameters()}
 
 

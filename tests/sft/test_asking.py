@@ -13,10 +13,11 @@ from saves import refuses
 import evaluate
 import generate
 import grpo
+from corpus.chat import read_template
+from flags.config import parse_config
 from rl import rollouts
 from rl.datasets import Text
-from sft.chat import open_chat, read_template, read_values
-from support.config import parse_config
+from storage.prompt import open_chat, read_values
 
 # Like Qwen3: an empty thought in the prompt switches thinking off
 THINKING = """\

@@ -1,4 +1,4 @@
-"""Conversations as tokens, against sft/chat.py: transformers is the judge of ids and of masks."""
+"""Conversations as tokens, against corpus/chat.py: transformers is the judge of ids and of masks."""
 
 import hashlib
 import json
@@ -25,20 +25,20 @@ from test_data import call_cli
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
+from corpus import chat, sandbox
 from corpus.build import is_chat
-from corpus.tokenizer import ChatConfig, load_tokenizer, read_special_tokens
-from data import DataConfig, open_data
-from sft import chat, sandbox
-from sft.chat import (
+from corpus.chat import (
     add_marks,
     chat_tokenizer,
-    open_chat,
     parse_conversation,
     read_template,
     tokens_and_mask,
 )
+from corpus.commands import documents_of
+from corpus.tokenizer import ChatConfig, load_tokenizer, read_special_tokens
+from data import DataConfig, open_data
 from sft.chat_data import ChatData
-from tools.data_commands import documents_of
+from storage.prompt import open_chat
 
 FOUR = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}] * 2
 CALLS = [

@@ -18,19 +18,19 @@ from transformers import AutoTokenizer
 import data
 import finetune
 import train_llama3
-from checkpoint import load_model
 from corpus.build import build_shards
+from corpus.commands import documents_of
 from corpus.tokenizer import find_tokenizer
 from data import DataConfig, open_data
+from flags.config import override_fields
 from models.deepseek import DeepSeekConfig
 from models.llama3 import Llama3, Llama3Config
 from models.qwen3 import Qwen3Config
 from sft import chat_data
 from sft.chat_data import ChatData, first_fit
 from storage.hf import load_hf_model, save_hf
-from storage.resume import source_tokenizer
-from support.config import override_fields
-from tools.data_commands import documents_of
+from storage.saved import load_model
+from storage.source_tokenizer import source_tokenizer
 
 T = 192
 NAMES = ("tokens", "labels", "positions", "doc_ids")

@@ -1,4 +1,4 @@
-"""LoRA, against sft/lora.py: every layout trains the same adapters as one process, and nothing
+"""LoRA, against lora/lora.py: every layout trains the same adapters as one process, and nothing
 else."""
 
 import inspect
@@ -28,15 +28,16 @@ from test_communication import count
 
 import distributed.checks
 import distributed.experts
+import lora.lora
 import parallel
-import sft.lora
 from distributed.cast import CastUnit
 from distributed.checks import check_memory
 from distributed.layout import Layout, local_tensor, reduces_always
+from flags.config import override_fields
+from lora.lora import check_lora, lora_counts, lora_linears
 from models.llama3 import FLAVORS
-from sft.lora import check_lora, is_adapter, lora_counts, lora_linears, lora_names
+from storage.adapters import is_adapter, lora_names
 from storage.hf import save_hf
-from support.config import override_fields
 
 MOE, MTP = layouts.KINDS["qwen3_moe"], layouts.KINDS["mtp"]
 LORA = dict(lora_rank=4)
@@ -58,13 +59,13 @@ def test_layout_equals_one_process(row):
 
 def changed_forward(old: str, new: str):
     """Adapted.forward with a change in the source."""
-    source = textwrap.dedent(inspect.getsource(sft.lora.Adapted.forward)).replace(
+    source = textwrap.dedent(inspect.getsource(lora.lora.Adapted.forward)).replace(
         "super()", "super(Adapted, self)"
     )
     assert source.count(old) == 1
     names = {}
-    exec(source.replace(old, new), vars(sft.lora), names)
-    return mock.patch.object(sft.lora.Adapted, "forward", names["forward"])
+    exec(source.replace(old, new), vars(lora.lora), names)
+    return mock.patch.object(lora.lora.Adapted, "forward", names["forward"])
 
 
 @pytest.mark.parametrize("cut, named", [(1, "wq.lora_a"), (0, "wo.lora_b")])

@@ -22,17 +22,18 @@ from saves import refuses, saver, stops
 from torch import nn
 
 import generate
-from checkpoint import load_model, verify
 from corpus.tokenizer import ChatConfig
 from distributed.layout import local_tensor
+from flags.config import override_fields
+from flags.files import printable
 from models.llama3 import FLAVORS, Llama3, Llama3Config
-from sft.chat import open_chat
+from storage import commands as checkpoint_commands
 from storage import hf
+from storage.manifest import verify
 from storage.newest import is_hf_folder
-from support.config import override_fields
-from support.files import printable
-from tools import checkpoint_commands
-from tools.dryrun import Watch
+from storage.prompt import open_chat
+from storage.saved import load_model
+from tools.reports.dryrun import Watch
 
 # ---------------------------------------------------------------- their files, our model
 

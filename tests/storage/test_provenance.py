@@ -12,10 +12,10 @@ import pytest
 from runs import ENV, MODEL, REPO, launch, run, train_lines
 from saves import path
 
-import support.config
+import flags.config
 import train_llama3
+from flags.config import parse_config
 from storage import provenance
-from support.config import parse_config
 
 WITHOUT = {name: value for name, value in ENV.items() if not name.startswith("GIT_")} | {
     "GIT_CONFIG_GLOBAL": os.devnull,
@@ -85,7 +85,7 @@ def test_no_repository_no_git_and_a_repository_around_all_are_nothing(
 
 def test_flags_that_differ_are_said_by_rank_0(capsys, monkeypatch):
     def said(*argv):
-        support.config.say_flags(parse_config(train_llama3.Config, argv))
+        flags.config.say_flags(parse_config(train_llama3.Config, argv))
         return capsys.readouterr().out
 
     assert said() == said("--tp", "1", "--lr", "3e-3") == ""
@@ -126,7 +126,7 @@ def test_modules_that_are_imported_late_belong_to_the_code(tmp_path, monkeypatch
         monkeypatch.setitem(sys.modules, module, SimpleNamespace(__file__=str(tmp_path / name)))
     code = provenance.local_code()
     assert sources.items() <= code.items() and not others.keys() & code.keys()
-    assert {"checkpoint.py", "rl/decoding.py", "sft/lora.py"} <= code.keys()
+    assert {"checkpoint.py", "rl/decoding.py", "lora/lora.py"} <= code.keys()
     assert not any(name.startswith("torch") for name in code)
 
 

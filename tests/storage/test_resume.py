@@ -18,10 +18,10 @@ import train_llama3
 import train_qwen3
 from checkpoint import CheckpointConfig
 from distributed.refusals import check_layout
+from flags.config import parse_config, save_config
 from storage import changes, resume
 from storage.resume import check_run, lock_run
-from support.config import parse_config, save_config
-from tools.stop_main import no_earlier_run
+from tools.reports.stop_main import no_earlier_run
 
 
 def test_changed_identity_is_refused_by_name(tmp_path):
@@ -219,7 +219,7 @@ def test_the_batch_of_a_config_file_is_kept_and_that_of_a_flag_is_not_bent(
 ):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setattr(resume, "FROM_FILE", set())
-    monkeypatch.setattr("support.config.FROM_FILE", resume.FROM_FILE)  # only for this test
+    monkeypatch.setattr("flags.config.FROM_FILE", resume.FROM_FILE)  # only for this test
     save_config(
         train_llama3.Config(out=str(tmp_path / "run"), global_batch_size=8),
         tmp_path / "config.json",

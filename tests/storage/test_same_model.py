@@ -14,8 +14,8 @@ from programs import run_program
 from saves import refuses, saver, stops
 
 from models import llama3
+from storage import commands as checkpoint_commands
 from storage import hf
-from tools import checkpoint_commands
 
 ROOT = Path(__file__).parents[2]
 RELU2 = ("F.silu(self.w1(x))", "F.relu(self.w1(x)).square()")

@@ -1,4 +1,4 @@
-"""Command lines, against support/config.py: what one may say, what is refused and with which line,
+"""Command lines, against flags/config.py: what one may say, what is refused and with which line,
 --config, --help."""
 
 import dataclasses
@@ -15,9 +15,9 @@ from typing import ClassVar, Literal, Optional
 import pytest
 from saves import stops
 
-from support.config import Need, flag, no_effect, parse_config, save_config, usage_error
-from tools.other_names import ELSEWHERE, SENTENCES, suggest_flag
-from tools.reports import ReportConfig
+from flags.config import Need, flag, no_effect, parse_config, save_config, usage_error
+from flags.other_names import ELSEWHERE, SENTENCES, suggest_flag
+from tools.reports.options import ReportConfig
 
 REPO = Path(__file__).parents[2]
 
@@ -197,7 +197,7 @@ def test_an_answer_names_a_flag_that_is_there():
         field.name for config in (ReportConfig, *programs) for field in dataclasses.fields(config)
     } | {"config"}
     sentences = {
-        flag[1]: names for names, text in SENTENCES.items() if (flag := re.search(r"--(\w+)", text))
+        flag[1]: names for names, text in SENTENCES if (flag := re.search(r"--(\w+)", text))
     }
     for ours, names in [*ELSEWHERE.items(), *sentences.items()]:
         assert ours in flags, ours

@@ -46,21 +46,21 @@ import generate
 import models.attention
 import models.llama3
 import parallel
-import tools.parity
-import tools.transformers_parity
-import tools.where
+import tools.parity.against
+import tools.parity.check_parity
+import tools.parity.where
 from data import DataConfig, open_data
 from distributed.layout import local_tensor
 from distributed.pipeline import split_stages
+from flags.config import option_groups
 from rl import rollouts
 from rl.datasets import open_task
 from rl.rewards import Payments
-from sft.lora import is_adapter
-from support import metrics
-from support.config import option_groups
-from tools import dryrun
-from tools.reports import ReportConfig, report_or_train, with_report_flags
-from tools.stop_main import stop_main
+from storage.adapters import is_adapter
+from tools.reports import dryrun
+from tools.reports.options import ReportConfig, report_or_train, with_report_flags
+from tools.reports.stop_main import stop_main
+from training import metrics
 
 PROGRAMS = ["train_llama3", "train_qwen3", "train_deepseek", "finetune", "grpo", "generate"]
 MAINS = {program: importlib.import_module(program).main for program in PROGRAMS}
@@ -475,15 +475,17 @@ def printed(program: str, cfg) -> str:
         tidy(),
         contextlib.redirect_stdout(text),
         mock.patch.object(
-            tools.parity, "check_parity", lambda main, cfg: print("parity of", cfg.flavor)
+            tools.parity.check_parity,
+            "check_parity",
+            lambda main, cfg: print("parity of", cfg.flavor),
         ),
         mock.patch.object(
-            tools.where,
+            tools.parity.where,
             "check_where",
             lambda main, cfg, advice: print("every operation of", advice),
         ),
         mock.patch.object(
-            tools.transformers_parity,
+            tools.parity.against,
             "check_against",
             lambda main, cfg, folder: print("against", folder),
         ),

@@ -20,8 +20,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from corpus import commands as data_commands
 from data import DataConfig, open_data
-from distributed import launch
+from storage import commands as checkpoint_commands
+from tools.run import run
 
 REPO = Path(__file__).parents[2]
 TINY = "--data shards --model_args n_layers=1,dim=8,ffn_dim=8 --steps 2 --device cpu --out run"
@@ -77,12 +79,12 @@ def test_a_wrong_command_line_is_told_in_one_line(
         if program == "ablate":
             runpy.run_path(str(REPO / "ablate.py"), run_name="__main__")
         elif program in ("data", "checkpoint"):
-            main = importlib.import_module(f"tools.{program}_commands").main
+            main = {"data": data_commands, "checkpoint": checkpoint_commands}[program].main
             main(argv) if program == "checkpoint" else main()
         elif program == "generate":
             module.main(argv)
         else:
-            launch.run(module.main, module.Config)
+            run(module.main, module.Config)
     out, err = capsys.readouterr()
     assert stop.value.code == 2 and err.count("\n") == 1 and re.search(message, err), err
     assert err.startswith("error: ") and "loss" not in out and not dist.is_initialized()

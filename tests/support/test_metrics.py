@@ -1,4 +1,4 @@
-"""What a run writes, against support/metrics.py: the file, the printed line, the peaks, the garbage
+"""What a run writes, against training/metrics.py: the file, the printed line, the peaks, the garbage
 collector, the curve."""
 
 import gc
@@ -15,9 +15,9 @@ import pytest
 import torch
 from saves import refuses
 
-from support import metrics
-from support.metrics import Metrics, MetricsConfig, loss_curve, peak_flops
-from tools.reports import run_report
+from tools.reports.options import run_report
+from training import metrics
+from training.metrics import Metrics, MetricsConfig, loss_curve, peak_flops
 
 KEYS = [
     "step",

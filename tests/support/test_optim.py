@@ -1,4 +1,4 @@
-"""Optimizers, against support/optim.py: Muon equals torch's, on shards as on whole matrices; AdamW
+"""Optimizers, against training/optim.py: Muon equals torch's, on shards as on whole matrices; AdamW
 that rounds by chance."""
 
 from unittest import mock
@@ -15,9 +15,9 @@ from distributed.layout import local_tensor
 from distributed.refusals import check_layout
 from forks.normuon import NorMuon
 from forks.polar_express import PolarExpress
-from support import muon as stacks
-from support.muon import Muon
-from support.optim import adamw, skip_if_not_finite
+from training import muon as stacks
+from training.muon import Muon
+from training.optim import adamw, skip_if_not_finite
 
 OPTIONS = dict(lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
 

@@ -18,8 +18,8 @@ import train_deepseek
 import train_llama3
 import train_qwen3
 from models import deepseek, layers, llama3, qwen3
-from tools import transformers_parity as against
-from tools.reports import run_report
+from tools.parity import against as against
+from tools.reports.options import run_report
 
 TINY = test_hf.TINY | dict(num_hidden_layers=2, max_position_embeddings=256)
 EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True)

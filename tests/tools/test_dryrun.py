@@ -1,4 +1,4 @@
-"""--dry_run, against tools/dryrun.py: the same recipe on real gloo processes has the same bytes,
+"""--dry_run, against tools/reports/dryrun.py: the same recipe on real gloo processes has the same bytes,
 collectives and memory.
 
 Compared on every pipeline rank's first device: parameters, gradients and optimizer state to the
@@ -30,10 +30,10 @@ from distributed import experts, launch, pipeline, schedule
 from distributed import layout as layouts
 from distributed.layout import AXES
 from distributed.pipeline import n_microbatches
-from exercises.explain import count_block, explain, list_collectives
-from forks import best_layouts as best
-from tools import dryrun
-from tools.dryrun import Watch, rows_of
+from tools.reports import best_layouts as best
+from tools.reports import dryrun
+from tools.reports.dryrun import Watch, rows_of
+from tools.reports.explain import count_block, explain, list_collectives
 
 
 class Settled(Watch):

@@ -26,12 +26,12 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import parallel
 from distributed.layout import local_slice, local_tensor
-from exercises.explain import count_block
-from exercises.page import list_ticks, make_page
-from exercises.parts import held_part, place_of, ranges, shown_parameters, tokens_of
-from tools import dryrun
-from tools.dryrun import make_report
-from tools.schedule import duration, simulate
+from tools.reports import dryrun
+from tools.reports.dryrun import make_report
+from tools.reports.explain import count_block
+from tools.reports.page import list_ticks, make_page
+from tools.reports.parts import held_part, place_of, ranges, shown_parameters, tokens_of
+from tools.reports.schedule import duration, simulate
 
 pytestmark = pytest.mark.slow  # make test has no room for it
 

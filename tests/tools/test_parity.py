@@ -1,4 +1,4 @@
-"""--check_parity: the user compares a layout with a single process; against tools/parity.py."""
+"""--check_parity: the user compares a layout with a single process; against tools/parity/check_parity.py."""
 
 import json
 import subprocess
@@ -15,13 +15,13 @@ import torch
 from runs import REPO
 from test_refusals import MODEL
 
-import tools.parity
+import tools.parity.check_parity
 import train_llama3
 from distributed.refusals import check_layout
-from support.config import Need, flag, parse_config
-from tools import parity
-from tools.parity import check_parity
-from tools.reports import with_report_flags
+from flags.config import Need, flag, parse_config
+from tools.parity import check_parity as parity
+from tools.parity.check_parity import check_parity
+from tools.reports.options import with_report_flags
 
 
 @dataclass(kw_only=True)
@@ -52,8 +52,8 @@ def test_both_halves_of_check_parity_are_given_no_flag_in_vain(tmp_path, monkeyp
 
     monkeypatch.setattr(sys, "argv", ["recipe.py", *argv])
     monkeypatch.setattr(parity, "subprocess", SimpleNamespace(run=started))
-    monkeypatch.setattr(tools.parity, "read_records", lambda out: [{"gradient": {}}])
-    monkeypatch.setattr(tools.parity, "print_comparison", lambda *records: 0)
+    monkeypatch.setattr(tools.parity.check_parity, "read_records", lambda out: [{"gradient": {}}])
+    monkeypatch.setattr(tools.parity.check_parity, "print_comparison", lambda *records: 0)
     assert check_parity(train_llama3.main, cfg) == 0
     one, layout = halves
     for half, size in (one, 1), (layout, 4):
@@ -93,9 +93,9 @@ def test_check_parity_needs_something_to_compare(argv, same, monkeypatch):
     """A process compared with itself would hide every mistake of a recipe."""
     cfg, started = parse_config(train_llama3.Config, argv.split()), []
     run = lambda command, **kwargs: started.append(command) or mock.Mock(returncode=0)  # noqa: E731
-    monkeypatch.setattr(tools.parity.subprocess, "run", run)
-    monkeypatch.setattr(tools.parity, "read_records", lambda out: [{"gradient": {}}])
-    monkeypatch.setattr(tools.parity, "print_comparison", lambda *records: 0)
+    monkeypatch.setattr(tools.parity.check_parity.subprocess, "run", run)
+    monkeypatch.setattr(tools.parity.check_parity, "read_records", lambda out: [{"gradient": {}}])
+    monkeypatch.setattr(tools.parity.check_parity, "print_comparison", lambda *records: 0)
     with pytest.raises(ValueError, match="add a layout like --tp 2") if same else nullcontext():
         check_parity(train_llama3.main, cfg)
     assert len(started) == (0 if same else 2)
@@ -119,7 +119,7 @@ def test_check_parity_of_an_optimizer_that_it_does_not_know(monkeypatch, tmp_pat
     ]
     still = [dict(step, update={"w": torch.zeros(2)}) for step in steps]
     monkeypatch.setattr(
-        tools.parity.subprocess, "run", lambda *args, **kwargs: mock.Mock(returncode=0)
+        tools.parity.check_parity.subprocess, "run", lambda *args, **kwargs: mock.Mock(returncode=0)
     )
     for optimizer, layout, status in (
         ("lion", off, 0),
@@ -131,13 +131,13 @@ def test_check_parity_of_an_optimizer_that_it_does_not_know(monkeypatch, tmp_pat
     ):
         records = iter([steps, layout])
         monkeypatch.setattr(
-            tools.parity, "read_records", lambda out, records=records: next(records)
+            tools.parity.check_parity, "read_records", lambda out, records=records: next(records)
         )
         cfg = Fork(optimizer=optimizer, tp=2)
         assert check_parity(train_llama3.main, cfg) == status
 
 
-# --------------------------------------------------------- tools/parity_half.py: the recording half
+# --------------------------------------------------------- tools/parity/half.py: the recording half
 PARALLEL = '''
 def clip_grad_norm(stages, max_norm, layout, scale=0.5):
     """Of this fork, and not the house's."""
@@ -191,7 +191,7 @@ def test_a_recipe_runs_as_if_started_by_python_and_is_recorded(fork, tmp_path):
     gradients are unscaled."""
     commands = [
         [sys.executable, *before, fork / "mine.py", "--flag", "x"]
-        for before in ([], [REPO / "tools" / "parity_half.py", tmp_path / "record"])
+        for before in ([], [REPO / "tools" / "parity" / "half.py", tmp_path / "record"])
     ]
     pipes = dict(text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     both = [subprocess.Popen(command, cwd=tmp_path, **pipes) for command in commands]

@@ -1,5 +1,5 @@
 """--plot: schedules and meshes are drawn right, as text and as SVG, against
-exercises/layout_plots.py."""
+tools/reports/layout_plots.py."""
 
 import importlib
 import xml.etree.ElementTree as xml
@@ -11,12 +11,12 @@ from dry import config, recipe_of, world
 from layouts import Flags, layouts_of, row_name
 
 from distributed.pipeline import ONE_STAGE_PER_RANK
-from exercises.layout_plots import draw_mesh, pipeline_peers, plot
-from exercises.parts import axis_groups
-from exercises.svg import LOOKS
 from models.llama3 import Llama3Config
-from tools import dryrun
-from tools.dryrun import bubble, rows_of, simulate
+from tools.reports import dryrun
+from tools.reports.dryrun import bubble, rows_of, simulate
+from tools.reports.layout_plots import draw_mesh, pipeline_peers, plot
+from tools.reports.parts import axis_groups
+from tools.reports.svg import LOOKS
 
 BUBBLES = dict(
     GPipe=3 / 11,

@@ -22,8 +22,8 @@ import parallel
 from distributed.layout import AllGather
 from models.deepseek import shift_targets
 from models.loss import linear_cross_entropy
-from tools.operations import seams_of_a_step
-from tools.where import first_difference_of, placements, which_ranks
+from tools.parity.operations import seams_of_a_step
+from tools.parity.where import first_difference_of, placements, which_ranks
 
 
 def step_with_seams(model_config, flags, n, local_batch_size, doc_mask=False, mutate=None) -> bytes:

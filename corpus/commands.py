@@ -1,0 +1,203 @@
+"""The command line of data.py: stdlib, tokenizer, prepare, show, check."""
+
+import os
+import re
+import sys
+from itertools import chain, groupby, islice
+from pathlib import Path
+
+from corpus.build import build_shards, cut_into_pieces, tokenize_documents, train_tokenizer
+from corpus.cache import cached_corpus
+from corpus.chat import chat_tokenizer
+from corpus.files import text_files
+from corpus.mixture import FORMATS
+from corpus.shards import find_damage, is_shards, read_index
+from corpus.tokenizer import BPE_VOCAB, EOT_NAMES, find_tokenizer, load_tokenizer
+from flags.config import Parser, usage_error
+from flags.files import check_local
+
+GREEN, PLAIN = "\033[32m", "\033[0m"
+
+
+# -------------------------------------------------------- show: documents as training will see them
+def documents_of(path: Path, tokenizer_file: Path, eot: int, text_column: str = "text"):
+    """Yields (ids, mask) of each document, of a long text in parts. Every token of a text has a
+    loss, of a conversation the assistant's tokens."""
+    for piece in cut_into_pieces(
+        [path], load_tokenizer(tokenizer_file).id_to_token(eot), text_column
+    ):
+        yield from (
+            (ids, mask) for _, ids, mask, _ in tokenize_documents(piece, tokenizer_file, eot)
+        )
+
+
+def colour_text(ids: list[int], mask: list[int], tokenizer) -> str:
+    """The text of the tokens, those with a loss in green. Characters that would command the
+    terminal are shown as U+FFFD."""
+    text = ""
+    for has_loss, run in groupby(zip(mask, ids), key=lambda token: token[0]):
+        part = tokenizer.decode([i for _, i in run], skip_special_tokens=False)
+        part = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", part)
+        text += f"{GREEN}{part}{PLAIN}" if has_loss else part
+    return text
+
+
+def show_documents(paths: list[Path], tokenizer: str, n: int, text_column: str):
+    """Prints the first n documents of the files. Raises ValueError."""
+    file, eot, _ = find_tokenizer(tokenizer)
+    documents = chain.from_iterable(documents_of(path, file, eot, text_column) for path in paths)
+    for number, (ids, mask) in enumerate(islice(documents, max(n, 1)), 1):
+        print(f"--- document {number}: {len(ids):,} tokens, {sum(mask):,} with a loss (green)")
+        print(colour_text(ids, mask, chat_tokenizer(file)))
+
+
+# ------------------------------------------------------------------ the command line
+def own_tokenizer(paths: list, out: Path, vocab_size: int, text_column: str):
+    """python data.py tokenizer"""
+    if not 257 <= vocab_size <= 1 << 20:
+        raise ValueError(
+            f"--vocab_size {vocab_size} must be between 257, all bytes and {EOT_NAMES[0]}, and "
+            f"{1 << 20:,}"
+        )
+    if out.suffix != ".json" or out.exists():
+        raise ValueError(
+            f"--out {out} {'is there already' if out.exists() else 'is no .json'}; name a new "
+            "file, like own.json"
+        )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    found = train_tokenizer(paths, out, vocab_size, text_column)
+    fewer = f" instead of {vocab_size:,}, for no other pair of tokens occurs twice in this text" * (
+        found < vocab_size
+    )
+    print(f"{out}: {found:,} ids{fewer}; train with --tokenizer {out}")
+
+
+def define_commands(about: str) -> Parser:
+    parser = Parser(description=about)
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="stdlib|tokenizer|prepare|show|check"
+    )
+    stdlib = commands.add_parser("stdlib", help="build the built-in corpus")
+    stdlib.add_argument("--cache_dir", default="", help="instead of the user's cache folder")
+    own = commands.add_parser(
+        "tokenizer", help="train a byte-level BPE on text files, for --tokenizer"
+    )
+    own.add_argument(
+        "--vocab_size",
+        type=int,
+        default=BPE_VOCAB,
+        help=f"ids, {EOT_NAMES[0]} among them [default: {BPE_VOCAB}]",
+    )
+    prepare = commands.add_parser(
+        "prepare", help="tokenize text files into a folder of token shards"
+    )
+    prepare.add_argument(
+        "--eot", default="", help="token that ends a document, where the tokenizer does not tell"
+    )
+    prepare.add_argument(
+        "--skip_bad",
+        type=int,
+        default=0,
+        metavar="N",
+        help="leave out at most N conversations that cannot be trained; OUT/skipped.txt lists them",
+    )
+    prepare.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
+    prepare.add_argument(
+        "--shard",
+        default="0/1",
+        metavar="I/N",
+        help="tokenize the share of machine I, from 0, of N; at the "
+        "end, the same command without --shard writes index.json",
+    )
+    show = commands.add_parser(
+        "show", help="documents of a file as they will be trained, tokens with a loss in green"
+    )
+    show.add_argument(
+        "input",
+        nargs=1,
+        metavar="FILE",
+        help="text or conversations: a file, a folder, a quoted glob",
+    )
+    show.add_argument("--n", type=int, default=3, help="documents [default: 3]")
+    for command in own, prepare:
+        command.add_argument(
+            "--input", nargs="+", required=True, help=f"{FORMATS}; files, folders or quoted globs"
+        )
+        command.add_argument(
+            "--out",
+            required=True,
+            help="file.json or folder; prepare finishes what was interrupted",
+        )
+    for command in prepare, show:
+        command.add_argument(
+            "--tokenizer", required=True, help="tokenizer.json, or a Hugging Face folder"
+        )
+    for command in own, prepare, show:
+        command.add_argument(
+            "--text_column",
+            default="text",
+            help="name of the text in .jsonl and .parquet [default: text]",
+        )
+    check = commands.add_parser(
+        "check", help="verify sizes, checksums, counts and ids of a folder of token shards"
+    )
+    check.add_argument("out", metavar="DIR", help="the folder")
+    return parser
+
+
+def main(about: str = ""):
+    args = define_commands(about).parse_args()
+    try:
+        if args.command == "show" and is_shards(args.input[0]):
+            raise ValueError(
+                f"show {args.input[0]}: these are token shards; show the text or the conversations"
+            )
+        paths = [path for what in getattr(args, "input", ()) for path in text_files(what)[0]]
+        if args.command == "show":
+            return show_documents(paths, args.tokenizer, args.n, args.text_column)
+        folder = (
+            cached_corpus("stdlib", "", args.cache_dir)
+            if args.command == "stdlib"
+            else Path(args.out)
+        )
+        check_local(str(folder), "--out")
+        if args.command == "tokenizer":
+            return own_tokenizer(paths, folder, args.vocab_size, args.text_column)
+        if args.command == "prepare":
+            if not args.out or args.workers < 1:
+                raise ValueError(
+                    f"--out {args.out!r} must be a folder, and --workers {args.workers} at least 1"
+                )
+            share, n = (
+                map(int, args.shard.split("/")) if re.fullmatch(r"\d+/\d+", args.shard) else (1, 1)
+            )
+            if share >= n:
+                raise ValueError(f"--shard {args.shard}: need I/N with I from 0 to N - 1, like 0/4")
+            tokenizer = find_tokenizer(args.tokenizer, args.eot)
+            build_shards(
+                paths, tokenizer, folder, args.workers, args.text_column, args.skip_bad, (share, n)
+            )
+            if n > 1:
+                return print(
+                    f"share {args.shard} is in {folder}; after all shares, leave out --shard to "
+                    "write index.json"
+                )
+        if args.command == "check" and (damage := find_damage(folder)):
+            print("\n".join(damage), file=sys.stderr)
+            raise SystemExit(1)
+        index = read_index(folder)
+    except BrokenPipeError:
+        # `show ... | head` has seen enough, and Python would complain once more at its exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return
+    except OSError as error:
+        # a full disk names no file
+        usage_error(f"{error.filename or vars(args).get('out', 'reading')}: {error.strerror}")
+    except ValueError as error:
+        usage_error(error)
+    for split, entries in index["splits"].items():
+        print(
+            f"{split}: {sum(entry['tokens'] for entry in entries):,} tokens, "
+            f"{index['documents'][split]:,} documents"
+        )
+    print(f"{folder}: {index['vocab_size']:,} ids, sha256 {index['sha256'][:16]}")

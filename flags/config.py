@@ -1,0 +1,441 @@
+"""Command line and config.json from dataclasses: one field is one flag, the comment after the field
+is the flag's --help. Where the comment is too long for the line, it stands above the field.
+
+    @dataclass(kw_only=True)
+    class Config(DataConfig, CheckpointConfig):     # inherits the option groups of its modules
+        steps: int = 1000                           # optimizer steps   <- `--steps 20`, and the text that --help prints
+        compile: bool = True                        # compile blocks    <- `--compile`, `--no-compile`, `--compile false`
+    cfg = parse_config(Config)
+
+Field types: int, float, str, bool, Literal[...], list[int], list[str] (comma separated) and `X |
+None` (the word none). Every field has a default. A wrong command line ends with status 2 and
+exactly one line on stderr, from rank 0 only.
+
+No flag is ignored. A flag with a precondition declares the precondition, and is refused without:
+
+    PIPELINE = Need("without --pp 2 or more", lambda c: c.pp > 1)
+        pp_schedule: Schedule = flag("1F1B", PIPELINE)  # order of the micro-batches' forwards and backwards
+
+Only given flags are refused: never a default, and no details of a feature that the user switched
+off (`--val_batches 4 --val_every 0` says clearly enough that there is no validation).
+"""
+
+import argparse
+import dataclasses
+import functools
+import inspect
+import json
+import math
+import os
+import re
+import shlex
+import socket
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
+
+from flags.files import printable, read_json, write_file
+
+if sys.platform == "win32":
+    sys.exit(
+        "error: nanotitan runs on Linux, on macOS, and on Windows inside WSL2: wsl --install, and "
+        "start it there"
+    )
+
+FROM_FILE = set()  # names of the fields from --config rather than from a flag
+
+
+def own_rank(name="RANK") -> int:
+    """The rank given by the launcher; 0 without. name: LOCAL_RANK for the rank among the processes
+    of this machine."""
+    rank = os.environ.get(name, "")
+    return int(rank) if rank.isdigit() else 0
+
+
+def usage_error(message) -> NoReturn:
+    """One line on stderr, then exit status 2. All ranks of a host see the same command line and
+    files, so the first speaks."""
+    rank = own_rank()
+    if rank == 0 or own_rank("LOCAL_RANK") == 0:
+        who = f" on rank {rank} ({socket.gethostname()})" if rank else ""
+        print(
+            f"error{who}:",
+            printable(" ".join(str(message).splitlines())),
+            file=sys.stderr,
+            flush=True,
+        )
+    else:
+        time.sleep(5)  # torchrun kills all ranks once one exits: let rank 0 print first
+    raise SystemExit(2)
+
+
+class Need(NamedTuple):
+    """The precondition of a flag's effect."""
+
+    # completes the sentence "--flag value has no effect ...": "without --pp 2 or more", "with
+    # --init_from"
+    text: str
+    # of refusals.collect_facts(): all flags, all fields of the model, and more
+    met: Callable[[SimpleNamespace], Any]
+
+
+GPU = Need("without a GPU", lambda c: c.on_cuda)
+
+
+def flag(default, *needs: Need):
+    """A field of a Config with preconditions: see no_effect."""
+    # two Configs must not share a list
+    make = default.copy if isinstance(default, list) else lambda: default
+    return dataclasses.field(default_factory=make, metadata={"needs": needs})
+
+
+def needs_of(Config, name: str) -> tuple[Need, ...]:
+    """The needs of a flag. A class that only changes the default of an inherited field keeps the
+    needs."""
+    fields = [vars(group).get("__dataclass_fields__", {}).get(name) for group in Config.__mro__]
+    return next(
+        (
+            field.metadata["needs"]
+            for field in fields
+            if field is not None and "needs" in field.metadata
+        ),
+        (),
+    )
+
+
+def given_flags(cfg) -> dict[str, Any]:
+    """{field: value} of the fields that differ from their default."""
+    return {
+        f.name: getattr(cfg, f.name)
+        for f in dataclasses.fields(cfg)
+        if getattr(cfg, f.name) != default_of(f)
+    }
+
+
+def unmet_needs(cfg, facts: SimpleNamespace) -> dict[str, Need]:
+    """{field: first unmet need} of the fields that differ from their default."""
+    # of several entries for one name a dict keeps the last, so a flag's first need comes last
+    return {
+        name: need
+        for name in given_flags(cfg)
+        for need in reversed(needs_of(type(cfg), name))
+        if not need.met(facts)
+    }
+
+
+def no_effect(cfg, facts: SimpleNamespace) -> list[str]:
+    """One sentence per unmet need, with all flags given for nothing. Fields from --config return to
+    their default instead, and rank 0 says so.
+    """
+    returned = [name for name in unmet_needs(cfg, facts) if name in FROM_FILE]
+    if returned and own_rank() == 0:
+        print(
+            f"--config: {', '.join(returned)} without effect here, back to the default", flush=True
+        )
+    defaults = {
+        field.name: default_of(field) for field in dataclasses.fields(cfg) if field.name in returned
+    }
+    vars(cfg).update(defaults)
+    vars(facts).update(defaults)
+    sentences, unmet = [], unmet_needs(cfg, facts)
+    for need in dict.fromkeys(unmet.values()):
+        names = [spell_flag(name, getattr(cfg, name)) for name in unmet if unmet[name] == need]
+        verb, them = ("has", "it") if len(names) == 1 else ("have", "them")
+        sentences.append(f"{', '.join(names)} {verb} no effect {need.text}; leave {them} out")
+    return sentences
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, but an error is one line without the usage, flags are not abbreviated, and only
+    rank 0 prints the help."""
+
+    def __init__(self, **kwargs):
+        super().__init__(
+            allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs
+        )
+        # argparse takes -1e-4 and -inf for flags, but our flags have two dashes
+        self._negative_number_matcher = re.compile("-[^-]")
+
+    def error(self, message):
+        usage_error(message.removeprefix("argument "))
+
+    def print_help(self, file=None):
+        if own_rank() == 0:
+            super().print_help(file)
+
+
+def make_parser(Config, kinds: dict) -> tuple[Parser, dict]:
+    """(parser, {field: help}). Parsed values stay text; flags not given are absent."""
+    helps, recipe = {}, sys.modules.get(Config.__module__)
+    about = (recipe and recipe.__doc__ or "").strip()
+    about += "\n--config FILE: start from the config.json of a saved run; other flags override it."
+    parser = Parser(usage=argparse.SUPPRESS, description=about)
+    parser.add_argument("--config", help=argparse.SUPPRESS)
+    for group, fields in option_groups(Config).items():
+        title = vars(group).get(
+            "TITLE", f"{group.__module__}.{group.__name__}".removeprefix("__main__.")
+        )
+        section, comments = parser.add_argument_group(title), field_comments(group)
+        for field in fields:
+            name, is_bool, default = (
+                field.name,
+                kinds[field.name] is bool,
+                spell(default_of(field)) or '""',
+            )
+            helps[name] = comments.get(name, "")
+            notes = [f"--no-{name} turns it off"] * is_bool + [
+                f"no effect {need.text}" for need in needs_of(Config, name)
+            ]
+            text = f"{helps[name]} [{'; '.join([f'default: {default}', *notes])}]"
+            # a flag of an inherited group that this program always refuses
+            is_refused = name in getattr(Config, "REFUSED", ())
+            section.add_argument(
+                f"--{name}",
+                default=argparse.SUPPRESS,
+                metavar=describe(kinds[name]),
+                help=argparse.SUPPRESS if is_refused else text.replace("%", "%%"),
+                **({"nargs": "?", "const": "true"} if is_bool else {}),
+            )
+            if is_bool:
+                section.add_argument(
+                    f"--no-{name}",
+                    dest=name,
+                    action="store_const",
+                    const="false",
+                    default=argparse.SUPPRESS,
+                    help=argparse.SUPPRESS,
+                )
+    return parser, helps
+
+
+def parse_config(Config, argv=None):
+    """Config from `argv` (default: sys.argv). `--config FILE` is read first, wherever the flag
+    stands; other flags win."""
+    kinds = get_type_hints(Config)
+    parser, helps = make_parser(Config, kinds)
+    given, unknown = parser.parse_known_args(argv)
+    if unknown:
+        refuse_unknown(unknown[0], kinds, helps)
+    given = vars(given)
+    values = read_config(file, helps, kinds) if (file := given.pop("config")) is not None else {}
+    for name, text in given.items():
+        try:
+            values[name] = parse_value(text, kinds[name])
+        except (ValueError, KeyError):
+            usage_error(f"--{name} {text!r}: need {describe(kinds[name])}")
+    for field in dataclasses.fields(Config):  # no count is negative, unless the default is -1
+        value = values.get(field.name)
+        if value is not None and unwrap(kinds[field.name])[0] is int:
+            least = min(default_of(field) or 0, 0)
+            if not least <= value < 2**63:
+                usage_error(
+                    f"--{field.name} {value} must be "
+                    f"{f'{least} or more' if value < least else 'below 2**63'}"
+                )
+    try:
+        cfg = Config(**values)
+    except ValueError as error:  # from a __post_init__
+        usage_error(error)
+    FROM_FILE.clear()
+    FROM_FILE.update(values.keys() - given.keys())
+    return cfg
+
+
+def refuse_unknown(word: str, kinds: dict, helps: dict):
+    """End with a usage error for the first unknown word of the command line."""
+    from flags.other_names import did_you_mean  # not at the top: only mistakes need it
+
+    if word.startswith("-"):
+        flag, negated = (
+            word.split("=")[0],
+            {f"no-{name}": "" for name in kinds if kinds[name] is bool},
+        )
+        usage_error(
+            f"unknown flag {flag}; "
+            f"{did_you_mean(flag, helps | negated | {'config': ''}, '--')}--help lists all flags"
+        )
+    wish = f"did you mean --checkpoint {word}? " if "checkpoint" in helps else ""
+    usage_error(f"unexpected argument {word!r}; {wish}flags are written --name value, see --help")
+
+
+def check_range(cfg, least: float, most: float, *names: str):
+    """Raise ValueError for the first field outside of [least, most]; None counts as inside."""
+    for name in names:
+        if (value := getattr(cfg, name)) is not None and not least <= value <= most:
+            limits = f"{least:g} or more" if most == math.inf else f"between {least:g} and {most:g}"
+            raise ValueError(f"--{name} {value} must be {limits}")
+
+
+def read_config(path, helps, kinds) -> dict:
+    """Field values of a saved config.json; unknown keys and wrong values are usage errors."""
+    try:
+        saved = {**read_json(path)}
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        usage_error(f"--config {path!r}: {error}; need a config.json that a run has saved")
+    saved.pop("_run", None)  # facts about the run, by save_config(); not flags
+    for name, value in saved.items():
+        if name not in helps:
+            from flags.other_names import did_you_mean
+
+            usage_error(
+                f"{path}: unknown key {name!r}; {did_you_mean(name, helps, '')}--help lists all "
+                "names"
+            )
+        try:
+            saved[name] = parse_value(spell(value), kinds[name])
+            # True == 1 in Python
+            same_type = isinstance(value, bool) == isinstance(saved[name], bool)
+            if not same_type or saved[name] != value not in ("inf", "-inf"):
+                raise ValueError
+        except (ValueError, KeyError):
+            usage_error(f"{path}: {name} = {json.dumps(value)}: need {describe(kinds[name])}")
+    return saved
+
+
+def save_config(cfg, path, run: dict):
+    """Write the flags and, under the reserved key "_run", facts that identify the run. --config
+    reads the file."""
+    flags = dataclasses.asdict(cfg)
+    # JSON has no Infinity
+    flags |= {k: str(v) for k, v in flags.items() if isinstance(v, float) and math.isinf(v)}
+    write_file(path, json.dumps(flags | {"_run": run}, indent=2, allow_nan=False).encode())
+
+
+def option_groups(Config) -> dict:
+    """{class: fields}, the recipe's own class first. A subclass may change a default; two groups
+    may not share a name."""
+    fields, owner = {field.name: field for field in dataclasses.fields(Config)}, {}
+    for group in Config.__mro__:
+        for name in inspect.get_annotations(group):
+            if name in fields and not issubclass(owner.setdefault(name, group), group):
+                raise TypeError(
+                    f"{owner[name].__qualname__} and {group.__qualname__} both declare --{name}: "
+                    "rename one field"
+                )
+    return {
+        group: [fields[name] for name in fields if owner[name] is group]
+        for group in dict.fromkeys(owner.values())
+    }
+
+
+@functools.cache
+def field_comments(group) -> dict:
+    """{field: the comment at the end of its line, or else the last paragraph of comments above it};
+    empty if the source is not at hand (python -c, zipped)."""
+    try:
+        source = textwrap.dedent(inspect.getsource(group))
+    except (OSError, TypeError):
+        return {}
+    above = dict(re.findall(r"^((?:    # .*\n)+)    (\w+): ", source, re.M))
+    found = {name: " ".join(re.findall("# (.*)", text)) for text, name in above.items()}
+    # a field may take several lines; the next field or comment ends the search
+    return found | dict(re.findall(r"^    (\w+): (?:(?!\n    [\w#@])[^#])*  # (.*)", source, re.M))
+
+
+def default_of(field):
+    return (
+        field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    )
+
+
+def unwrap(kind):
+    """(kind without None, whether None is allowed)"""
+    inner = [k for k in get_args(kind) if k is not type(None)]
+    return (inner[0], True) if type(None) in get_args(kind) else (kind, False)
+
+
+def describe(kind) -> str:
+    """The values of a flag of this kind, for --help and for error lines."""
+    kind, optional = unwrap(kind)
+    if get_origin(kind) is Literal:
+        text = "|".join(map(str, get_args(kind)))
+    elif get_origin(kind) is list:
+        text = describe(get_args(kind)[0]) + ",..."
+    else:
+        text = {int: "integer", float: "number", str: "text", bool: "true|false"}[kind]
+    return text + "|none" * optional
+
+
+def parse_value(text: str, kind):
+    """The value of `text`. Raises ValueError or KeyError if the text has no value of this kind."""
+    kind, optional = unwrap(kind)
+    if optional and text.lower() == "none":
+        return None
+    if get_origin(kind) is list:
+        return (
+            [parse_value(item.strip(), get_args(kind)[0]) for item in text.split(",")]
+            if text.strip()
+            else []
+        )
+    if get_origin(kind) is Literal:
+        return {str(choice): choice for choice in get_args(kind)}[text]
+    if kind is bool:
+        return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+    if (
+        kind is int
+        and re.fullmatch(r"\d+(\.\d+)?[eE]\+?\d{1,2}", text)
+        and float(text).is_integer()
+    ):
+        text = str(int(float(text)))  # 1e3, 2.5e4
+    value = kind(text)
+    # NaN has no meaning in any flag, and two configs with NaN never compare equal
+    if value != value:
+        raise ValueError
+    return value
+
+
+def spell(value) -> str:
+    """The text of a value: the inverse of parse_value()."""
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+def spell_flag(name: str, value) -> str:
+    """A flag as typed: --pp_schedule GPipe, --compile, --no-loss_parallel."""
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    return f"--{name} " + (spell(value) or '""')
+
+
+def say_flags(cfg):
+    """Print the flags that differ from their defaults, as typed, on rank 0."""
+    quoted = {
+        name: v if isinstance(v, bool) else shlex.quote(spell(v))
+        for name, v in given_flags(cfg).items()
+    }
+    if quoted and own_rank() == 0:
+        print(
+            "flags:",
+            " ".join(spell_flag(name, value) for name, value in quoted.items()),
+            flush=True,
+        )
+
+
+def override_fields(instance, text: str, flag: str):
+    """A copy of a dataclass instance with the fields of "n_layers=4,dim=512" changed. Raises
+    ValueError for a wrong field."""
+    kinds, changes = (
+        {f.name: get_type_hints(type(instance))[f.name] for f in dataclasses.fields(instance)},
+        {},
+    )
+    for item in filter(None, text.split(",")):
+        name, equals, value = (part.strip() for part in item.partition("="))
+        if not equals or name not in kinds:
+            from flags.other_names import did_you_mean
+
+            wish = did_you_mean(name, dict.fromkeys(kinds, ""), "")
+            raise ValueError(
+                f"{flag}: {item.strip()!r} is no field=value; {wish}fields are {', '.join(kinds)}"
+            )
+        try:
+            changes[name] = parse_value(value, kinds[name])
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(
+                f"{flag}: {name} needs {getattr(kinds[name], '__name__', kinds[name])}, not "
+                f"{value!r}"
+            ) from None
+    return dataclasses.replace(instance, **changes)

@@ -1,0 +1,257 @@
+"""The command line of checkpoint.py: ls, verify, diff, average, to_hf, from_hf."""
+
+import math
+import os
+from dataclasses import asdict
+
+import torch
+
+from corpus.tokenizer import tokenizer_and_beside
+from distributed.layout import named_tensors
+from flags.config import Parser, usage_error
+from flags.files import read_json, step_folders
+from storage.adapters import has_adapters
+from storage.changes import changes, describe_changes
+from storage.dcp import read_table, read_tensor
+from storage.hf import (
+    HF_DTYPES,
+    check_export,
+    check_same_model,
+    file_kinds,
+    load_hf_model,
+    save_hf,
+    say_lost,
+    write_hf,
+)
+from storage.manifest import Damaged, read_manifest, verify
+from storage.newest import candidates
+from storage.peft import export_peft
+from storage.saved import load_model, open_saved, write_run
+
+
+def ls(run: str):
+    """Lists step folders by their manifests; compares the sizes of all files, but reads no bytes."""
+    for path in candidates(run):
+        name = os.path.basename(path)
+        try:
+            manifest = read_manifest(path)
+            size = sum(size for size, _ in manifest["files"].values())
+            layout = [
+                f"{manifest['world_size']} rank(s)",
+                *(f"{axis} {degree}" for axis, degree in manifest["layout"].items()),
+            ]
+            status = "complete (bytes not read)" + ", only the weights" * manifest["model_only"]
+            print(f"{name:13} {size / 1e6:10.1f} MB   {', '.join(layout):34} {status}")
+        except Damaged as error:
+            print(f"{name:13} {'?':>10} MB   {'':34} DAMAGED: {error}")
+
+
+def verify_command(folder: str) -> int:
+    """Returns 0 only if every byte of a step folder, or of all step folders of a run, is unchanged
+    since the save."""
+    of_run = (
+        [path for _, path in step_folders(folder)]
+        if not os.path.lexists(os.path.join(folder, "manifest.json"))
+        else []
+    )
+    if not of_run and os.path.isdir(os.path.join(folder, "checkpoints")):
+        print(f"{folder} holds no checkpoint")
+        return 1
+    status = 0
+    for path in of_run or [folder]:
+        try:
+            files = verify(path)["files"]
+            print(
+                f"{path} is good: {len(files)} files, "
+                f"{sum(size for size, _ in files.values()) / 1e6:.1f} MB",
+                flush=True,
+            )
+        except Damaged as error:
+            print(f"{path} is DAMAGED: {error}", flush=True)
+            status = 1
+    return status
+
+
+def to_hf(folder: str, out: str, dtype="bfloat16", max_shard_gb=5.0, adapter=False):
+    """Exports a step folder, or a run folder's newest good checkpoint, with two files in memory at
+    a time. A LoRA run is merged in memory with the base weights; adapter: export only the adapters.
+    """
+    check_export(out)
+    path, model, table = open_saved(folder)
+    check_same_model(type(model), model.config)
+    if adapter and not has_adapters(path):
+        raise ValueError(f"--adapter: {folder} was trained without --lora_rank; leave it out")
+    file = os.path.join(path, "tokenizer.json")
+    tokenizer_file = file if os.path.isfile(file) else None
+    if adapter:
+        return export_peft(
+            out,
+            path,
+            table,
+            model,
+            tokenizer_and_beside(tokenizer_file) if tokenizer_file else {},
+        )
+    if has_adapters(path):
+        return save_hf(
+            load_model(path)[0], out, getattr(torch, dtype), max_shard_gb, tokenizer_file
+        )
+    kinds = file_kinds(named_tensors(model), model, getattr(torch, dtype))
+
+    def read(fqn):
+        return read_tensor(f"model.{fqn}", path, table)
+
+    say_lost(out, [fqn for fqn in named_tensors(model) if fqn not in kinds and read(fqn).any()])
+    write_hf(
+        out,
+        model.config,
+        model.hf_keys(),
+        kinds,
+        lambda fqn: read(fqn).to(kinds[fqn][1]),
+        max_shard_gb,
+        tokenizer_file,
+    )
+
+
+def from_hf(folder: str, out: str):
+    """Writes a Hugging Face folder as a run folder of ours with one checkpoint, of step 0, for
+    --init_from and generate.py."""
+    check_export(out)
+    model, tokenizer_file = load_hf_model(folder)
+    about = {
+        "module": type(model).__module__,
+        "class": type(model).__name__,
+        **asdict(model.config),
+    }
+    write_run(
+        out,
+        model,
+        {"model": about, "data": {}, "optimizer": {}},
+        {"step": 0, "samples": 0, "tokens": 0},
+        tokenizer_file,
+    )
+
+
+def mean_of_steps(run: str, out: str, last=0, steps=()):
+    """(a model with the mean, the run's identity, the state of the latest of these steps, the
+    tokenizer.json or None).
+
+    The mean is in fp32, of the newest `last` checkpoints or of `steps`. Reads one tensor at a time:
+    memory holds the mean, 4 bytes per weight, and one tensor of one step. Raises ValueError, also
+    if nothing can be written to `out`.
+    """
+    check_export(out)
+    found = dict(step_folders(run))
+    wanted = sorted({*steps} or [*found][:last], reverse=True)
+    if len(wanted) < max(2, last) or not found.keys() >= {*wanted}:
+        raise ValueError(
+            f"{'--steps' if steps else '--last'} {steps or last}: {run} has checkpoints of the "
+            f"steps {[*found]}; "
+            "give two or more of these (training keeps --keep_latest_k)"
+        )
+    opened = [open_saved(found[step]) for step in wanted]
+    newest, model, _ = opened[0]
+    saved, file = read_json(newest, "state.json"), os.path.join(newest, "tokenizer.json")
+    for path, *_ in opened:
+        if has_adapters(path):
+            raise ValueError(
+                f"{path} holds adapters, whose mean is no mean of their products; merge each with "
+                "to_hf"
+            )
+        if different := [
+            *changes(read_json(path, "state.json")["identity"]["model"], saved["identity"]["model"])
+        ]:
+            raise ValueError(
+                f"{path} and {newest} hold different models: {describe_changes(different)}"
+            )
+    model.to_empty(device="cpu")
+    for fqn, mean in named_tensors(model).items():
+        key, total = f"model.{fqn}", 0
+        for path, _, table in opened:
+            total = total + read_tensor(key, path, table).float()
+        mean.detach().copy_(total / len(opened))
+    state = saved["state"] | {"step": wanted[0], "mean_of_steps": wanted}
+    return model, saved["identity"], state, file if os.path.isfile(file) else None
+
+
+def average(run: str, out: str, last=0, steps=()):
+    """Writes the mean of the weights of several steps of a run as a run folder."""
+    write_run(out, *mean_of_steps(run, out, last, steps))
+
+
+def diff(a: str, b: str) -> int:
+    """Compares two step folders, with one pair of tensors in memory at a time; by bits, so NaN
+    equals NaN."""
+    tables = [read_table(folder, verify(folder)["files"]) for folder in (a, b)]
+    differ, relative, keys = {}, {}, sorted({key for table in tables for key in table})
+    for key in keys:
+        kinds = [table.get(key) for table in tables]
+        if None in kinds:
+            differ[key] = f"only in {a if kinds[0] else b}"
+        elif kinds[0].size != kinds[1].size or kinds[0].dtype != kinds[1].dtype:
+            differ[key] = " / ".join(f"{tuple(kind.size)} {kind.dtype}" for kind in kinds)
+        else:
+            x, y = (
+                read_tensor(key, folder, table).reshape(-1) for folder, table in zip((a, b), tables)
+            )
+            if not torch.equal(x.view(torch.uint8), y.view(torch.uint8)):
+                far = (x.double() - y.double()).abs()
+                relative[key] = (far.norm() / x.double().norm().clamp(min=1e-300)).item()
+                differ[key] = (
+                    f"{int((far != 0).sum())} of {far.numel()} elements, by up to {far.max():.3g}, "
+                    f"{relative[key]:.1e} relative"
+                )
+    states = [read_json(folder, "state.json")["state"] for folder in (a, b)]
+    for name, old, new in changes(*states):
+        print(f"state.json: {name} is {old} / {new}")
+    far = sorted(differ, key=lambda key: -relative.get(key, math.inf))  # other shapes first
+    print(f"{len(differ)} of {len(keys)} tensors differ" + (", most of all:" if differ else ""))
+    print("".join(f"  {key}: {differ[key]}\n" for key in far[:5]), end="")
+    return int(bool(differ))
+
+
+def main(argv: list[str], about: str = "") -> int:
+    parser = Parser(prog="python checkpoint.py", description=about)
+    commands = parser.add_subparsers(metavar="ls|verify|diff|average|to_hf|from_hf", required=True)
+
+    def add(function, name, **arguments):
+        command = commands.add_parser(name)
+        command.set_defaults(function=function)
+        for argument, text in arguments.items():
+            command.add_argument(argument, help=text)
+        return command
+
+    new = "the folder to write; it must be new"
+    add(ls, "ls", run="a run folder")
+    add(verify_command, "verify", folder="a run folder, or a step folder")
+    add(diff, "diff", a="a step folder", b="another one")
+    add(from_hf, "from_hf", folder="a Hugging Face folder", out=new)
+    which = add(average, "average", run="a run folder", out=new).add_mutually_exclusive_group(
+        required=True
+    )
+    which.add_argument(
+        "--last", type=int, default=0, help="number of newest checkpoints to average"
+    )
+    which.add_argument(
+        "--steps",
+        type=lambda text: [*map(int, text.split(","))],
+        default=(),
+        help="these: 100,200,300",
+    )
+    command = add(to_hf, "to_hf", folder="a step folder, or a run folder", out=new)
+    command.add_argument(
+        "--dtype",
+        choices=[str(d)[6:] for d in HF_DTYPES],
+        default="bfloat16",
+        help="of the weights",
+    )
+    command.add_argument(
+        "--adapter", action="store_true", help="of a LoRA run: its adapters alone, in peft's format"
+    )
+    command.add_argument(
+        "--max_shard_gb", type=float, default=5.0, help="the most that a file may have, in GB"
+    )
+    arguments = vars(parser.parse_args(argv))
+    try:
+        return arguments.pop("function")(**arguments) or 0
+    except (ValueError, RuntimeError, OSError) as error:  # OSError: a full disk
+        usage_error(error)

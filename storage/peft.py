@@ -1,0 +1,155 @@
+"""Reads and writes LoRA adapters in peft's format: adapter_config.json names the base, a Hugging
+Face folder of weights, and adapter_model.safetensors has the matrices A and B. evaluate.py,
+generate.py and --init_from read such a folder as a model; python checkpoint.py to_hf --adapter
+writes one."""
+
+import math
+import os
+import re
+from functools import partial
+
+from safetensors.torch import save
+from torch import Tensor
+
+from corpus.tokenizer import read_hf_json
+from distributed.agree import brief
+from flags.files import json_bytes, publish, read_json, write_file
+from storage.adapters import merged_weight, read_adapters
+from storage.newest import ADAPTER, is_hf_folder
+from storage.source_tokenizer import weights_folder
+
+# Fields of adapter_config.json that do not change what A and B compute: the shape of A tells the
+# rank of a linear
+HARMLESS = set(
+    """
+    alpha_pattern auto_mapping base_model_name_or_path ensure_weight_tying eva_config exclude_modules fan_in_fan_out
+    inference_mode layers_pattern layers_to_transform lora_alpha lora_dropout megatron_core modules_to_save peft_version
+    qalora_group_size r rank_pattern revision runtime_config target_modules task_type use_rslora
+""".split()
+)
+# Fields that do, and the values that mean plain LoRA
+# Names of linears that peft takes for weights of experts
+EXPERTS = {"gate_proj", "up_proj", "down_proj"}
+PLAIN = {
+    "peft_type": ["LORA"],
+    "bias": ["none"],
+    "init_lora_weights": [True, "gaussian", "eva", "orthogonal"],
+}
+
+
+def merge_adapters(source, folder: str, file) -> None:
+    """Let the tensors of a base, `source` (storage.hf.HFTensors), be read with the adapters of a
+    PEFT folder merged into the weights. file: adapter_model.safetensors, opened. Raises ValueError
+    for all but plain LoRA, and for adapters that do not fit the base."""
+    about, keys, adapters = read_hf_json(folder, ADAPTER), set(file.keys()), {}
+    patterns, usual = about.get("alpha_pattern") or {}, about.get("lora_alpha")
+    odd = [
+        f"{name} {value}"
+        for name, value in about.items()
+        if value and name not in HARMLESS and value not in PLAIN.get(name, [])
+    ]
+    # peft reads the keys of alpha_pattern as regular expressions; we read plain names only
+    are_numbers = isinstance(patterns, dict) and {
+        type(alpha) for alpha in (usual, *patterns.values())
+    } <= {int, float}
+    if not are_numbers or not all(re.fullmatch(r"[\w.]+", end) for end in patterns):
+        odd.append(f"lora_alpha {usual}, alpha_pattern {patterns}")
+    if odd:
+        raise ValueError(
+            f"{folder}/{ADAPTER} has {brief(odd)}, and only plain LoRA is read here; "
+            "merge_and_unload() of peft "
+            "merges the adapter with its base"
+        )
+    for name in source.where:
+        linear = name.removesuffix(".weight")
+        pair = [f"base_model.model.{linear}.lora_{letter}.weight" for letter in "AB"]
+        if keys.issuperset(pair):
+            a, b = map(file.get_tensor, pair)
+            if source.handle(name).get_shape() == [*b.shape[:1], *a.shape[1:]] and a.shape[
+                :1
+            ] == b.shape[1:] != (0,):
+                alpha = next(
+                    (patterns[end] for end in patterns if f".{linear}".endswith(f".{end}")), usual
+                )
+                adapters[name] = (
+                    a,
+                    b,
+                    alpha / (math.sqrt(len(a)) if about.get("use_rslora") else len(a)),
+                )
+                keys -= {*pair}
+    if keys:
+        raise ValueError(
+            f"{folder}: {brief(sorted(keys))}: no pair of LoRA matrices that fits a weight of "
+            f"{source.folder}"
+        )
+    source.read = partial(read_merged, source.read, adapters)
+
+
+def read_merged(read, adapters: dict[str, tuple], name: str, offset: tuple, shape: tuple) -> Tensor:
+    """The part of a tensor as by HFTensors.read, with the adapters of this weight. adapters: {name:
+    (A, B, scale)}."""
+    part = read(name, offset, shape)
+    if name not in adapters:
+        return part
+    (a, b, scale), (row, column), (rows, columns) = adapters[name], offset, shape
+    return merged_weight(part, a[:, column : column + columns], b[row : row + rows], scale)
+
+
+def export_peft(out: str, path: str, table, model, beside: dict[str, bytes]) -> None:
+    """Write the adapters of a step folder to the folder `out`. path, table: the step folder and its
+    tensors; beside: {name: content} of the tokenizer's files."""
+    about, adapters = read_json(path, "state.json"), read_adapters(table, path)
+    lora, base = about["identity"]["lora"], about["base"]["folder"]
+    # peft reads no run of ours, nor two adapters
+    base = base if is_hf_folder(base) and base == weights_folder(base) else ""
+    write_peft(out, adapters, lora["rank"], lora["alpha"], model, base, beside)
+    print(
+        f"checkpoint: exported {out} ({len(adapters)} tensors of adapters; the weights below "
+        f"them: {base or 'not named'})"
+    )
+
+
+def write_peft(
+    out: str, adapters: dict[str, Tensor], rank: int, alpha: float, model, base: str, beside: dict
+) -> None:
+    """Write adapters {fqn: whole tensor} to the folder `out`, in peft's format. model: has
+    hf_keys(), and may be on meta; base: the folder of the weights below, "": not named; beside: see
+    export_peft."""
+    hf, tensors, chosen = model.hf_keys(), {}, set()  # chosen: their names of the linears
+    for fqn, t in adapters.items():
+        linear, _, letter = fqn.removesuffix(".weight").rpartition(".lora_")
+        chosen.add(name := hf[f"{linear}.weight"].removesuffix(".weight"))
+        tensors[f"base_model.model.{name}.lora_{letter.upper()}.weight"] = t.contiguous()
+    if getattr(model.config, "n_experts", 0) and (
+        odd := {name.rpartition(".")[2] for name in chosen} & EXPERTS
+    ):
+        raise ValueError(
+            f"peft takes {brief(sorted(odd))} for weights of experts; leave out --adapter or "
+            "--engine_adapters"
+        )
+    config = dict(
+        peft_type="LORA",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+        r=rank,
+        lora_alpha=alpha,
+        target_modules=sorted(chosen),
+        bias="none",
+        lora_dropout=0.0,
+        fan_in_fan_out=False,
+        use_rslora=False,
+        use_dora=False,
+        init_lora_weights=True,
+        modules_to_save=None,
+        inference_mode=True,
+    )
+    temporary = f"{os.path.abspath(out)}.tmp-{os.getpid()}"
+    os.makedirs(temporary)
+    weights = save(tensors, {"format": "pt"})
+    for name, content in {
+        **beside,
+        ADAPTER: json_bytes(config),
+        "adapter_model.safetensors": weights,
+    }.items():
+        write_file(os.path.join(temporary, name), content)
+    publish(temporary, out)

@@ -1,0 +1,205 @@
+"""--check_parity --where --against FOLDER: the first module with another input or output than in
+transformers.
+
+One process, fp32. The recipe's model and transformers' model are loaded from the same Hugging Face
+folder, and get the same random tokens. Modules are paired by the model's own table of names,
+hf_keys(). Compared are, in this order, what each module is given and returns, as transformers
+computes; the logits; the loss; and the parameters' gradients, from the last to the first.
+"""
+
+import math
+from collections import defaultdict
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from distributed.agree import reason
+from distributed.layout import AXES
+from flags.config import override_fields
+from storage.hf import load_hf, read_hf_config
+from tools.parity.check_parity import distance
+from tools.parity.where import Seam, factor_of, module_around, report_seams
+from tools.reports.costs import tensors_in
+from tools.reports.stop_main import do_nothing, stop_main
+
+BATCH, LENGTH = 3, 128  # of the random tokens: long enough to see a wrong rotation
+# Relative, in fp32. Two correct implementations order sums differently, and raise theta to powers
+# in different ways.
+APART = dict(forward=1e-4, logits=1e-4, loss=1e-5, gradient=5e-4)
+
+
+def our_model(main, cfg, folder: str) -> nn.Module:
+    """The recipe's model in fp32, with the config and the weights of the folder. --model_args
+    change the config as usual."""
+    skipped = dict.fromkeys(("check_layout", "open_data", "source_tokenizer"), do_nothing)
+    # the classes that the recipe passes
+    (_, Model, usual, *_), _ = stop_main(main, replace(cfg), "claim_run", **skipped)
+    config = override_fields(read_hf_config(folder, type(usual)), cfg.model_args, "--model_args")
+    if getattr(config, "mtp_depth", 0):
+        config = replace(config, mtp_depth=0)  # transformers has none
+    with torch.device("meta"):
+        model = Model(config).float()
+    model.to_empty(device="cpu")
+    load_hf(model, folder)
+    return model
+
+
+def their_model(folder: str) -> nn.Module:
+    """transformers' model of the folder, in fp32, without any network."""
+    try:
+        import transformers
+    except ImportError:
+        raise ValueError(
+            "--against compares with transformers, which is not installed: pip install transformers"
+        ) from None
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True
+        ).eval()
+    except Exception as error:
+        raise ValueError(f"transformers cannot open {folder}: {reason(error)}") from None
+
+
+def pair_modules(keys: dict) -> dict[str, str]:
+    """{our module: theirs} from hf_keys(): modules with a weight, and modules around them that hold
+    the same weights."""
+    # {module: their names of the weights inside}
+    inside_ours, inside_theirs = defaultdict(set), defaultdict(set)
+    for ours, theirs in keys.items():
+        for name in [theirs] if isinstance(theirs, str) else theirs:
+            for parent in parents(ours):
+                inside_ours[parent].add(name)
+            for parent in parents(name):
+                inside_theirs[parent].add(name)
+    outermost = {
+        frozenset(held): module for module, held in sorted(inside_theirs.items(), reverse=True)
+    }
+    pairs = {
+        module: outermost[frozenset(held)]
+        for module, held in inside_ours.items()
+        if frozenset(held) in outermost
+    }
+    # the module around our experts returns the weighted sum over experts; in DeepSeek with the
+    # shared experts
+    around = (
+        "" if any(".shared_experts." in str(theirs) for theirs in keys.values()) else ".experts"
+    )
+    for ours, theirs in keys.items():
+        if isinstance(theirs, list):
+            pairs[ours.rpartition(".experts.")[0]] = theirs[0].split(".experts.")[0] + around
+            pairs.pop(ours.rpartition(".")[0], None)  # our experts: their rows are in another order
+    return pairs
+
+
+def parents(name: str) -> list[str]:
+    """blocks.0.attn.wq.weight -> blocks.0.attn.wq, blocks.0.attn, blocks.0, blocks"""
+    pieces = name.split(".")
+    return [".".join(pieces[:n]) for n in range(len(pieces) - 1, 0, -1)]
+
+
+@torch.no_grad()
+def forward_of(
+    model: nn.Module, modules: dict[str, str], tokens: Tensor
+) -> tuple[dict[str, Tensor], Tensor]:
+    """({name, or name + " input": the first tensor}, logits). modules: {path in the model: name}."""
+    found, names = {}, {model.get_submodule(path): name for path, name in modules.items()}
+
+    def note(module, values, what=""):
+        tensors = tensors_in(values)
+        if module in names and tensors and tensors[0].is_floating_point():
+            found[names[module] + what] = tensors[0].clone()
+
+    before = register_module_forward_pre_hook(lambda module, args: note(module, args, " input"))
+    after = register_module_forward_hook(lambda module, args, out: note(module, out))
+    with before, after:
+        out = model(tokens)
+    return found, out if isinstance(out, Tensor) else out.logits
+
+
+def compare(phase: str, name: str, got: Tensor | None, want: Tensor, lost: str = "") -> Seam:
+    """lost: what to say if got is None. Of (B, T, D) and (B * T, D) the numbers are compared; nan:
+    other numbers of numbers."""
+    if got is None:
+        return Seam(phase, name, 0, math.inf, APART[phase], note=lost)
+    if got.numel() != want.numel():
+        return Seam(phase, name, 0, math.nan, APART[phase])
+    got = got.reshape(want.shape)
+    return Seam(
+        phase, name, 0, distance(got, want, want), APART[phase], factor=factor_of([(got, want)])
+    )
+
+
+def compare_with_transformers(ours, theirs) -> tuple[list[Seam], dict]:
+    """(seams in order, {our module: theirs})."""
+    g, config, keys = torch.Generator().manual_seed(0), ours.config, ours.hf_keys()
+    T = min(LENGTH, config.max_seq_len)
+    tokens, labels = (
+        torch.randint(0, config.vocab_size, (BATCH, T), generator=g) for _ in range(2)
+    )
+    head = theirs.get_output_embeddings()  # returns the logits, a seam of their own
+    pairs = {
+        name: path
+        for name, path in pair_modules(keys).items()
+        if theirs.get_submodule(path) is not head
+    }
+    mine, logits = forward_of(ours, {name: name for name in pairs}, tokens)
+    other, their_logits = forward_of(theirs, {path: name for name, path in pairs.items()}, tokens)
+    seams = [
+        compare("forward", name, mine.get(name), want, "never called here")
+        for name, want in other.items()
+        if name in mine or name in pairs
+    ]
+
+    loss = ours(tokens, labels=labels, loss_denom=labels.numel())
+    their_loss = F.cross_entropy(theirs(tokens).logits.flatten(0, 1), labels.flatten())
+    loss.backward()
+    their_loss.backward()
+    seams += [
+        compare("logits", "logits", logits, their_logits),
+        compare("loss", "loss", loss.detach(), their_loss.detach()),
+    ]
+    their_parameters = dict(theirs.named_parameters())
+    for fqn, p in reversed(list(ours.named_parameters())):
+        if isinstance(name := keys.get(fqn), str) and name in their_parameters:
+            seams.append(
+                compare("gradient", fqn, p.grad, their_parameters[name].grad, "no gradient arrives")
+            )
+    return seams, pairs
+
+
+def report_against(seams: list[Seam], pairs: dict, theirs: str) -> tuple[str, int]:
+    """(the report, exit status)."""
+
+    def look(first: Seam) -> str:
+        module = first.name.removesuffix(" input").removesuffix(".weight")
+        if module != first.name:
+            # what the module is given, and the gradient, are the caller's work
+            module = module_around(module)
+        return (
+            f"the forward of {module}; there it is {pairs[module]} of {theirs}"
+            if module in pairs
+            else "the model's forward"
+        )
+
+    return report_seams(seams, f" from {theirs}", look)
+
+
+def check_against(main, cfg, folder: str) -> int:
+    """--check_parity --where --against FOLDER of the running recipe; returns the exit status: 0
+    equal, 1 different."""
+    if axes := [
+        f"--{axis} {vars(cfg)[axis]}" for axis in (*AXES, "ep", "etp") if vars(cfg).get(axis, 1) > 1
+    ]:
+        raise ValueError(
+            "--against compares the model on one process with transformers'; leave "
+            f"{', '.join(axes)} out"
+        )
+    ours, theirs = our_model(main, cfg, folder), their_model(folder)
+    text, status = report_against(*compare_with_transformers(ours, theirs), type(theirs).__name__)
+    print(text, flush=True)
+    return status

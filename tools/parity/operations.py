@@ -1,0 +1,279 @@
+"""Record a training run on every rank: the recording half of --check_parity, and of --check_parity
+--where.
+
+Of --check_parity: the weights, buffers and gradients of each step. Of --where: all operations of
+the first step, as seams.
+
+A seam is a place with the same numbers in every layout: the inputs of the model, the output of
+every module, the inputs and the output of attention, the gradients of all of these, the loss, every
+parameter's finished gradient, the norm, and the weights and buffers before and after the step. A
+rank records its own part of each seam; tools/parity/where.py joins the parts.
+
+Neither model nor recipe is changed: hooks are put on the modules when the step begins, after all
+parallelisation, so they see exactly the tensors that the next module gets.
+"""
+
+import hashlib
+import inspect
+import os
+from collections import Counter
+from contextlib import ExitStack, contextmanager
+from fnmatch import fnmatch
+from functools import partial, wraps
+from itertools import count
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+import parallel
+from distributed.layout import all_blocks, local_slice, local_tensor, named_tensors, whole_tensor
+from models.moe import Experts, in_forward
+from tools.reports.costs import tensors_in
+
+
+def sequence_keys(tokens: Tensor, labels: Tensor) -> list[str]:
+    """A hash of each sequence of (..., T), to match sequences: each layout has them in another
+    order, on other ranks."""
+    # (B, 2, T)
+    rows = torch.stack([tokens.flatten(0, -2), labels.flatten(0, -2)], 1).cpu().contiguous()
+    return [hashlib.sha1(row.numpy().tobytes()).hexdigest() for row in rows]
+
+
+class Seams:
+    """The records of one process, in the order of execution: (phase, name, stage, call, rows,
+    offset, tensor).
+
+    rows: keys of the sequences in an activation; offset: place of a parameter's part in the whole.
+    """
+
+    def __init__(self):
+        self.records, self.rows, self.about = [], [], {}
+        self.micro, self.path, self.calls, self.hooks = 0, [], Counter(), ExitStack()
+        self.gradients_seen = set()
+
+    def add(self, phase: str, name: str, tensor: Tensor, stage=0, call=0, rows=None, offset=None):
+        value = local_tensor(tensor.detach())
+        self.records.append(
+            (phase, name, stage, call, rows, offset, value.to("cpu", copy=True).contiguous())
+        )
+
+    def note(self, name: str, tensor: Tensor, stage=0):
+        """Record a tensor of the forward, and later its gradient."""
+        call = self.calls[name, stage, self.micro]  # the number of earlier calls in the micro-batch
+        self.calls[name, stage, self.micro] += 1
+        self.add("forward", name, tensor, stage, call, self.rows[self.micro])
+        if tensor.requires_grad:
+            tensor.register_hook(partial(self.note_gradient, name, stage, call, self.micro))
+
+    def note_gradient(self, name, stage, call, micro, gradient):
+        # the second half of a split backward comes here again
+        if (name, stage, call, micro) not in self.gradients_seen:
+            self.gradients_seen.add((name, stage, call, micro))
+            self.add("backward", name, gradient, stage, call, self.rows[micro])
+
+    def watch(self, model: nn.Module, stage=0):
+        """Put hooks on all modules below the model, except on experts: the order of the rows that
+        travel to experts depends on the layout."""
+        for name, module in model.named_modules():
+            if name and not isinstance(module, (Experts, nn.ModuleList, nn.ModuleDict)):
+                self.hooks.callback(
+                    module.register_forward_pre_hook(partial(self.enter, name)).remove
+                )
+                self.hooks.callback(
+                    module.register_forward_hook(partial(self.leave, name, stage)).remove
+                )
+
+    def enter(self, name, module, args):
+        # not while activation checkpointing repeats a forward
+        if in_forward() and torch.is_grad_enabled():
+            self.path.append(name)
+
+    def leave(self, name, stage, module, args, out):
+        if in_forward() and torch.is_grad_enabled():
+            self.path.pop()
+            found = tensors_in(out)
+            for i, tensor in enumerate(found):
+                self.note(name + f"[{i}]" * (len(found) > 1), tensor, stage)
+
+    def watch_attention(self, model, stage=0):
+        """Record the inputs of attend (after rotation) and the output: the single seam of
+        models/attention.py."""
+        make = model.make_attend
+        recorded = lambda *args, **kwargs: partial(self.attend, make(*args, **kwargs), stage)  # noqa: E731
+        self.hooks.enter_context(mock.patch.object(model, "make_attend", recorded))
+
+    def attend(self, attend, stage, q, k, v, *rest, **options):
+        """attend(q, k, v, ...), with records of inputs and output."""
+        if not (in_forward() and torch.is_grad_enabled()):
+            return attend(q, k, v, *rest, **options)
+        name = self.path[-1] if self.path else "attention"
+        for letter, x in zip("qkv", (q, k, v), strict=True):
+            self.note(f"{name} {letter}", x, stage)
+        out = attend(q, k, v, *rest, **options)
+        self.note(f"{name} attention", tensors_in(out)[0], stage)
+        return out
+
+    def add_tensors(self, phase: str, stages, gradients=False):
+        """Record the rank's part of every parameter and buffer, or of every gradient (zeros for a
+        missing gradient), with the part's offset in the whole."""
+        for stage in stages:
+            for fqn, tensor in [
+                *stage.named_parameters(),
+                *([] if gradients else stage.named_buffers()),
+            ]:
+                value = (
+                    tensor
+                    if not gradients
+                    else torch.zeros_like(tensor)
+                    if tensor.grad is None
+                    else tensor.grad
+                )
+                self.add(phase, fqn, value, stage.index, offset=local_slice(tensor)[1])
+
+    def found(self) -> dict:
+        return dict(records=self.records, rows=sum(self.rows, []), **self.about)
+
+
+def describe_layout(stages, layout) -> dict:
+    """Facts about a rank for the report: the layout, and the styles of the modules that
+    tensor_parallel has split."""
+    names = [name for stage in stages for name, _ in stage.named_modules()]
+    plan = stages[0].tp_plan() if layout.tp > 1 and hasattr(stages[0], "tp_plan") else {}
+    styles = {
+        name: style for pattern, style in plan.items() for name in names if fnmatch(name, pattern)
+    }
+    attends = [
+        stage.make_attend.func.__name__
+        for stage in stages
+        if isinstance(getattr(stage, "make_attend", None), partial)
+    ]
+    recomputes = any(
+        isinstance(block.forward, partial)
+        for stage in stages
+        for block in all_blocks(stage).values()
+    )
+    facts = {
+        name: getattr(layout, name)
+        for name in ("rank", "ep", "etp", "schedule", "reshards", "loss_parallel")
+    }
+    return facts | dict(
+        degrees=layout.degrees, styles=styles, attends=attends, recomputes=recomputes
+    )
+
+
+@contextmanager
+def seams_of_a_step(folder: str = ""):
+    """Yield Seams into which parallel.forward_backward and clip_grad_norm write the first step.
+    Enter after any change to parallel.py that the report shall show, and before a recipe imports
+    from parallel. When the next step begins, a file FOLDER/seams-<rank>.pt is written: a recipe's
+    process gives no sign before its end."""
+    seams, state = Seams(), {"stages": None}
+    real = {
+        name: getattr(parallel, name)
+        for name in ("forward_backward", "inputs", "count_tokens", "clip_grad_norm")
+    }
+    forward_one_chunk = _PipelineStageBase.forward_one_chunk
+
+    def forward_backward(stages, batch, layout):
+        # the second step has begun: the weights have been updated, the biases of experts moved
+        if state["stages"]:
+            file = os.path.join(folder, f"seams-{layout.rank}.pt")
+            if not os.path.exists(file):
+                seams.finish()
+                os.makedirs(folder, exist_ok=True)
+                torch.save(seams.found(), file)
+            return real["forward_backward"](stages, batch, layout)
+        state["stages"], seams.finish = stages, partial(seams.add_tensors, "after", stages)
+        seams.about = describe_layout(stages, layout) | {"seq_len": batch.tokens.shape[-1]}
+        keys = sequence_keys(batch.tokens, batch.labels)
+        size = layout.microbatch_size if layout.pp > 1 else batch.tokens.shape[1]
+        if layout.pp == 1:
+            stages[0].index = 0  # as a pipeline's stages have
+        seams.rows = [keys[i : i + size] for i in range(0, len(keys), size)]
+        seams.add_tensors("initial", stages)
+        for stage in stages:
+            seams.watch(stage, stage.index)
+            if hasattr(stage, "make_attend"):
+                seams.watch_attention(stage, stage.index)
+        loss = real["forward_backward"](stages, batch, layout)
+        seams.hooks.close()
+        seams.add("loss", "loss", loss[0])
+        return loss
+
+    def inputs(stage, batch, a, layout):
+        found = real["inputs"](stage, batch, a, layout)
+        if state["stages"] and torch.is_grad_enabled() and "norm" not in state:
+            seams.micro = a or 0
+            for name, x in found.items():
+                seams.add(
+                    "inputs", name, x, rows=sum(seams.rows, []) if a is None else seams.rows[a]
+                )
+        return found
+
+    def count_tokens(labels, layout):
+        total, mine = real["count_tokens"](labels, layout)
+        if "norm" not in state:
+            seams.add("count", "count_tokens", total)
+        return total, mine
+
+    def clip_grad_norm(*args, **kwargs):  # a fork's may take more
+        if "norm" in state or not state["stages"]:
+            return real["clip_grad_norm"](*args, **kwargs)
+        stages = inspect.signature(real["clip_grad_norm"]).bind(*args, **kwargs).arguments["stages"]
+        seams.add_tensors("gradient", stages, gradients=True)
+        norm = state["norm"] = real["clip_grad_norm"](*args, **kwargs)
+        seams.add("norm", "norm", norm)
+        seams.add_tensors("clipped", stages, gradients=True)
+        return norm
+
+    def chunk(part, index, *args, **kwargs):
+        seams.micro = index
+        return forward_one_chunk(part, index, *args, **kwargs)
+
+    ours = dict(
+        forward_backward=forward_backward,
+        inputs=inputs,
+        count_tokens=count_tokens,
+        clip_grad_norm=clip_grad_norm,
+    )
+    with (
+        mock.patch.multiple(parallel, **ours),
+        mock.patch.object(_PipelineStageBase, "forward_one_chunk", chunk),
+    ):
+        yield seams
+
+
+@contextmanager
+def gradients_of_all_steps(folder: str):
+    """parallel.clip_grad_norm first writes FOLDER/<step>-<rank>.pt: the gradients, complete and not
+    yet scaled, and the weights, whole, on one rank of each pipeline rank; and every rank's buffers.
+    """
+    real, steps = parallel.clip_grad_norm, count()
+
+    def whole(tensor):
+        return whole_tensor(tensor).detach().cpu().clone()
+
+    @wraps(real)
+    def record_and_clip(*args, **kwargs):
+        given = inspect.signature(real).bind(*args, **kwargs).arguments
+        layout, named = (
+            given["layout"],
+            {fqn: t for stage in given["stages"] for fqn, t in named_tensors(stage).items()},
+        )
+        parameters = {fqn: p for fqn, p in named.items() if isinstance(p, nn.Parameter)}
+        step = dict(
+            gradient={fqn: whole(p.grad) for fqn, p in parameters.items() if p.grad is not None},
+            weight={fqn: whole(p) for fqn, p in parameters.items()},
+            trained=[fqn for fqn, p in parameters.items() if p.requires_grad],
+        )
+        if layout.rank % (layout.world_size // layout.pp):
+            step = {}
+        step["buffer"] = {fqn: whole(t) for fqn, t in named.items() if fqn not in parameters}
+        os.makedirs(folder, exist_ok=True)
+        torch.save(step, os.path.join(folder, f"{next(steps)}-{layout.rank}.pt"))
+        return real(*args, **kwargs)
+
+    with mock.patch.object(parallel, "clip_grad_norm", record_and_clip):
+        yield

@@ -1,0 +1,233 @@
+"""--dry_run --best N: the fastest layouts of N devices, among the legal ones that fit. No fork, but
+a report.
+
+How long a step takes at least: the arithmetic and the pipeline's waiting at the device's peak, and
+the bytes of the collectives over links at full speed. The layers wait for tp, cp and ep; FSDP's
+traffic and the sum of gradients over copies run beside. Kernels are slower than the peak, so the
+table is an order, not a prediction.
+
+All legal layouts get an estimate by proportion, from the dry run of the plainest, FSDP over all
+devices. The best are dry-run one after the other until ten fit, and the table has only numbers of
+these dry runs.
+"""
+
+import math
+import sys
+from collections import Counter
+from dataclasses import replace
+from itertools import product
+
+from distributed.layout import AXES
+from distributed.refusals import check_layout
+from flags.config import given_flags, spell_flag
+from tools.parity.check_parity import without_refused
+from tools.reports.dryrun import human, make_report, table
+from tools.reports.schedule import bubble, simulate
+from tools.reports.stop_main import stop_main
+from training.metrics import peak_flops
+
+# layouts in the table; dry runs; devices with fast links to each other
+SHOWN, MOST_RUNS, NODE = 10, 30, 8
+# GB (10^9 bytes) of a device; bytes/s in one direction inside of a node (NVLink), and to other
+# nodes (400 Gbit/s)
+MACHINES = {"H100": (80, 450e9, 50e9), "H200": (141, 450e9, 50e9), "B200": (192, 900e9, 50e9)}
+STATE, BESIDE = ("parameters", "gradients", "optimizer"), ("fsdp", "efsdp", "dp_replicate")
+
+
+def legal_layouts(cfg, n: int, model_config, options: dict) -> list:
+    """A Config for each legal layout of n devices with the same global batch. Degrees that the user
+    gave are kept. options: of check_layout."""
+    total = cfg.local_batch_size * n if cfg.global_batch_size == -1 else cfg.global_batch_size
+    axes = ["pp", "dp_replicate", "cp", "tp"] + ["ep"] * (getattr(model_config, "n_experts", 0) > 0)
+    axes, found = [axis for axis in axes if axis not in given_flags(cfg)], []
+    for degrees in product([d for d in range(1, n + 1) if n % d == 0], repeat=len(axes)):
+        flags = dict(zip(axes, degrees))
+        if n % math.prod(degree for axis, degree in flags.items() if axis != "ep"):
+            continue  # most end here
+        c = replace(cfg, **flags)
+        data_ranks, rest = divmod(n, c.pp * c.cp * c.tp)
+        if rest or total % data_ranks or c.tp > NODE:
+            continue
+        # sequences of a data rank in a step; a pipeline takes all of them at once
+        each = total // data_ranks
+        fitting = [b for b in range(1, cfg.local_batch_size + 1) if each % b == 0]
+        for local in [each] if c.pp > 1 else fitting:
+            sizes = dict(local_batch_size=local, global_batch_size=total)
+            try:
+                layout = check_layout(
+                    c, model_config, **options | sizes, world_size=n, on_cuda=True
+                )
+            except ValueError:
+                continue
+            found.append(replace(c, dp_shard=layout.dp_shard, **sizes))
+    return found
+
+
+# ---------------------------------------------------- seconds of a step, {what takes them: seconds}
+def least(parts: dict[str, float]) -> float:
+    """Seconds of a step, in which the traffic of BESIDE runs beside everything else."""
+    beside = sum(parts.get(name, 0) for name in BESIDE)
+    return max(beside, sum(parts.values()) - beside)
+
+
+def bound_of(parts: dict[str, float]) -> str:
+    is_beside = least(parts) == sum(parts.get(name, 0) for name in BESIDE)
+    return max((name for name in parts if (name in BESIDE) == is_beside), key=parts.get)
+
+
+def seconds_per_byte(c, machine: str) -> dict[str, float]:
+    """{axis: seconds per byte of a gathered tensor}: each of n ranks receives (n - 1) / n of it."""
+    data, ep = c.dp_shard * c.cp, vars(c).get("ep", 1)
+    spans = {  # axis: (ranks, devices from the first of its ranks to the last)
+        "tp": (c.tp, c.tp),
+        "cp": (c.cp, c.cp * c.tp),
+        "ep": (ep, ep),
+        "fsdp": (data, data * c.tp),
+        "efsdp": (data * c.tp // ep, data * c.tp),
+        "dp_replicate": (c.dp_replicate, c.dp_replicate * data * c.tp),
+        "pp": (c.pp, c.pp * c.dp_replicate * data * c.tp),
+    }
+    return {
+        axis: (1 - 1 / ranks) / MACHINES[machine][1 + (span > NODE)]
+        for axis, (ranks, span) in spans.items()
+    }
+
+
+def measured(report, c, machine: str) -> Counter:
+    """The parts of a dry run."""
+    compute, waits = (
+        report.least_flops / peak_flops(machine),
+        bubble(simulate(report.rows, report.cost)),
+    )
+    parts, cost = (
+        Counter({"arithmetic": compute * (1 - waits), "pipeline": compute * waits}),
+        seconds_per_byte(c, machine),
+    )
+    for rank in report.ranks:
+        mine = Counter()
+        for (_, _, axis, op, size), number in [
+            (key, k) for key, k in rank.step.items() if key[0] == "moved"
+        ]:
+            mine[axis] += (
+                number * size * {"all_reduce": 2, "send": 0}.get(op, 1) * cost.get(axis, 0)
+            )
+        parts |= mine  # the slowest rank
+    return parts
+
+
+def estimated(c, model_config, plain, machine: str) -> tuple[float, dict[str, float]]:
+    """(bytes, parts) of a layout. plain: dry run of FSDP over all devices, with one sequence each."""
+    rank, split, ep, cost = (
+        plain.ranks[0],
+        c.cp * c.tp * c.pp,
+        vars(c).get("ep", 1),
+        seconds_per_byte(c, machine),
+    )
+    sequences = c.global_batch_size // (c.dp_replicate * c.dp_shard)  # of a data rank
+    at_once = c.local_batch_size if c.pp == 1 else min(c.pp * c.pp_microbatch_size, sequences)
+    state = sum(rank.step[name] for name in STATE) * c.dp_replicate
+    # several micro-batches sum their gradients whole, before they are reduced, where there is room:
+    # distributed.layout
+    whole = (
+        rank.step["gradients"]
+        * plain.layout.world_size
+        / (c.pp * c.tp)
+        * (sequences > c.local_batch_size or c.pp > 1)
+    )
+    roomy = c.pp > 1 or state + whole < MACHINES[machine][0] * 1e9 / 2
+    gathered = sum(
+        key[4] * k for key, k in rank.step.items() if key[0] == "moved" and key[2] in BESIDE
+    )
+    # bytes of the layers' inputs, in bf16
+    stream = 2 * sequences * c.seq_len * model_config.dim * model_config.n_layers / c.pp
+    moved = {
+        "tp": 8 * stream / c.cp,
+        "cp": 2 * stream,
+        "ep": 4 * stream / c.cp / c.tp * getattr(model_config, "top_k", 0),
+        "fsdp": gathered / (c.pp * c.tp * ep) * (sequences / at_once if c.pp == 1 else 1),
+        "dp_replicate": 2 * state,
+    }
+    compute = plain.least_flops / peak_flops(machine) * sequences / split
+    parts = {axis: size * cost[axis] for axis, size in moved.items()}
+    parts |= {
+        "arithmetic": compute,
+        "pipeline": compute * (c.pp - 1) * c.pp_microbatch_size / sequences,
+    }
+    # gathered weights, and the loss
+    other = rank.peak - sum(rank.step[name] for name in STATE) - rank.activations
+    return state + whole * roomy + rank.activations * at_once / split + other, parts
+
+
+def print_best(main, cfg, n: int, machine: str) -> int:
+    """Prints the table, and returns the exit status. Raises ValueError if no layout is legal, or
+    none fits."""
+    (_, model_config), options = stop_main(main, replace(cfg), "check_layout")
+    found, limit = legal_layouts(cfg, n, model_config, options), MACHINES[machine][0] * 1e9
+    if not found:
+        raise ValueError(
+            f"--best {n}: no layout of {n} devices is legal with these flags; a dry run of one "
+            "names the rule"
+        )
+    flags = dict.fromkeys((*AXES, "ep"), 1) | dict(
+        dp_shard=n, local_batch_size=1, global_batch_size=n
+    )
+    plain, rows, peaks = (
+        make_report(main, replace(cfg, **without_refused(cfg, flags, model_config))),
+        [],
+        [],
+    )
+    guesses = [(*estimated(c, model_config, plain, machine), c) for c in found]
+    guesses.sort(
+        key=lambda guess: (guess[0] > limit, least(guess[1]) if guess[0] <= limit else guess[0])
+    )
+    for i, (_, _, c) in enumerate(guesses[:MOST_RUNS], 1):
+        report = make_report(main, c)
+        parts, peak = measured(report, c, machine), max(rank.peak for rank in report.ranks)
+        peaks.append(peak)
+        if peak <= limit:
+            given = [
+                spell_flag(name, vars(c)[name])
+                for name in (*AXES, "ep")
+                if vars(c).get(name, 1) > 1
+            ]
+            given.append(spell_flag("local_batch_size", c.local_batch_size))
+            share = parts["arithmetic"] / least(parts)
+            cells = (
+                f"{least(parts):.3g} s",
+                f"{share:.0%}",
+                human(peak),
+                bound_of(parts),
+                " ".join(given),
+            )
+            rows.append((least(parts), peak, *cells))
+        if sys.stderr.isatty():
+            print(
+                f"\r{i} dry runs, {len(rows)} fit",
+                end="\n" * (len(rows) == SHOWN),
+                file=sys.stderr,
+                flush=True,
+            )
+        if len(rows) == SHOWN:
+            break
+    if not rows:
+        raise ValueError(
+            f"--best {n}: none of {len(found)} legal layouts fits a device of "
+            f"{MACHINES[machine][0]} GB; of "
+            f"{len(peaks)} dry runs the least takes {human(min(peaks))}; use --ac full or more "
+            "devices"
+        )
+    print(
+        f"{len(found)} legal layouts of {n} device{'s' * (n > 1)}; the best that fit an "
+        f"{machine}, for --global_batch_size "
+        f"{found[0].global_batch_size}:\n"
+    )
+    print(
+        table(
+            [
+                ["a step", "arithmetic", "peak", "bound by", "flags"],
+                *(row[2:] for row in sorted(rows)),
+            ],
+            right=False,
+        )
+    )
+    return 0

@@ -1,0 +1,621 @@
+"""--dry_run: the costs of a layout, before you rent machines.
+
+The recipe's own parallelisation code runs under a fake process group of any size, on tensors
+without memory. The dry run counts bytes, collectives, FLOPs and the pipeline's bubble, for the
+first device of each pipeline rank. --plot and --explain start from the same numbers
+(layout_plots.py and explain.py in exercises/).
+"""
+
+import math
+import os
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import get_args
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining import stage as stage_module
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+import distributed.layout
+import parallel
+from distributed import checks, refusals
+from distributed.experts import PARTS, balance_experts
+from distributed.layout import AXES, all_blocks, local_tensor
+from distributed.pipeline import ZERO_BUBBLE, Schedule, n_microbatches
+from models.loss import CHUNK_ELEMENTS
+from tools.reports.costs import Watch, totals, unwatched
+from tools.reports.schedule import bubble, duration, in_flight, rows_of, simulate
+from tools.reports.stop_main import do_nothing, stop_main
+from training import muon
+from training.metrics import peak_flops
+
+
+class DryWatch(Watch):
+    """Watch for fake tensors, without values: if the program asks for a value, all experts have
+    equally many tokens."""
+
+    def __init__(self, layout):
+        super().__init__(layout)
+        self.rows, self.pieces = 1, 1
+
+    def run(self, func, *args, **kwargs):
+        # models.moe.Balance.count
+        if func is torch.ops.aten.scatter_add_.default and args[0].dtype == torch.int64:
+            self.rows = args[2].numel()
+        if (
+            func is torch.ops.aten.sum.dim_IntList
+            and args[0].dim() == 4
+            and args[0].dtype == torch.int64
+        ):
+            # exchange_tokens: (2, ep, parts, experts)
+            self.pieces = args[0].shape[1] * args[0].shape[2]
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.int64:
+            # tokens to and from each ep rank, of a part of its experts
+            return self.rows // self.pieces
+        # what the division leaves
+        if func is torch.ops.aten.split_with_sizes.default and sum(args[1]) < len(args[0]):
+            args = args[0], [*args[1][:-1], len(args[0]) - sum(args[1][:-1])]
+        if func is torch.ops.aten.repeat_interleave.Tensor:  # the expert of each token
+            return args[0].new_empty(kwargs["output_size"])
+        # ids that grpo.py never samples: all
+        if func is torch.ops.aten.index.Tensor and args[1][0].dtype == torch.bool:
+            return args[0].clone()
+        # torch's own rule for the shape accepts bf16 only
+        if func is torch.ops.aten._grouped_mm.default:
+            x, w, experts = args[0], args[1], kwargs.get("offs", args[2] if len(args) > 2 else None)
+            return x.new_empty(
+                (x.shape[0], w.shape[-1])
+                if w.dim() == 3
+                else (len(experts), x.shape[0], w.shape[1])
+            )
+        return func(*args, **kwargs)
+
+
+# ------------------------------------------------------ building the recipe's model without devices
+def build(main, cfg, connect, **stand_ins):
+    """(stages, optimizers, layout) from the recipe's own main, stopped at the first call of
+    Checkpoints.
+
+    Functions that touch data, disk or other processes are replaced by stand-ins; everything else is
+    the code of main and of parallel.py. stand_ins: more replacements, by their names in the recipe
+    or in parallel.py.
+    """
+    layouts = []
+
+    def make_mesh(layout, usual=parallel.make_mesh):
+        layouts.append(usual(layout))
+        return layouts[0]
+
+    data = SimpleNamespace(vocab_size=0, n_val_samples=1, fingerprint={}, tokenizer_file=None)
+    # check_groups, of forks/ft.py, and find_server, of grpo.py, would ask a server
+    stand_ins |= dict.fromkeys(
+        (
+            "check_groups",
+            "find_server",
+            "source_tokenizer",
+            "StopSignal",
+            "set_timeouts",
+            "warm_up",
+        ),
+        do_nothing,
+    )
+    stand_ins |= dict(open_data=lambda *args: data, connect=connect, make_mesh=make_mesh)
+    with mock.patch.multiple(
+        parallel, **{name: value for name, value in stand_ins.items() if hasattr(parallel, name)}
+    ):
+        _, made = stop_main(
+            main, cfg, "Checkpoints", **stand_ins, loaded_later=lambda cfg: lambda fqn: False
+        )
+    stages, [layout] = made["modules"], layouts
+    if layout.pp == 1:
+        stages[0].index, stages[0].n_stages = 0, 1  # as a pipeline's stages have
+    return stages, made["optimizer"], layout
+
+
+# Schedules that a dry run replaces: the same collectives in a simpler order, and 1 or 2
+# micro-batches suffice
+SIMPLE_ORDER = {"1F1B": "GPipe", "DualPipeV": "ZBVZeroBubble"}
+
+
+@contextmanager
+def dry_world(main, cfg, pp_rank: int):
+    """(stages, optimizers, layout) of a pipeline rank's first device, in a world of fake processes
+    and fake tensors.
+
+    Left out: the handshakes of a start, masks that only CPU kernels need, random initial weights.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    world_size = math.prod(max(1, getattr(cfg, axis)) for axis in AXES)
+    rank = pp_rank * (world_size // max(1, cfg.pp))
+
+    def connect(layout, *args, **kwargs):
+        # compiled or not, the same bytes travel; the order of the micro-batches is not run but
+        # simulated (schedule.py)
+        order = SIMPLE_ORDER.get(layout.schedule, layout.schedule)
+        dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+        return replace(
+            layout,
+            schedule=order,
+            memory=int(DEVICES[0] * 1e9) * (cfg.device != "cpu"),
+            compute_dtype=torch.float32 if cfg.compute_dtype == "float32" else torch.bfloat16,
+        )
+
+    def not_async(stage, layout, cfg, usual=parallel.tensor_parallel):
+        usual(stage, layout, replace(cfg, async_tp=False))
+
+    def init_weights(stage, *args):
+        with fake:
+            stage.to_empty(device="cpu")
+
+    # all ranks vote on it, since torch 2.12
+    def shapes_are_given(schedule, pipeline_stages, *args):
+        for stage in pipeline_stages:
+            stage._inference_mode = stage_module.InferenceMode.STATIC
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, RANK=str(rank), WORLD_SIZE=str(world_size)))
+        # fake tensors are on the CPU, but the loss must take chunks as large as on a GPU, and so on
+        if cfg.device != "cpu":
+            for table in CHUNK_ELEMENTS, PARTS:
+                stack.enter_context(mock.patch.dict(table, cpu=table["cuda"]))
+        for owner, name, value in [
+            *[
+                (module, "local_slice", unwatched(distributed.layout.local_slice))
+                for module in (parallel, muon)
+            ],
+            (DeviceMesh, "__getitem__", unwatched(DeviceMesh.__getitem__)),
+            (checks, "check_memory", do_nothing),
+            (parallel, "lower_right_mask", do_nothing),  # CUDA's flash kernel has the mask built in
+            *[(schedules._PipelineSchedule, "_warmup_p2p", shapes_are_given)]
+            * hasattr(stage_module, "InferenceMode"),
+        ]:
+            stack.enter_context(mock.patch.object(owner, name, value))
+        try:
+            on_gpus = partial(refusals.check_layout, on_cuda=True)
+            built = build(
+                main,
+                replace(cfg),
+                connect,
+                init_weights=init_weights,
+                check_layout=on_gpus,
+                compile_blocks=do_nothing,
+                tensor_parallel=not_async,
+            )
+            if cfg.compile:
+                forget_silu(built[0])
+            with fake:
+                yield built
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            # else the next world would find the process groups of the last
+            _clear_sharding_prop_cache()
+
+
+def forget_silu(stages) -> None:
+    """Drop the results of silu from the activations of compiled blocks: the compiler recomputes
+    silu from its input, and keeps everything else that eager code keeps. Blocks under activation
+    checkpointing keep neither, so they are left alone."""
+
+    def pack(x):
+        is_silu = type(x.grad_fn).__name__ == "SiluBackward0"
+        return (
+            partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=x.device)
+            if is_silu
+            else x
+        )
+
+    def without_silu(compute):
+        def run(*args, **kwargs):
+            with torch.autograd.graph.saved_tensors_hooks(
+                pack, lambda kept: kept() if isinstance(kept, partial) else kept
+            ):
+                return compute(*args, **kwargs)
+
+        return run
+
+    for block in [block for stage in stages for block in all_blocks(stage).values()]:
+        compiled, name = (
+            (block.moe.experts, "compute") if hasattr(block, "moe") else (block, "forward")
+        )
+        if not isinstance(block.forward, partial):
+            setattr(compiled, name, without_silu(getattr(compiled, name)))
+
+
+# ---------------------------------------------------------------- one step, measured
+def size_of(tensors) -> int:
+    return sum(local_tensor(t).nbytes for t in tensors if isinstance(t, torch.Tensor))
+
+
+def optimizer_state(optimizers) -> int:
+    return size_of(
+        t for optimizer in optimizers for state in optimizer.state.values() for t in state.values()
+    )
+
+
+def gathered_bytes(stage, own: list) -> int:
+    """Bytes of gathered or cast weights at the moment: storages of the stage's parameters other
+    than those of `own`, the parameters between steps. A cast to a parameter's own dtype shares the
+    parameter's storage."""
+    known = {local_tensor(p).untyped_storage()._cdata for p in own}
+    storages = [local_tensor(p).untyped_storage() for p in stage.parameters()]
+    return sum({s._cdata: s.nbytes() for s in storages if s._cdata not in known}.values())
+
+
+@contextmanager
+def stages_followed(stages, layout, watch: Watch, out: Counter):
+    """Follow each micro-batch through the stages of a rank, counted from 0.
+
+    Writes (activations, stage) and (flops, stage) into out: see observe. Yields (peaks, mark):
+    mark() appends to peaks the memory's peak since the last mark, and how many micro-batches of
+    each stage were between forward and end of backward."""
+    before, under_way, peaks, place = {}, Counter(), [], {s.index: i for i, s in enumerate(stages)}
+    own = [p for stage in stages for p in stage.parameters()]
+
+    def mark():
+        peaks.append((watch.take_peak(), dict(under_way)))
+
+    def enter(stage, *args):
+        mark()
+        if layout.pp == 1:
+            under_way.clear()  # without a pipeline, the backward of the last micro-batch is over
+        under_way[place[stage.index]] += 1
+        watch.outside = "forward"
+        before[stage.index] = watch.live - gathered_bytes(stage, own), watch.flops["forward"]
+
+    def leave(stage, *args):
+        i, (live, flops) = place[stage.index], before[stage.index]
+        out["activations", i] = watch.live - gathered_bytes(stage, own) - live
+        out["flops", i] += watch.flops["forward"] - flops
+
+    # a pipeline's whole backward, or the second half: both free the activations
+    def marked(backward):
+        def run(stage, *args, full_backward=True, **kwargs):
+            watch.outside = "backward"  # FSDP reduces the gradients after autograd has returned
+            done = backward(
+                stage, *args, **kwargs | ({} if full_backward else {"full_backward": False})
+            )
+            mark()
+            under_way[place[stage.stage_index]] -= full_backward
+            return done
+
+        return run
+
+    with ExitStack() as stack:
+        for stage in stages:
+            stack.callback(stage.register_forward_pre_hook(enter, prepend=True).remove)
+            stack.callback(stage.register_forward_hook(leave).remove)
+        if layout.pp > 1:
+            for name in ("backward_one_chunk", "backward_weight_one_chunk"):
+                stack.enter_context(
+                    mock.patch.object(PipelineStage, name, marked(getattr(PipelineStage, name)))
+                )
+        yield peaks, mark
+
+
+def observe(stages, optimizers, layout, seq_len: int, n: int, watch: Watch) -> Counter:
+    """Run a training step of n micro-batches (pipeline) or accumulation steps, and measure memory,
+    FLOPs and collectives.
+
+    Memory is right only in a model's first step: in later steps FSDP's buffers already exist, and
+    are not counted.
+    stage: place of a stage on the rank, from 0. Keys of the result, in bytes except for flops and
+    moved:
+    parameters, gradients, optimizer
+    (activations, stage): kept by one micro-batch for the backward
+    peak: the worst moment, without activations; update: the optimizer's step; measured: the worst
+    of everything together
+    (flops, phase): of the step; (flops, stage): of the forwards alone
+    (moved, phase, axis, op, bytes): number of calls
+    """
+    local = layout.microbatch_size * n if layout.pp > 1 else layout.local_batch_size
+    few = local * layout.data_ranks * (1 if layout.pp > 1 else n)
+    layout = replace(layout, local_batch_size=local, global_batch_size=few)
+    tokens = torch.randint(
+        0, stages[0].config.vocab_size, (layout.accumulation, layout.local_batch_size, seq_len)
+    )
+    batch = SimpleNamespace(
+        tokens=tokens,
+        labels=tokens,
+        positions=torch.arange(seq_len).expand_as(tokens),
+        doc_ids=None,
+    )
+    params = [p for stage in stages for p in stage.parameters()]
+    out, had = Counter(parameters=size_of(params)), optimizer_state(optimizers)
+    with stages_followed(stages, layout, watch, out) as (peaks, mark), watch:
+        parallel.forward_backward(stages, batch, layout)
+        mark()
+        out["gradients"] = size_of(p.grad for p in params)
+        watch.outside = "update"
+        parallel.clip_grad_norm(stages, 1.0, layout)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if getattr(stages[0].config, "n_experts", 0):
+            balance_experts(stages, layout, "bias", 1e-3)
+    out["optimizer"] = optimizer_state(optimizers)
+    state = out["parameters"] + out["optimizer"]
+    # the first step makes the optimizer's state
+    out["update"] = out["parameters"] + had + watch.take_peak()
+    out["peak"] = state + max(
+        peak - sum(k * out["activations", i] for i, k in under_way.items())
+        for peak, under_way in peaks
+    )
+    out["measured"] = max(out["update"], *(state + peak for peak, _ in peaks))
+    out.update({("flops", name): flops for name, flops in watch.flops.items()})
+    out.update({("moved", *key): number for key, number in watch.moved.items()})
+    return out
+
+
+def add_scaled(a, factor, b) -> Counter:
+    # Counter's own + and - drop negative numbers
+    return Counter({key: a[key] + factor * b[key] for key in {**a, **b}})
+
+
+def measure(stages, optimizers, layout, seq_len: int, n: int) -> Counter:
+    """A step of n micro-batches or accumulation steps, extrapolated from a step of 2 and a step of
+    1: each further micro-batch costs the difference. Zero-bubble schedules do not run with 1, so 3
+    take the place of 1."""
+    if n <= 2 or layout.schedule not in get_args(Schedule):
+        return observe(stages, optimizers, layout, seq_len, n, DryWatch(layout))
+    other = 3 if layout.pp > 1 and layout.schedule in ZERO_BUBBLE else 1
+    two, also = (
+        observe(stages, optimizers, layout, seq_len, m, DryWatch(layout)) for m in (2, other)
+    )
+    each = add_scaled(two, -1, also) if other == 1 else add_scaled(also, -1, two)
+    step = add_scaled(two, n - 2, each)
+    # memory does not grow with n, but for the buffers that receive from a neighbour: one per
+    # micro-batch for the whole step
+    received = (
+        sum(
+            key[4] * k for key, k in two.items() if key[0] == "moved" and key[2:4] == ("pp", "recv")
+        )
+        // 2
+    )
+    memory = {key: two[key] for key in two if key[0] == "activations"} | {
+        key: two[key] for key in ("update", "measured")
+    }
+    return Counter({**step, **memory, "peak": two["peak"] + received * (n - 2)})
+
+
+def rank_kind(stages):
+    """A tuple, equal for pipeline ranks that do the same work."""
+    # nothing travels between neighbours on one rank
+    kind = [b.index - a.index == 1 for a, b in pairwise(stages)]
+    for stage in stages:
+        recomputed = tuple(isinstance(block.forward, partial) for block in stage.blocks.values())
+        shapes = tuple((p.shape, local_tensor(p).shape) for p in stage.parameters())
+        kind.append((stage.index == 0, stage.index == stage.n_stages - 1, recomputed, shapes))
+    return tuple(kind)
+
+
+# ---------------------------------------------------------------- --dry_run: the report
+# sizes in GB of 10^9 bytes. Devices have as many GiB; driver, NCCL and allocator take the rest
+DEVICES = (80, 141, 192)
+
+
+@dataclass
+class Rank:
+    """One pipeline rank's first device, in one step."""
+
+    stages: list
+    ids: list[int]  # of the stages
+    step: Counter  # see observe
+    same_as: int  # the first rank with the same work
+    # bytes of all micro-batches between their forward and backward, at the worst moment
+    activations: int = 0
+    peak: int = 0
+
+    def flops(self, *phases) -> int:
+        return sum(self.step["flops", name] for name in phases)
+
+
+@dataclass
+class Report:
+    layout: object
+    ranks: list[Rank]
+    n: int  # micro-batches, or accumulation steps
+    rows: list  # rows_of: the schedule
+    n_params: int
+    cost: Callable  # (kind, stage) -> FLOPs of a forward, a backward, or half of one
+    causal: float  # share of the counted FLOPs of attention that a causal kernel needs
+
+    @property
+    def mfu_bound(self) -> float:
+        """FLOPs of forward and backward, without recomputation, as a share of all that the devices
+        could do meanwhile."""
+        useful = sum(rank.flops("forward", "backward") for rank in self.ranks)
+        return useful / (self.layout.pp * duration(simulate(self.rows, self.cost)))
+
+    @property
+    def least_flops(self) -> float:
+        """FLOPs of one device from the first forward to the last backward, waiting included."""
+        attention = max(
+            r.flops("attention") / r.flops("forward", "backward", "recompute") for r in self.ranks
+        )
+        return (1 - attention * (1 - self.causal)) * duration(simulate(self.rows, self.cost))
+
+
+def make_report(main, cfg) -> Report:
+    ranks, first = [], {}
+    for pp_rank in range(max(1, cfg.pp)):
+        with dry_world(main, cfg, pp_rank) as (stages, optimizers, layout):
+            n = n_microbatches(layout) if layout.pp > 1 else layout.accumulation
+            same = first.setdefault(rank_kind(stages), pp_rank)
+            step = (
+                ranks[same].step
+                if same < pp_rank
+                else measure(stages, optimizers, layout, cfg.seq_len, n)
+            )
+            ranks.append(Rank(stages, [stage.index for stage in stages], step, same))
+    rows = rows_of(cfg, layout.pp, n, stages[0].n_stages)
+    for row, rank in zip(rows, ranks, strict=True):
+        rank.activations = in_flight(row, rank.ids, rank.step)
+        rank.peak = max(rank.step["update"], rank.activations + rank.step["peak"])
+        if cfg.cpu_offload:
+            rank.peak -= rank.step["parameters"] + rank.step["optimizer"]
+    with torch.device("meta"):
+        model = type(stages[0])(stages[0].config)  # the whole model, without any parallelism
+    owner = {i: rank for rank in ranks for i in rank.ids}
+
+    def cost(kind, stage):
+        rank = owner[stage]
+        forward = rank.step["flops", rank.ids.index(stage)]
+        backward = rank.flops("backward", "recompute") * forward / max(1, rank.flops("forward"))
+        return {"F": forward, "B": backward}.get(kind, backward / 2) / n
+
+    # a full square is counted; with gathered keys and no window, only those up to the end of each
+    # of 2 cp chunks
+    windows = any(getattr(model.config, name, None) for name in ("sliding_window", "chunk_size"))
+    chunks = layout.cp > 1 and cfg.cp_method == "allgather" and not windows
+    causal = 2 * layout.cp / (2 * layout.cp + 1) if chunks else 0.5
+    return Report(layout, ranks, n, rows, sum(p.numel() for p in model.parameters()), cost, causal)
+
+
+def table(rows: list[list], right=True) -> str:
+    """Text with columns as wide as the widest cell. right: align all columns but the first to the
+    right."""
+    widths = [max(len(str(row[i])) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            str(c).rjust(w) if right and i else str(c).ljust(w)
+            for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def human(n: float) -> str:
+    unit = next((i for i in range(4) if n < 1000 * 1024**i), 4)
+    return f"{n / 1024**unit:.3g} {'B KiB MiB GiB TiB'.split()[unit]}"
+
+
+def print_report(cfg, report: Report, machine: str) -> None:
+    layout, ranks = report.layout, report.ranks
+    print(
+        f"dry run: {report.n_params:,} parameters | {layout} = {layout.world_size:,} "
+        f"device{'s' * (layout.world_size > 1)} | {str(layout.compute_dtype)[6:]} compute | "
+        f"{layout.global_batch_size} sequences x {cfg.seq_len} tokens per step"
+    )
+    print(
+        "\nThe first device of each pipeline rank; the peak fits "
+        f"({' / '.join(map(str, DEVICES))} GB) or does not:\n"
+    )
+    lines = [
+        [
+            "pp rank",
+            "layers",
+            "parameters",
+            "gradients",
+            "optimizer",
+            "activations",
+            "peak",
+            "fits",
+            "TFLOPs/step",
+        ]
+    ]
+    for i, rank in enumerate(ranks):
+        fits = " / ".join("yes" if rank.peak <= size * 1e9 else "no" for size in DEVICES)
+        sizes = [
+            rank.step["parameters"],
+            rank.step["gradients"],
+            rank.step["optimizer"],
+            rank.activations,
+            rank.peak,
+        ]
+        tera = rank.flops("forward", "backward", "recompute") / 1e12
+        lines.append(
+            [i, sum(len(s.blocks) for s in rank.stages), *map(human, sizes), fits, f"{tera:,.3g}"]
+        )
+    print(table(lines))
+
+    different = sorted({rank.same_as for rank in ranks})
+    names = [
+        ", ".join(str(j) for j, rank in enumerate(ranks) if rank.same_as == i) for i in different
+    ]
+    print(
+        "\nCollectives of one step: number and bytes (of the largest tensor of each, summed), by "
+        "axis:\n"
+    )
+    counts = [
+        totals({key[1:]: n for key, n in ranks[i].step.items() if key[0] == "moved"})
+        for i in different
+    ]
+    lines = [["axis", "operation", *(f"pp rank {name}" for name in names)]]
+    for axis, op in sorted({key for c in counts for key in c}):
+        cells = [c.get((axis, op), (0, 0)) for c in counts]
+        lines.append(
+            [
+                axis,
+                op,
+                *(f"{number:,} x, {human(size)}" if number else "-" for number, size in cells),
+            ]
+        )
+    print(table(lines) if len(lines) > 1 else "none")
+
+    whole, lost = (
+        sum(r.flops("forward", "backward", "recompute") for r in ranks),
+        sum(r.flops("recompute") for r in ranks),
+    )
+    print()
+    if layout.pp > 1:
+        order = cfg.pp_schedule_csv or cfg.pp_schedule
+        print(
+            f"Pipeline: {order}, {report.n} micro-batches: bubble "
+            f"{bubble(simulate(report.rows)):.1%} if all stages take as "
+            f"long, {bubble(simulate(report.rows, report.cost)):.1%} with these stages' FLOPs"
+        )
+    if ranks[0].stages[0].reduces_always:
+        print(
+            f"Gradients are reduced after each micro-batch, as on devices of {DEVICES[0]} GB: "
+            "whole, they take too much"
+        )
+    why = ["the pipeline's waiting"] * (layout.pp > 1) + [
+        f"recomputation ({lost / whole:.1%} of the FLOPs)"
+    ] * bool(lost)
+    print(
+        f"MFU at most {report.mfu_bound:.1%}: "
+        f"{' and '.join(why) or 'nobody waits for a pipeline, nothing is recomputed'}; "
+        "communication and kernels take the rest"
+    )
+    print(
+        f"At the peak of {machine}, {peak_flops(machine) / 1e12:.0f} TFLOP/s in bf16, a step "
+        "takes at least "
+        f"{report.least_flops / peak_flops(machine):.3g} s: a bound by arithmetic and the "
+        "pipeline alone, with causal "
+        "attention at half of its FLOPs; not a prediction"
+    )
+    worst = max(ranks, key=lambda r: r.peak)
+    verdict = [
+        f"{size} GB: {'fits' if worst.peak <= size * 1e9 else 'does not fit'}" for size in DEVICES
+    ]
+    print(f"Peak {human(worst.peak)} on pipeline rank {ranks.index(worst)}. {', '.join(verdict)}")
+    print(
+        "\nThe peak is more than the columns, and less than their sum: docs/parallelism.md says "
+        "what is counted, and how."
+    )
+    if cfg.cpu_offload:
+        print(
+            "--cpu_offload: parameters, gradients and optimizer state are in host memory, not in "
+            "the peak."
+        )
+    if cfg.ac == "budget":
+        print("--ac budget is the compiler's decision: shown as --ac none.")
+    if cfg.doc_mask:
+        print(
+            "--doc_mask: shown without. The mask saves FLOPs of attention, and changes no other "
+            "number."
+        )

@@ -1,0 +1,89 @@
+"""--plot of a layout: the mesh and the schedule as SVG files."""
+
+from pathlib import Path
+
+from distributed.pipeline import embeds_at_both_ends
+from tools.reports import svg
+from tools.reports.explain import AXIS_WORDS
+from tools.reports.parts import axis_groups, shown_ranks
+from tools.reports.schedule import bubble, duration, simulate
+
+SIDE = 25  # of a device's cell in the picture
+
+
+def draw_schedule(times, title: str) -> str:
+    width = round(min(4000, max(860, 18 * duration(times))))
+    drawn, height = svg.schedule(times, width - 20)
+    body = svg.label(10, 24, title, "bold") + f'<g transform="translate(10 40)">{drawn}</g>'
+    return svg.document(
+        width, height + 76, body + svg.schedule_legend(68, height + 62, times), title
+    )
+
+
+def pipeline_peers(report) -> list[int]:
+    """Pipeline ranks that exchange activations or gradients with pipeline rank 0: the owners of
+    neighbouring stages, and the last rank if both ends need the embedding."""
+    owner = {i: rank for rank, held in enumerate(report.ranks) for i in held.ids}
+    peers = {owner[i + step] for i in report.ranks[0].ids for step in (-1, 1) if i + step in owner}
+    if embeds_at_both_ends(report.ranks[0].stages[0].config):
+        peers.add(owner[max(owner)])
+    return sorted(peers - {0})
+
+
+def draw_mesh(layout, peers: list[int]) -> str:
+    """Draw a cell per device. A cell has a coloured stripe for each axis on which the device
+    exchanges with device 0. Of a large mesh, draw only the beginning. peers: see pipeline_peers."""
+    ranks, cut = shown_ranks(layout)
+    groups = {axis: found[0] for axis, found in axis_groups(layout).items()}
+    # of a panel, which is a pipeline rank
+    wide, high = len(ranks[0]) * SIDE + 10, len(ranks[0][0]) * SIDE + 30
+    across = max(1, 840 // wide)
+    shown = f" (shown: {cut})" if cut else ""
+    out = svg.label(10, 24, f"{layout}: {layout.world_size:,} devices, by rank", "title")
+    out += svg.label(10, 44, f"columns: dp_replicate x dp_shard, rows: cp x tp{shown}")
+    for i, panel in enumerate(ranks):
+        left, top = 10 + i % across * wide, 74 + i // across * high
+        out += svg.label(left, top - 6, f"pp {i}", "small") if layout.pp > 1 else ""
+        for d, column in enumerate(panel):
+            for j, rank in enumerate(column):
+                shared = [
+                    axis
+                    for axis, group in groups.items()
+                    if rank in group and (axis != "pp" or i in peers)
+                ]
+                shared = ["compute"] if rank == 0 else shared or ["idle"]
+                x, y, stripe = left + d * SIDE, top + j * SIDE, (SIDE - 2) / len(shared)
+                out += "".join(
+                    svg.rect(x + k * stripe, y, stripe, SIDE - 2, axis)
+                    for k, axis in enumerate(shared)
+                )
+                out += svg.label(
+                    x + SIDE / 2 - 1, y + 16, rank, "small on" if rank == 0 else "small", "middle"
+                )
+    bottom = 74 + -(-len(ranks) // across) * high
+    entries = [("compute", "device 0")]
+    entries += [
+        (axis, f"{axis} {len(group)}: {AXIS_WORDS[axis]}") for axis, group in groups.items()
+    ]
+    out += "".join(svg.legend(10, bottom + 20 * i, [entry]) for i, entry in enumerate(entries))
+    return svg.document(
+        max(860, wide + 20),
+        bottom + 20 * len(entries),
+        out,
+        f"the partners of device 0 on {layout}",
+    )
+
+
+def plot(cfg, report) -> None:
+    layout = report.layout
+    pictures = {"mesh.svg": draw_mesh(layout, pipeline_peers(report))}
+    if layout.pp > 1:
+        times = simulate(report.rows)
+        order = cfg.pp_schedule_csv or cfg.pp_schedule
+        title = f"{order}, pp {layout.pp}, {report.n} micro-batches: bubble {bubble(times):.1%}"
+        print(title)
+        pictures["pipeline.svg"] = draw_schedule(times, title)
+    Path(cfg.out).mkdir(parents=True, exist_ok=True)
+    for name, drawn in pictures.items():
+        Path(cfg.out, name).write_text(drawn)
+        print(Path(cfg.out, name))

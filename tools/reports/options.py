@@ -1,0 +1,212 @@
+"""Reports on a recipe in place of its training: --dry_run, --check_parity, --explain, and --plot of
+a layout.
+
+A recipe knows nothing of its reports. tools.run.run hands a command line over to
+run_report when the command line has a flag that the recipe's Config does not have.
+"""
+
+import os
+import shlex
+import sys
+from dataclasses import dataclass, fields
+from types import SimpleNamespace
+from typing import Literal
+
+from distributed.layout import AXES
+from distributed.refusals import refuse
+from flags.config import Need, flag, no_effect, own_rank, parse_config, say_flags
+from tools.study.report import draw_curves
+from training.metrics import MetricsConfig, points_of, read_lines
+
+DRY_RUN = Need("without --dry_run", lambda c: c.dry_run)
+PARITY = Need("without --check_parity", lambda c: c.check_parity)
+EXPLAIN = Need("without --explain", lambda c: c.explain)
+WHERE = Need("without --check_parity --where", lambda c: c.where)
+
+
+@dataclass(kw_only=True)
+class PlotConfig:
+    TITLE = "a picture"
+    # draw the curves of the run, <out>/loss.png; of several processes, without torchrun: mesh and
+    # schedule
+    plot: bool = False
+
+
+@dataclass(kw_only=True)
+class GrpoReports(PlotConfig):
+    TITLE = "in place of training"
+    dry_run: bool = False  # no device, no launcher: report the memory of an update and of a rollout
+
+
+@dataclass(kw_only=True)
+class ReportConfig(PlotConfig):
+    TITLE = "in place of training"  # of the section of --help
+    # no device, no launcher: report memory, collectives, FLOPs and bubble of the layout
+    dry_run: bool = False
+    # the device whose peak bounds the time of a step
+    machine: Literal["H100", "H200", "B200"] = flag("H100", DRY_RUN)
+    # in place of one layout: the ten fastest layouts of this many devices, by dry runs
+    best: int = flag(0, DRY_RUN)
+    # a page on one block: how each parameter is split, and which collectives run when, and why
+    explain: bool = False
+    # a file: a web page to hover and step through, with the tensors and sends of every rank
+    html: str = flag("", EXPLAIN)
+    # train 3 steps on one process and on the layout, in fp32, and compare; start it with python
+    check_parity: bool = False
+    # in a single step, compare every activation and gradient, and name the first difference
+    where: bool = flag(False, PARITY)
+    # say which functions to look at
+    advice: bool = flag(True, WHERE, Need("with --against", lambda c: not c.against))
+    # a Hugging Face folder: compare with transformers, module by module, in place of a layout
+    against: str = flag("", WHERE)
+
+
+def with_report_flags(Config, Reports=ReportConfig) -> type:
+    """Config with the flags of Reports after its own."""
+    return dataclass(kw_only=True)(
+        type("Config", (Config, Reports), {"__module__": Config.__module__})
+    )
+
+
+def run_report(main, Config, argv=None) -> int:
+    """Parse a command line with the flags of Config and of reports, report or train, and return the
+    exit status."""
+    # a program that trains in another way has no layouts to report on
+    is_recipe = "open_data" in main.__globals__
+    if not is_recipe and not issubclass(Config, MetricsConfig):
+        main(parse_config(Config, argv))
+        return 0
+    Reports, report = (ReportConfig, report_or_train) if is_recipe else (PlotConfig, train)
+    if "update_policy" in main.__globals__:
+        Reports, report = GrpoReports, report_grpo_or_train
+    given = vars(parse_config(with_report_flags(Config, Reports), argv))
+    options = Reports(**{field.name: given[field.name] for field in fields(Reports)})
+    return report(
+        main, Config(**{field.name: given[field.name] for field in fields(Config)}), options
+    )
+
+
+def train(main, cfg, options: PlotConfig) -> int:
+    """Train, and draw the curves of the run if --plot asks for a picture. Returns the exit status."""
+    say_flags(cfg)
+    status = main(cfg) or 0
+    if options.plot and own_rank() == 0:
+        print(
+            draw_curves(panels_of(read_lines(f"{cfg.out}/metrics.jsonl")), f"{cfg.out}/loss.png"),
+            flush=True,
+        )
+    return status
+
+
+def report_grpo_or_train(main, cfg, options: GrpoReports) -> int:
+    if not options.dry_run:
+        return train(main, cfg, options)
+    refuse(
+        [
+            ("RANK" in os.environ, "--dry_run starts from one process: use python, not torchrun"),
+            (
+                options.plot,
+                "--plot draws the curves of a run, and --dry_run trains nothing: leave one out",
+            ),
+        ]
+    )
+    from tools.reports.dry_grpo import dry_run
+
+    dry_run(main, cfg)
+    return 0
+
+
+def panels_of(lines) -> list[tuple[str, dict]]:
+    """Curves of losses, and of rewards if there are any, see draw_curves."""
+    units = {"nats per token": ("loss", "val_loss"), "reward": ("reward_mean", "eval_reward")}
+    points = points_of(lines, *sum(units.values(), ()))
+    panels = [
+        (unit, {name: [tuple(zip(*points[name]))] for name in names if points[name]})
+        for unit, names in units.items()
+    ]
+    return [(unit, curves) for unit, curves in panels if curves]
+
+
+def report_or_train(main, cfg, options: ReportConfig) -> int:
+    """Run the reports of the options, or train if there are none. Returns the exit status. Raises
+    ValueError."""
+    launched, shows = "RANK" in os.environ, options.dry_run or options.explain
+    refuse(
+        [
+            *((True, text) for text in no_effect(options, SimpleNamespace(**vars(options)))),
+            (
+                launched and (options.check_parity or shows),
+                "--check_parity, --dry_run and --explain start from one process: use python, not "
+                "torchrun",
+            ),
+            (
+                options.best and (options.explain or options.plot),
+                "--best compares layouts, and --explain and --plot show one: ask for one after "
+                "the other",
+            ),
+            (
+                options.html
+                and (
+                    os.path.isdir(options.html)
+                    or not os.path.isdir(os.path.dirname(options.html) or ".")
+                ),
+                f"--html {options.html}: need the name of a file, such as layout.html, in a "
+                "folder that exists",
+            ),
+            (
+                options.check_parity and shows,
+                "--check_parity trains, and --dry_run and --explain do not: ask for one after the "
+                "other",
+            ),
+        ]
+    )
+    if options.against:
+        from tools.parity.against import check_against
+
+        return check_against(main, cfg, options.against)
+    if options.where:
+        from tools.parity.where import check_where
+
+        return check_where(main, cfg, options.advice)
+    if options.check_parity:
+        from tools.parity.check_parity import check_parity
+
+        return check_parity(main, cfg)
+    if shows or options.plot and not launched and any(getattr(cfg, axis) > 1 for axis in AXES):
+        return report_layout(main, cfg, options)
+    return train(main, cfg, options)
+
+
+def report_layout(main, cfg, options: ReportConfig) -> int:
+    """--dry_run, --explain and --plot of a recipe; returns the exit status."""
+    from tools.reports.best_layouts import print_best
+    from tools.reports.dryrun import make_report, print_report
+    from tools.reports.explain import count_block, explain
+    from tools.reports.layout_plots import plot
+    from tools.reports.page import write_page
+
+    if cfg.float8 != "off":
+        raise ValueError(
+            f"--float8 {cfg.float8} is not in the dry run, which would count bf16; leave it out"
+        )
+    if options.best:
+        return print_best(main, cfg, options.best, options.machine)
+    if options.dry_run or options.plot or options.html:
+        found = make_report(main, cfg)
+    if options.dry_run:
+        print_report(cfg, found, options.machine)
+    if options.explain:
+        counted = count_block(main, cfg)
+        if counted or not options.html:
+            explain(cfg, counted)
+        if options.html:
+            write_page(
+                options.html,
+                cfg,
+                found,
+                counted,
+                shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
+            )
+    if options.plot:
+        plot(cfg, found)
+    return 0

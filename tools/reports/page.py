@@ -1,0 +1,218 @@
+"""--explain --html FILE: a web page on a layout: the tensors of each rank, the collectives, and the
+schedule, tick by tick.
+
+The page is a single file without a server or a download. Python draws a section for each rank; the
+script in page.html shows the section of the chosen rank, and moves a mark over the schedule. An
+address with #rank=3&tick=5 opens that state.
+"""
+
+import json
+from html import escape
+from pathlib import Path
+from string import Template
+
+from tools.reports import explain, parts, svg
+from tools.reports.dryrun import human
+from tools.reports.schedule import DOES, bubble, duration, simulate
+
+# width and height of a tensor's cell in the picture, and the picture's width
+CELL, PITCH, WIDTH = 143, 190, 860
+
+
+def draw_grid(layout, ranks) -> str:
+    """HTML with a button per rank and a panel per pipeline rank."""
+    out = ""
+    for pp, columns in enumerate(ranks):
+        cells = "".join(
+            f'<button data-rank="{r}" tabindex="-1" aria-label="rank '
+            f'{r}">{r}<small></small></button>'
+            for column in columns
+            for r in column
+        )
+        rows = f"grid-template-rows: repeat({len(columns[0])}, auto)"
+        out += f'<div><b>pp {pp}</b><div class="panel" style="{rows}">{cells}</div></div>'
+    return out
+
+
+# ---------------------------------------------------------------- what a rank holds
+def draw_holding(shapes: dict, parameters: dict, layout, place: dict, seq_len: int) -> str:
+    """The boxes of all tensors, in each the part of the rank at the place, and the rank's tokens of
+    the global batch.
+
+    shapes: of the tensors of all ranks; parameters: of the pipeline rank, see shown_parameters.
+    """
+    longest = max(n for name, shape in shapes.items() for n in shape if name.startswith("block "))
+    gathered = (
+        "while the block runs"
+        if layout.reshards
+        else "from the first forward to the last backward of a step"
+    )
+    out = svg.legend(
+        0,
+        12,
+        [
+            ("kept", "kept all the time"),
+            ("gathered", f"here {gathered}"),
+            ("whole", "held by other ranks"),
+        ],
+    )
+    for i, (name, shape) in enumerate(shapes.items()):
+        x, y = i % (WIDTH // CELL) * CELL, 30 + i // (WIDTH // CELL) * PITCH
+        w, h = svg.box_size(shape, longest)
+        if name in parameters:
+            part = parts.held_part(parameters[name], place)
+            out += svg.tensor(
+                x, y, w, h, shape, part, parts.held_part(parameters[name], place, gathered=True)
+            )
+            says = svg.words_for(part, shape).split(", ")
+        else:
+            out, says = out + svg.rect(x, y, w, h, "whole"), ["not on this rank"]
+        out += svg.label(x, y + h + 15, name.removesuffix(".weight"), "small bold")
+        out += svg.lines(x, y + h + 30, [" x ".join(f"{n:,}" for n in shape), *says], "small")
+    n, y = layout.global_batch_size, y + PITCH + 50
+    out += svg.label(
+        0,
+        y - 38,
+        f"Activations: the tokens of the global batch, {n:,} sequences (rows) x {seq_len:,} tokens "
+        "(columns)",
+        "bold",
+    )
+    out += svg.legend(
+        0,
+        y - 14,
+        [
+            ("token", "between the blocks"),
+            ("tokens", "also in attention and FFN"),
+            ("whole", "tokens of other ranks"),
+        ],
+    )
+    high, mine = min(112, max(28, 14 * n)), parts.tokens_of(layout, place, seq_len)
+    says = [
+        f"sequences {spans([mine['sequences']])}",
+        f"positions {spans(mine['between'])}",
+        f"in attention and FFN {spans(mine['inside'])}",
+    ]
+    out += svg.tokens(0, y, 560, high, mine, (n, seq_len))
+    out += svg.lines(575, y + 14, says, "small")
+    return figure(out, y + max(high, 50) + 10, "what this rank holds")
+
+
+def spans(parts: list[tuple[int, int]]) -> str:
+    return " and ".join(f"{first:,}-{end - 1:,}" for first, end in parts)
+
+
+def rank_sections(layout, report, ranks, seq_len: int) -> str:
+    """HTML: for each shown rank a hidden section with place, memory and holding."""
+    out, parameters = "", [parts.shown_parameters(rank.stages) for rank in report.ranks]
+    shapes = {name: tuple(p.shape) for found in parameters for name, p in found.items()}
+    for pp, columns in enumerate(ranks):
+        rank = report.ranks[pp]
+        layers = spans(
+            parts.ranges([int(number) for stage in rank.stages for number in stage.blocks])
+        )
+        sizes = ", ".join(
+            f"{what} {human(rank.step[what])}" for what in ("parameters", "gradients", "optimizer")
+        )
+        says = f"layers {layers}; below, as block: layer {explain.shown_block(rank.stages)[0]}. In bytes: {sizes}"
+        for r in (r for column in columns for r in column):
+            place = parts.place_of(layout, r)
+            named = ", ".join(
+                f"{axis} {place[axis]}" for axis in layout.degrees if layout.degrees[axis] > 1
+            )
+            out += f'<section id="rank{r}" hidden><p>{named or "one process"}; {says}</p><div class="scroll">'
+            out += (
+                draw_holding(shapes, parameters[pp], layout, place, seq_len) + "</div></section>\n"
+            )
+    return out
+
+
+# ---------------------------------------------------------------- the schedule
+def list_ticks(times, owner: dict[int, int], size: str) -> list[dict]:
+    """Per unit of time: the work of each pipeline rank, and the sends at the end. owner: stage ->
+    pipeline rank."""
+    found = []
+    for t in range(round(duration(times))):
+        now, sent = ["waits"] * len(times), []
+        for rank, row in enumerate(times):
+            for start, end, kind, stage, m in row:
+                if start <= t < end:
+                    now[rank] = f"{DOES[kind]} of micro-batch {m}, stage {stage}"
+                to = owner.get(stage + (1 if kind == "F" else -1))
+                if end == t + 1 and kind != "W" and to not in (None, rank):
+                    what = "activations" if kind == "F" else "gradients"
+                    sent.append(
+                        f"pp {rank} sends the {what} of micro-batch {m} to pp {to} ({size})"
+                    )
+        found.append(dict(now=now, sent=sent))
+    return found
+
+
+# ---------------------------------------------------------------- the page
+def figure(body: str, height: float, says: str) -> str:
+    size = f'width="{WIDTH}" height="{height:.0f}" viewBox="0 -4 {WIDTH} {height:.0f}"'
+    return f'<svg class="text" {size} role="img" aria-label="{says}">{body}</svg>'
+
+
+def make_page(cfg, report, counted, command: str) -> str:
+    """The page as text. counted: see explain.count_block."""
+    layout = report.layout
+    ranks, cut = parts.shown_ranks(layout)
+    traffic = "<p>Not counted: needs three layers on the first device, to compare three with two of them.</p>"
+    if counted:
+        has_experts = any(name.startswith("moe.") for name, *_ in counted[2])
+        drawn, height = svg.timeline(
+            explain.list_collectives(counted[3]), ("attention", "experts" if has_experts else "FFN")
+        )
+        traffic = figure(svg.TIP + drawn, height, "what travels when")
+    times, owner = (
+        simulate(report.rows),
+        {i: pp for pp, rank in enumerate(report.ranks) for i in rank.ids},
+    )
+    size = (
+        cfg.pp_microbatch_size
+        * cfg.seq_len
+        // layout.cp
+        // layout.tp
+        * report.ranks[0].stages[0].config.dim
+    )
+    ticks, unit = (
+        list_ticks(times, owner, human(size * layout.compute_dtype.itemsize)),
+        (WIDTH - 60) / duration(times),
+    )
+    picture, height = svg.schedule(times)
+    picture += svg.rect(58, -3, unit, height + 2, "mark", id="now") + svg.schedule_legend(
+        58, height + 18, times
+    )
+    data = dict(
+        groups=parts.axis_groups(layout), ticks=ticks, unit=unit, inner=layout.cp * layout.tp
+    )
+    values = dict(
+        TITLE=escape(
+            f"{vars(cfg).get('flavor', 'model')} on {layout.world_size:,} devices: {layout}"
+        ),
+        COMMAND=escape(command),
+        LIGHT=svg.variables(False),
+        DARK=svg.variables(True),
+        RULES=svg.style_rules(),
+        SHOWN=f"Shown: {cut}." * bool(cut),
+        GRID=draw_grid(layout, ranks),
+        AXES="; ".join(f"{axis}: {explain.AXIS_WORDS[axis]}" for axis in parts.axis_groups(layout)),
+        RANKS=rank_sections(layout, report, ranks, cfg.seq_len),
+        TRAFFIC=traffic,
+        PIPELINE="" if layout.pp > 1 else "hidden",
+        ORDER=escape(cfg.pp_schedule_csv or cfg.pp_schedule),
+        BUBBLE=f"{bubble(times):.1%}",
+        SCHEDULE=figure(picture, height + 30, "schedule"),
+        LAST=str(len(ticks) - 1),
+        DOES="".join(
+            f'<tr><th scope="row">pp {pp}</th><td id="does{pp}"></td></tr>'
+            for pp in range(len(times))
+        ),
+        DATA=json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
+    )
+    return Template(Path(__file__).with_name("page.html").read_text()).substitute(values)
+
+
+def write_page(path: str, cfg, report, counted, command: str) -> None:
+    Path(path).write_text(make_page(cfg, report, counted, command))
+    print(f"\n{path}: what every rank holds, what travels, and the schedule; open it in a browser")

@@ -1,0 +1,154 @@
+"""Make the runs of a study: several at once, each a process of its own, in its own run folder.
+ablate.py says which."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+from flags.files import write_file
+from tools.study.study import FAILED, folder_of, has_died, is_finished, lines_of
+
+
+def start_run(
+    study: dict, name: str, seed: int, folder: Path, gpus: list[int] | None
+) -> subprocess.Popen:
+    variant, env = (
+        study["variants"][name],
+        dict(os.environ, OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1")),
+    )
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        str(study["nproc"]),
+    ]
+    command = [
+        sys.executable,
+        *(torchrun if study["nproc"] > 1 else []),
+        variant["file"],
+        *variant["flags"],
+    ]
+    command += [*(f"--{flag}={seed}" for flag in variant["seeded"]), f"--out={folder}"]
+    if gpus is not None:
+        mine = env.get("CUDA_VISIBLE_DEVICES", "").split(",")  # the user may have chosen some GPUs
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(
+            mine[i] if len(mine) > i and mine[i] else str(i) for i in gpus
+        )
+
+    def end_with_parent():  # if the study is killed, its runs stop, save, and can be continued
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / FAILED).unlink(missing_ok=True)
+    # a new session: Ctrl-C reaches the run only through us
+    with open(folder / "log.txt", "a") as log:
+        return subprocess.Popen(
+            command,
+            env=env,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=end_with_parent,
+        )
+
+
+def last_line(folder: Path) -> str:
+    lines = [
+        line
+        for line in (folder / "log.txt").read_text(errors="replace").splitlines()
+        if line.strip()
+    ]
+    return ([line for line in lines if line.startswith("error")] or lines or ["nothing printed"])[
+        -1
+    ].strip()
+
+
+def run_all(study: dict, folder: Path, todo: list[tuple], stopping: list) -> None:
+    """Make each (variant, seed) that is not finished, --jobs at once, in this order, until all are
+    done or a signal came.
+
+    A run that ends with an error leaves the last line of its log in the file FAILED of its folder,
+    even a run with all numbers, such as after a full disk. With --only this run alone is made, and
+    then the program ends.
+    """
+    if study["only"]:
+        todo = asked = [
+            (name, seed)
+            for name, seed in todo
+            if f"{study['size']}/{name}/{seed}".lstrip("/") == study["only"]
+        ]
+    todo = [
+        (name, seed)
+        for name, seed in todo
+        if not is_finished(lines_of(folder, name, seed), study["variants"][name])
+    ]
+    if study["only"] and asked and not todo:
+        sys.exit(print(f"--only {study['only']}: finished before"))
+    # a run's slot tells its GPUs
+    waiting, running, slots = list(todo), {}, list(range(study["jobs"]))
+    began = time.monotonic()
+    if todo:
+        print(
+            f"{folder}: {len(todo)} run{'s' * (len(todo) > 1)}, {study['jobs']} at once", flush=True
+        )
+    try:
+        while (waiting or running) and not stopping:
+            while waiting and slots:
+                name, seed = key = waiting.pop(0)
+                slot, place = slots.pop(0), folder_of(folder, name, seed)
+                gpus = (
+                    range(slot * study["nproc"], (slot + 1) * study["nproc"])
+                    if study["gpus"]
+                    else None
+                )
+                running[key] = start_run(study, name, seed, place, gpus), place, slot
+            time.sleep(0.2)
+            for key in [
+                key for key, (process, *_) in running.items() if process.poll() is not None
+            ]:
+                process, place, slot = running.pop(key)
+                rest = len(waiting) + len(running)
+                left = timedelta(
+                    seconds=round((time.monotonic() - began) / (len(todo) - rest) * rest)
+                )
+                slots.insert(0, slot)
+                lines, end = lines_of(folder, *key), "done"
+                if process.returncode or not is_finished(lines, study["variants"][key[0]]):
+                    end = f"failed: {last_line(place)}"
+                    if "is in use by process" not in end:  # another --only makes the same run
+                        write_file(place / FAILED, last_line(place).encode())
+                print(
+                    f"{key[0]}, seed {key[1]}: {end} ({rest} of {len(todo)} runs to go, about "
+                    f"{left})",
+                    flush=True,
+                )
+                known = sorted(
+                    {
+                        key
+                        for line in lines
+                        for key, value in line.items()
+                        if isinstance(value, int | float)
+                    }
+                )
+                if (
+                    end == "done"
+                    and not has_died(lines, study["metric"])
+                    and study["metric"] not in known
+                ):
+                    raise ValueError(
+                        f"--metric {study['metric']}: no run logs it; there are {', '.join(known)}"
+                    )
+    finally:
+        for process, *_ in running.values():
+            process.terminate()  # a recipe then finishes its step, saves and exits
+        for process, *_ in running.values():
+            process.wait()
+    if study["only"] and todo and not stopping:
+        sys.exit(int((place / FAILED).exists()))

@@ -1,0 +1,354 @@
+"""Evaluate the runs of a study: the metric in pairs, and verdicts with intervals. ablate.py makes
+the runs.
+
+A study is a folder with study.json (variants and settings) and a run folder VARIANT/seed-I for each
+variant and seed. Everything here is computed from the folder, so a report can be made again at any
+time.
+"""
+
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+
+from flags.files import read_json, step_folders
+from tools.study.significance import ALPHA, add_looks, interval
+from training.metrics import read_lines
+
+FAILED = "failed.txt"  # in the folder of a run that ended with an error: the last line of its log
+# the first seed of runs that are not compared, such as those of --tune; a comparison has the seeds
+# below
+APART = 1000
+# What an older study.json lacks: the first seed, the number of studies of a ladder, the size of
+# this one, noise that was measured before, lines of --tune; and of each variant
+DEFAULTS = {
+    "first_seed": 0,
+    "sizes": 1,
+    "size": "",
+    "noise": None,
+    "tuned": [],
+    "looks": [],
+    "budget": None,
+    "command": "",
+    "comparisons": 1,
+}
+OF_VARIANT = {"files": {}, **dict.fromkeys(("parameters", "all_parameters", "tokens", "flops"))}
+# keys that differ between runs even if training is equal
+NOT_TRAINING = re.compile(r"_s$|per_second|mfu|memory|time|slowest")
+
+
+# ---------------------------------------------------------------- one run
+def read_study(folder) -> dict:
+    """study.json of a folder. Raises ValueError if there is none."""
+    if not Path(folder, "study.json").exists():
+        raise ValueError(f"{folder} has no study.json; give the --out of a study")
+    study = DEFAULTS | read_json(folder, "study.json")
+    # who drops a variant has looked at it
+    study["comparisons"] = max(study["comparisons"], len(study["variants"]) - 1)
+    return study | {
+        "variants": {
+            name: OF_VARIANT | {"file": v["recipe"]} | v for name, v in study["variants"].items()
+        }
+    }
+
+
+def folder_of(study_folder, name: str, seed: int) -> Path:
+    return Path(study_folder, re.sub(r"[^\w.=,+-]+|^\.+", "_", name), f"seed-{seed}")
+
+
+def locate(recipe: Path, file: str) -> Path:
+    """The file that a recipe imports: beside the recipe, or, for a recipe in forks/, in the folder
+    above."""
+    return next(
+        (home / file for home in recipe.resolve().parents[:2] if (home / file).is_file()),
+        recipe.parent / file,
+    )
+
+
+def lines_of(folder, name: str, seed: int) -> list[dict]:
+    return list(read_lines(str(folder_of(folder, name, seed) / "metrics.jsonl")))
+
+
+def is_finished(lines: list[dict], variant: dict) -> bool:
+    """Whether the last step is logged, and validated if the variant validates."""
+    logged = {key for line in lines if line["step"] == variant["steps"] for key in line}
+    return {"loss", "val_loss" if variant["val_every"] else "loss"} <= logged
+
+
+def read_runs(study: dict, folder) -> dict[tuple[str, int], list[dict]]:
+    """{(variant, seed): lines of metrics.jsonl} of the finished runs; no lines for a run that
+    failed.
+
+    ValueError for runs that cannot be compared, by their config.json: see check_units, and for runs
+    by other code than a variant's "files", {file: sha256}, the code that trains now. An unfinished
+    run without a checkpoint starts from zero.
+    """
+    found, configs, texts = {}, [], {}
+    for name, variant in study["variants"].items():
+        for seed in range(
+            study["first_seed"], study["first_seed"] + max(study["seeds"], study["max_seeds"])
+        ):
+            run, lines = folder_of(folder, name, seed), lines_of(folder, name, seed)
+            finished = is_finished(lines, variant)
+            if finished or (run / FAILED).exists():
+                found[name, seed] = lines if finished else []
+            if (run / "config.json").exists() and (finished or step_folders(str(run))):
+                configs.append(read_json(run, "config.json"))
+                code = configs[-1]["_run"] | configs[-1]["_run"].get("code", {})
+                data = {
+                    key: value
+                    for key, value in configs[-1]["_run"].get("data", {}).items()
+                    if key != "data_seed"
+                }
+                if texts.setdefault(name, data) != data:
+                    raise ValueError(
+                        f"{run} was trained on another text than {name} before; use --out NEW"
+                    )
+                if changed := [
+                    file
+                    for file, now in variant.get("files", {}).items()
+                    if code.get(file, now) != now
+                ]:
+                    raise ValueError(
+                        f"{', '.join(changed)}: changed since {run} was made; undo the change, or "
+                        "use --out NEW"
+                    )
+    check_units(study["metric"], configs)
+    return found
+
+
+def check_units(metric: str, configs: list[dict]) -> None:
+    """Refuse a metric whose unit or text is not the same in all runs. configs: their flags, and
+    "_run" once there is a run."""
+    texts = {
+        (c.get("val_data") or c.get("data"), (c.get("val_batches") or 0) * (c.get("seq_len") or 0))
+        for c in configs
+    }
+    runs = [{"data": {}, "model": {}} | c.get("_run", {}) for c in configs]
+    tokens = {(run["data"].get("tokenizer_sha256"), run["model"].get("vocab_size")) for run in runs}
+    if metric.startswith("val_") and len(texts) > 1:
+        raise ValueError(
+            f"{metric} of different texts, {texts}: give all the same --val_data and "
+            "--val_batches x --seq_len"
+        )
+    if metric in ("loss", "loss_max", "val_loss") and len(tokens) > 1:
+        raise ValueError(
+            f"{metric} is per token, of {len(tokens)} tokenizers or vocabularies: use --metric "
+            "val_bits_per_byte"
+        )
+
+
+def curve(lines: list[dict], metric: str, axis: str = "step") -> tuple[np.ndarray, np.ndarray]:
+    """(x, metric) of the lines with the metric; x in steps, or in tokens."""
+    points = [(line["step"], line[metric]) for line in lines if line.get(metric) is not None]
+    steps, values = np.array(points, float).reshape(-1, 2).T
+    done, tokens = np.array(
+        [(0, 0), *((line["step"], line["tokens"]) for line in lines if "tokens" in line)], float
+    ).T
+    return np.interp(steps, done, tokens) if axis == "tokens" else steps, values
+
+
+def has_died(lines: list[dict], metric: str) -> bool:
+    """Whether a run failed, or ended with a NaN or infinite loss: null in metrics.jsonl. A metric
+    that is null in every line, such as mfu on a CPU, is only unknown."""
+    last = {key: value for line in lines for key, value in line.items()}
+    ended = last.get(metric, 0) is None and any(line.get(metric) is not None for line in lines)
+    return not lines or ended or None in (last.get("loss", 0), last.get("val_loss", 0))
+
+
+def metric_of(lines: list[dict], study: dict) -> float | None:
+    """The number that a run is judged by: the last one, or the tokens until --reach; the worst, inf
+    or -inf, if the run died or never got to --reach; None if unknown."""
+    reach, sign = study["reach"], 1 if study["best"] == "low" else -1
+    worst = math.inf if reach is not None else sign * math.inf
+    if has_died(lines, study["metric"]):
+        return worst
+    x, y = curve(lines, study["metric"], "step" if reach is None else "tokens")
+    if not len(y) or reach is None:
+        return float(y[-1]) if len(y) else None
+    if not len(there := np.flatnonzero(sign * (y - reach) <= 0)):
+        return worst
+    if there[0] == 0:
+        return None  # there before the first line
+    # the last point above and the first below, and a straight line
+    between = slice(there[0] - 1, there[0] + 1)
+    return float(np.interp(-sign * reach, -sign * y[between], x[between]))
+
+
+def values_of(study: dict, runs: dict) -> dict[tuple[str, int], float]:
+    """{(variant, seed): metric_of the run}, without unknown ones."""
+    found = {key: metric_of(lines, study) for key, lines in runs.items()}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+# ---------------------------------------------------------------- pairs
+def pairs_of(study: dict, found: dict, name: str, seeds: float = math.inf) -> list[tuple]:
+    """[(of the variant, of the baseline)] for the first seeds with both. found: {(variant, seed): anything}."""
+    base = study["baseline"]
+    return [
+        (found[name, i], found[base, i])
+        for n, i in found
+        if n == name and i < seeds and (base, i) in found
+    ]
+
+
+def training_of(lines: list[dict]) -> dict:
+    """{(step, whether training or validation): the numbers that two equal trainings have alike}"""
+    return {
+        (line["step"], "loss" in line): {
+            k: v for k, v in line.items() if not NOT_TRAINING.search(k)
+        }
+        for line in lines
+    }
+
+
+def looks_of(study: dict) -> list:
+    """All looks at the study, earlier ones and those of its settings, see add_looks."""
+    most = study["max_seeds"] if study["until"] else study["seeds"]
+    return add_looks(study["looks"], study["seeds"], most, 1 if study["noise"] else 2)
+
+
+def compare_variant(
+    study: dict, values: dict, name: str, identical: set, tried: set
+) -> tuple[list[float], tuple, list]:
+    """(differences that count, (low, high, level) of their mean, [(variant, seed)] to run now) of a
+    variant.
+
+    Without --until there is a single look, at all seeds. With --until, there is a look after every
+    seed from --seeds to --max_seeds; a decided variant runs no more, and its verdict stays. tried:
+    finished and failed runs.
+    """
+    D, alpha = (
+        study["until"] or 0,
+        ALPHA / max(study["comparisons"] - len(identical), 1) / study["sizes"],
+    )
+    for seeds in range(study["seeds"], max(study["seeds"], study["max_seeds"] if D else 0) + 1):
+        missing = [
+            (n, i) for i in range(seeds) for n in (study["baseline"], name) if (n, i) not in tried
+        ]
+        d = [
+            0.0 if value == base else value - base
+            for value, base in pairs_of(study, values, name, seeds)
+        ]
+        low, high, level = interval(d, alpha, looks_of(study), study["noise"])
+        if missing or name in identical or low > 0 or high < 0 or -D < low <= high < D:
+            break
+    return d, (0.0, 0.0, level) if name in identical else (low, high, level), missing
+
+
+def identical_variants(study: dict, runs: dict) -> set[str]:
+    """Variants with the baseline's numbers in every logged step of every seed, bit for bit; none if
+    speed or memory decides."""
+    numbers = {key: training_of(lines) for key, lines in runs.items()}
+    pairs = {
+        name: pairs_of(study, numbers, name)
+        for name in study["variants"]
+        if name != study["baseline"]
+    }
+    of_training = not NOT_TRAINING.search(study["metric"])
+    return {
+        name
+        for name, both in pairs.items()
+        if of_training and both and all(mine == base != {} for mine, base in both)
+    }
+
+
+def look_at_all(study: dict, runs: dict) -> dict[str, tuple]:
+    """{variant: compare_variant(...)}"""
+    values, identical = values_of(study, runs), identical_variants(study, runs)
+    return {
+        name: compare_variant(study, values, name, identical, runs.keys())
+        for name in study["variants"]
+        if name != study["baseline"]
+    }
+
+
+def next_runs(study: dict, folder, tried: set) -> list[tuple[str, int]]:
+    """The (variant, seed) to run now, in the order of seeds. tried: runs that, if they have failed,
+    are not tried again."""
+    runs = {run: lines for run, lines in read_runs(study, folder).items() if lines or run in tried}
+    found = look_at_all(study, runs)
+    return sorted(
+        dict.fromkeys(run for *_, missing in found.values() for run in missing),
+        key=lambda run: run[1],
+    )
+
+
+# ---------------------------------------------------------------- before a comparison
+def winners_of(
+    study: dict, folder, names: list[str], cells: list[str]
+) -> tuple[dict[str, str], list[str]]:
+    """({name: the best of cells for this variant}, lines that say so), of the finished runs of
+    --tune, "NAME CELL".
+
+    The best is the best mean of all seeds; a seed that died is the worst. Raises ValueError if runs
+    are missing, or if all values of a variant died.
+    """
+    runs = read_runs(study, folder)
+    values, best, said = values_of(study, runs), {}, []
+    grid = sorted(cells, key=lambda cell: float(cell.partition("=")[2]))
+    sign = 1 if study["best"] == "low" or study["reach"] is not None else -1
+    for name in names:
+        means = {}
+        for cell in cells:
+            mine = [value for (variant, _), value in values.items() if variant == f"{name} {cell}"]
+            if len(mine) < study["seeds"]:
+                raise ValueError(
+                    f"{folder}: {name} {cell} has {study['metric']} of {len(mine)} of "
+                    f"{study['seeds']} runs: "
+                    "make these first, with the same command without --only"
+                )
+            means[cell] = sum(mine) / len(mine)
+        best[name] = min(cells, key=lambda cell: sign * means[cell])
+        if math.isinf(means[best[name]]):
+            raise ValueError(
+                f"{folder}: all values of --tune died for {name}; see log.txt of its runs"
+            )
+        line = ", ".join(f"{cell}: {mean:.4f}" for cell, mean in means.items())
+        edge = "; this is the edge of its grid, and a value beyond may be better" * (
+            best[name] in (grid[0], grid[-1])
+        )
+        said.append(
+            f"tuned on {study['seeds']} other seeds: {name} is best with {best[name]} "
+            f"({line}){edge}"
+        )
+    return best, said
+
+
+def noise_of(folder: str, args, baseline: dict) -> dict:
+    """{"sd", "df"}: the standard deviation of paired differences in a finished study, over all its
+    variants, and the degrees of freedom. Raises ValueError for another metric, or another recipe or
+    size than the baseline's, a variant. Other flags are the user's affair."""
+    study = read_study(folder)
+    theirs, mine = study["variants"][study["baseline"]] | study, baseline | vars(args)
+    for key in (
+        "metric",
+        "reach",
+        "recipe",
+        "steps",
+        "parameters",
+        "tokens",
+        "data",
+        "val_data",
+        "val_batches",
+        "seq_len",
+    ):
+        if (here := mine[key]) != theirs.get(key):
+            raise ValueError(
+                f"--noise {folder}: its {key} is {theirs.get(key)}, here {here}: measure the "
+                "noise of this again"
+            )
+    values = values_of(study, read_runs(study, folder))
+    found = [
+        np.diff(pairs_of(study, values, name), axis=-1).ravel()
+        for name in study["variants"]
+        if name != study["baseline"]
+    ]
+    found = [d for d in found if len(d) > 1 and np.isfinite(d).all() and np.ptp(d) > 0]
+    if (df := sum(len(d) - 1 for d in found)) < 5:
+        raise ValueError(
+            f"--noise {folder}: {df} degrees of freedom, too few; a variant that differs a "
+            "little, 6 seeds, has 5"
+        )
+    return {"sd": math.sqrt(sum(np.var(d) * len(d) for d in found) / df), "df": df}

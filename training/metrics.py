@@ -1,0 +1,430 @@
+"""Reports of a run: metrics.jsonl, a line per logged step, a loss curve. And garbage collection."""
+
+import gc
+import importlib.util
+import json
+import math
+import os
+import re
+import resource
+import sys
+import time
+import uuid
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from distributed.checks import reduce_hash
+from distributed.launch import host_of
+from distributed.layout import Layout
+from flags.config import GPU, flag
+from flags.files import write_file
+
+
+@dataclass(kw_only=True)
+class MetricsConfig:
+    log_every: int = 10  # steps between log lines
+    tensorboard: bool = False  # write the numbers of metrics.jsonl to <out>/tb as well
+    wandb: str = ""  # send the numbers to this project of Weights & Biases as well
+    # steps to trace, like 10-12: every rank writes a file for ui.perfetto.dev to <out>/trace
+    profile: str = ""
+    # CUDA allocations for pytorch.org/memory_viz, in <out>/trace
+    memory_snapshot: bool = flag(False, GPU)
+    # collect garbage every N steps, on all ranks in the same step; 0: whenever Python likes
+    gc_every: int = 50
+
+    def __post_init__(self):
+        for package in ("tensorboard", "wandb"):
+            if getattr(self, package) and importlib.util.find_spec(package) is None:
+                raise ValueError(
+                    f"--{package} needs a package that is not installed: pip install {package}"
+                )
+        if self.profile and profiled_steps(self.profile) is None:
+            raise ValueError(
+                f"--profile {self.profile!r} must be one step or the first and last of some, like "
+                "10-12"
+            )
+
+
+def profiled_steps(text: str) -> range | None:
+    """'10-12' -> range(10, 13); None for a text without a range of steps."""
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    steps = match and range(int(match[1]), int(match[2] or match[1]) + 1)
+    return steps if steps and steps.start > 0 else None
+
+
+# Dense bf16 FLOP/s of one device, without sparsity (the vendors' data sheets). The first match
+# counts. A device that is not listed has no MFU, rather than a wrong MFU (\b keeps GB200 from
+# passing for a B200, MIG slices are no whole device).
+PEAK_FLOPS = [
+    (r"\bMIG\b", None),
+    (r"\bA100\b", 312e12),
+    (r"\bH100\b.*\bPCIe\b", 756e12),
+    (r"\bH[12]00\b.*\bNVL\b", 835e12),
+    (r"\bH[12]00\b", 989e12),
+    (r"\bB200\b", 2250e12),
+    (r"\bMI300X\b", 1307e12),
+]
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bf16 FLOP/s of one device by the name that the driver reports; None if unknown."""
+    return next((peak for pattern, peak in PEAK_FLOPS if re.search(pattern, device_name)), None)
+
+
+def peak_memory_gib(device) -> float:
+    """Peak since the start of this process, in GiB: allocated tensors on a GPU, resident memory on
+    a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if sys.platform == "darwin":
+        return peak / 2**30  # bytes on macOS, KiB on Linux
+    # ru_maxrss begins at the parent's peak
+    found = re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())
+    return int(found[1] if found else peak) / 2**20
+
+
+def to_json(value):
+    """A JSON value: tensors become numbers or lists (this waits for the device), a NaN or infinity
+    becomes null."""
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_lines(path: str):
+    """Yields the lines of a metrics.jsonl. What cannot be read is named and left out: half a line,
+    left by a killed process."""
+    if os.path.exists(path):
+        with open(path, errors="replace") as file:
+            for text in file:
+                try:
+                    line = json.loads(text)
+                except ValueError:
+                    print(
+                        f"{path}: left out {text[:40].rstrip()!r}, a line that was cut", flush=True
+                    )
+                    continue
+                if isinstance(line, dict) and isinstance(line.get("step"), int):
+                    yield line
+
+
+def drop_lines_from(path: str, first_step: int):
+    """Remove the lines of steps >= first_step from a metrics.jsonl: the run repeats these steps. A
+    kill here loses nothing."""
+    write_file(
+        Path(path),
+        (
+            json.dumps(line).encode() + b"\n"
+            for line in read_lines(path)
+            if line["step"] < first_step
+        ),
+    )
+
+
+def points_of(lines, *names: str) -> dict[str, list[tuple]]:
+    """{name: (step, number) of each line with a number of this name}, in one pass over the lines."""
+    points = {name: [] for name in names}
+    for line in lines:
+        for name in names:
+            if line.get(name) is not None:
+                points[name].append((line["step"], line[name]))
+    return points
+
+
+class Metrics:
+    """Time the steps on every rank; write and print on rank 0 alone.
+
+        batch = metrics.start_step(batches)          # batches: any iterator; the time for a batch is data_time_s
+        ...                                          # forward, backward, optimizer
+        metrics.end_step(tokens)                     # tokens of the global batch, counted on the host
+        if metrics.due(step):                        # the same answer on every rank
+            metrics.log(step, loss=..., ...)         # reads 0-d tensors; nothing else does
+
+    Between logged steps nothing waits for the device. Time outside start_step .. end_step
+    (validation, checkpoints) does not count as training time. tokens: the run's tokens since step
+    0, so a continued run starts with the checkpoint's.
+    """
+
+    def __init__(
+        self,
+        out,
+        cfg: MetricsConfig,
+        layout: Layout,
+        flops_per_token: int,
+        *,
+        first_step: int,
+        steps: int,
+        tokens=0,
+    ):
+        self.cfg, self.rank0, self.steps, self.tokens = cfg, layout.rank == 0, steps, tokens
+        self.layout, self.device, self.flops_per_token = layout, layout.device, flops_per_token
+        self.step = first_step - 1  # the last finished step
+        peak = (
+            peak_flops(torch.cuda.get_device_name(self.device))
+            if self.device.type == "cuda"
+            else None
+        )
+        self.job_flops = peak and peak * layout.world_size
+        self.reset_interval()
+        self.out, self.rank, self.profiler = out, layout.rank, None
+        self.profiled = profiled_steps(cfg.profile) or range(0)
+        if cfg.memory_snapshot:
+            torch.cuda.memory._record_memory_history()
+            torch._C._cuda_attach_out_of_memory_observer(
+                lambda *_: self.dump_memory("out-of-memory")
+            )
+        self.writers, self.closers = [], []
+        if self.rank0:
+            os.makedirs(out, exist_ok=True)
+            self.path = os.path.join(out, "metrics.jsonl")
+            # step 0: validation before any training
+            drop_lines_from(self.path, first_step if first_step > 1 else 0)
+            self.file = open(self.path, "a")
+            if self.profiled and (self.profiled[-1] < first_step or self.profiled[0] > steps):
+                print(
+                    f"--profile: step {self.profiled[0]} is none of this run's, {first_step} to "
+                    f"{steps}",
+                    flush=True,
+                )
+            if cfg.tensorboard:
+                from torch.utils.tensorboard import SummaryWriter
+
+                board = SummaryWriter(os.path.join(out, "tb"), purge_step=first_step)
+                self.writers.append(
+                    lambda step, line: [board.add_scalar(k, v, step) for k, v in line.items()]
+                )
+                self.closers.append(board.close)
+            if cfg.wandb:
+                import wandb
+
+                known = Path(out, "wandb_id")  # a continued run continues its curves
+                if first_step == 1 or not known.exists():
+                    known.write_text(uuid.uuid4().hex)
+                about = dict(
+                    id=known.read_text(), name=out, dir=out, resume="allow", config=vars(cfg)
+                )
+                project = wandb.init(project=cfg.wandb, **about)
+                self.writers.append(lambda step, line: project.log(line, step=step))
+                self.closers.append(project.finish)
+        # Python starts a collection whenever a rank happens to have made enough objects. Ranks
+        # pause at different moments, and all ranks wait for each pause; so pause together, and
+        # rarely.
+        if cfg.gc_every > 0:
+            gc.collect()
+            gc.disable()
+
+    def reset_interval(self):
+        """Restart the means of step time, data time and tokens per second."""
+        self.n_steps = self.n_tokens = 0
+        self.step_time = self.data_time = self.cpu_time = 0.0
+        self.of_ranks = [0.0]  # seconds of each rank's own, see reduce_hash
+        self.step_ended = time.perf_counter()
+
+    def start_step(self, batches):
+        """Begin a step: return the next batch, and measure the wait for the batch."""
+        if self.step + 1 in self.profiled and self.profiler is None:
+            self.profiler, self.profiled = (
+                torch.profiler.profile(),
+                range(self.step + 1, self.profiled.stop),
+            )
+            self.profiler.start()
+        self.step_started = time.perf_counter()
+        batch = next(batches)
+        self.data_time += time.perf_counter() - self.step_started
+        self.cpu_started = time.process_time()
+        return batch
+
+    def end_step(self, tokens: int):
+        """End a step. tokens: of the whole global batch, all ranks together."""
+        self.step += 1
+        self.tokens += tokens
+        self.n_tokens += tokens
+        self.n_steps += 1
+        if self.cfg.gc_every > 0 and self.step % self.cfg.gc_every == 0:
+            gc.collect(1)  # young objects only: milliseconds
+        self.step_ended = time.perf_counter()
+        self.step_time += self.step_ended - self.step_started
+        self.cpu_time += (
+            time.process_time() - self.cpu_started if self.device.type == "cpu" else 0.0
+        )
+        if self.profiler is not None and (
+            self.step == self.profiled[-1] or self.step == self.steps
+        ):
+            self.write_trace()
+
+    def write_trace(self):
+        """Write the trace of the steps since the first of --profile; the file's name has the
+        numbers of the steps."""
+        steps = "-".join(map(str, dict.fromkeys((self.profiled[0], self.step))))
+        self.profiler.stop()
+        self.profiler.export_chrome_trace(
+            self.trace_file(f"steps-{steps}-rank-{self.rank}.json.gz")
+        )
+        self.profiler, self.profiled = None, range(0)
+
+    def trace_file(self, name: str) -> str:
+        os.makedirs(os.path.join(self.out, "trace"), exist_ok=True)
+        return os.path.join(self.out, "trace", name)
+
+    def dump_memory(self, when: str):
+        torch.cuda.memory._dump_snapshot(self.trace_file(f"memory-{when}-rank-{self.rank}.pickle"))
+
+    def due(self, step: int) -> bool:
+        """Whether this step is logged: the first, every log_every-th, the last. Equal on all ranks."""
+        return step in (1, self.steps) or (
+            self.cfg.log_every > 0 and step % self.cfg.log_every == 0
+        )
+
+    def reduce_hash(self, share: str) -> str:
+        """On all ranks: the hash of the global batch from the ranks' shares, before log(). The same
+        all-reduce tells the ranks each other's own seconds: the wait for data and, on a CPU, the
+        processor's time. The time of a step is no rank's own, because the collectives let all ranks
+        wait for the slowest."""
+        tokens_hash, self.of_ranks = reduce_hash(share, self.layout, self.data_time + self.cpu_time)
+        return tokens_hash
+
+    def log(
+        self,
+        step: int,
+        *,
+        loss,
+        loss_max,
+        grad_norm,
+        lr: float,
+        tokens_hash: str,
+        extra: dict | None = None,
+        show=True,
+    ):
+        """Write and print one training line. loss: mean over the valid tokens of the global batch;
+        extra: more JSON fields.
+
+        show=False: write but do not print; the recipe prints a line of its own.
+        """
+        if self.rank0:
+            # Reading the loss waits for the device; the wait belongs to the time of the steps.
+            loss, loss_max, grad_norm = float(loss), float(loss_max), float(grad_norm)
+            elapsed = self.step_time + time.perf_counter() - self.step_ended
+            n_steps = max(self.n_steps, 1)
+            speed = self.n_tokens / elapsed
+            mfu = self.flops_per_token * speed / self.job_flops if self.job_flops else None
+            memory, step_time = peak_memory_gib(self.device), elapsed / n_steps
+            line = dict(
+                step=step,
+                loss=loss,
+                loss_max=loss_max,
+                grad_norm=grad_norm,
+                lr=lr,
+                tokens=self.tokens,
+            )
+            line |= dict(tokens_per_second=speed, mfu=mfu, memory_gib=memory, step_time_s=step_time)
+            # the rank that the others wait for, if that costs them a fifth of their time or more
+            worst, usual = max(self.of_ranks), sorted(self.of_ranks)[(len(self.of_ranks) - 1) // 2]
+            rank, seconds = self.of_ranks.index(worst), (worst - usual) / n_steps
+            late = (
+                dict(slowest_rank=rank, slowest_host=host_of(rank), slowest_by_s=seconds)
+                if seconds > step_time / 5
+                else {}
+            )
+            self.write(
+                line
+                | dict(data_time_s=self.data_time / n_steps, tokens_hash=tokens_hash)
+                | late
+                | (extra or {})
+            )
+            if show:
+                left = timedelta(seconds=int((self.steps - step) * step_time))
+                share = "" if mfu is None else f"MFU {mfu:.1%}  "
+                slow = "  rank {} ({}) is {:.2f} s late".format(*late.values()) if late else ""
+                print(
+                    f"step {step}/{self.steps}  loss {loss:.4f}  grad_norm {grad_norm:.3f}  "
+                    f"lr {lr:.2e}  {speed:,.0f} tok/s  {share}mem {memory:.2f} GiB  "
+                    f"data {self.data_time / elapsed:.1%}  ETA {left}{slow}",
+                    flush=True,
+                )
+        self.reset_interval()
+
+    def log_val(
+        self, step: int, val_loss, val_bits_per_byte=None, val_loss_by_part: dict | None = None
+    ):
+        """Write and print one validation line. val_loss in nats per token; bits per byte compares
+        across tokenizers;
+        val_loss_by_part: of the parts of a mixture."""
+        if self.rank0:
+            numbers, parts = (
+                {"val_loss": val_loss, "val_bits_per_byte": val_bits_per_byte},
+                val_loss_by_part or {},
+            )
+            by_part = (
+                {"val_loss_by_part": {name: to_json(loss) for name, loss in parts.items()}}
+                if parts
+                else {}
+            )
+            self.write({"step": step, **numbers, **by_part})
+            known = [f" {name} {n:.4f}" for name, n in (numbers | parts).items() if n is not None]
+            print(f"step {step}/{self.steps}", *known, flush=True)
+
+    def write(self, line: dict):
+        """Append one line and flush: a reader of the file, or the run that replaces a killed run,
+        finds the line whole."""
+        line = {key: to_json(value) for key, value in line.items()}
+        self.file.write(json.dumps(line) + "\n")
+        self.file.flush()
+        numbers = {
+            key: value
+            for key, value in line.items()
+            if type(value) in (int, float) and key != "step"
+        }
+        for write in self.writers:
+            write(line["step"], numbers)
+
+    def close(self):
+        """On all ranks: write a trace in progress (after a signal), print the loss curve of the
+        whole run, and turn Python's garbage collector on again."""
+        if self.profiler is not None:
+            self.write_trace()
+        gc.enable()
+        if self.cfg.memory_snapshot:
+            self.dump_memory(f"step-{self.step}")
+        for close in self.closers:  # unwritten numbers would be lost with the process
+            close()
+        if self.rank0:
+            self.file.close()
+            print(loss_curve(read_lines(self.path)), flush=True)
+
+
+def loss_curve(lines) -> str:
+    """Loss, or the reward of grpo.py, for training (.) and validation (o), as text; steps that
+    share a column are averaged."""
+    train, val, rewards, val_rewards = points_of(
+        lines, "loss", "val_loss", "reward_mean", "eval_reward"
+    ).values()
+    name, train, val = ("reward", rewards, val_rewards) if rewards else ("loss", train, val)
+    if len(train) < 2:
+        return "no loss curve: fewer than two training steps were logged"
+    steps, losses = zip(*train + val)
+    first, last, low, high = min(steps), max(steps), min(losses), max(losses)
+    grid = [[" "] * 60 for _ in range(12)]
+    for points, mark in (train, "."), (val, "o"):
+        by_column = {}
+        for step, loss in points:
+            by_column.setdefault(round(59 * (step - first) / max(last - first, 1)), []).append(loss)
+        for column, group in by_column.items():
+            height = (sum(group) / len(group) - low) / (high - low or 1)
+            grid[round(11 * (1 - height))][column] = mark
+    rows = [
+        f"{high - (high - low) * i / 11:9.3f} |{''.join(row).rstrip()}"
+        for i, row in enumerate(grid)
+    ]
+    legend = f"{name:>9}   . training" + "   o validation" * bool(val)
+    return "\n".join(
+        [
+            legend,
+            *rows,
+            " " * 10 + "+" + "-" * 60,
+            f"{'step':>9}  {first}{last:>{60 - len(str(first))}}",
+        ]
+    )

@@ -1,0 +1,216 @@
+"""What a step of the optimizers stands on: the learning rate of all groups; AdamW, torch's, or
+torchao's for bfloat16 weights; and a guard: a step with a NaN or infinite gradient changes nothing,
+and the run stops or goes on without (--on_nan)."""
+
+import logging
+import math
+import random
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from distributed.agree import brief, holds_on_any_rank
+from distributed.checks import DROPOUT, bits_sum
+from distributed.layout import Layout, local_tensor
+from flags.config import check_range
+from flags.files import step_folders
+
+Optimizer = Literal["adamw", "adamw_sr", "muon"]  # a run may change between the two kinds of AdamW
+
+
+def check_optimizer(cfg) -> None:
+    """Raise ValueError for numbers of the optimizer and its schedule that are out of range, and for
+    an optimizer that needs parameters of another dtype."""
+    check_range(cfg, 1, math.inf, "steps", "val_batches")
+    check_range(cfg, 0, math.inf, "lr", "eps", "weight_decay", "max_norm")
+    check_range(cfg, 0, 1, "beta1", "beta2", "min_lr_ratio", "decay_ratio")
+    if max(cfg.beta1, cfg.beta2) == 1:
+        raise ValueError(
+            f"--beta1 {cfg.beta1} and --beta2 {cfg.beta2} must be below 1: a mean that never moves"
+        )
+    if cfg.optimizer == "adamw_sr" and cfg.param_dtype != "bfloat16":
+        raise ValueError(
+            f"--optimizer adamw_sr needs --param_dtype bfloat16, not {cfg.param_dtype}"
+        )
+
+
+def set_lr(optimizers, lr: float) -> float:
+    """Set the learning rate of all parameter groups, and return the rate. A group made with half of
+    the optimizer's rate keeps half."""
+    for optimizer, group in ((o, group) for o in optimizers for group in o.param_groups):
+        usual = float(optimizer.defaults["lr"])
+        share = group.setdefault("lr_share", float(group["lr"]) / usual if usual else 1.0)
+        # torchao's compiled step wants a tensor
+        group["lr"] = torch.tensor(lr * share) if isinstance(group["lr"], Tensor) else lr * share
+    return lr
+
+
+def adamw(groups, lr: float, betas, eps: float, kind: str):
+    """torch's fused AdamW, also for the parameters beside Muon's or a fork's. adamw_sr: torchao's,
+    compiled for each shape of a parameter; bfloat16 weights are rounded up or down by chance, so
+    that small steps survive."""
+    if kind != "adamw_sr":
+        return torch.optim.AdamW(groups, lr, betas, eps, fused=True)
+    if any(isinstance(local_tensor(p), FakeTensor) for group in groups for p in group["params"]):
+        raise ValueError("--optimizer adamw_sr is compiled, which a dry run cannot be; use adamw")
+    # or torchao lists its kernels for other versions of Python
+    logging.getLogger("torchao").setLevel(logging.ERROR)
+    from torch._functorch import config
+    from torchao.optim import _AdamW
+
+    config.enable_autograd_cache = False  # this cache on disk cannot tell uneven shards apart
+    return _AdamW(groups, lr, betas, eps, bf16_stochastic_round=True)
+
+
+# ---------------------------------------------------------------- steps that are not finite
+class Guard:
+    """Skip steps with a NaN gradient on the GPU, without waiting for the GPU between two log lines.
+    The report comes with the next log line, and before anything reads the weights (validation,
+    checkpoint). The first step of a start is looked at more
+    closely: see look_at_gradients and look_at_weights.
+
+        guard.before_update(step, grad_norm)  # before optimizer.step()
+        guard.report(step)                    # raises RuntimeError for a skipped step, or with --on_nan skip prints a line
+    """
+
+    def __init__(self, optimizers, layout: Layout, cfg, start: list[tuple]):
+        """cfg: on_nan, out, compile. start: of check_replicas."""
+        self.optimizers, self.layout, self.cfg, self.start, self.random = (
+            optimizers,
+            layout,
+            cfg,
+            start,
+            random_state(),
+        )
+        self.norms: dict[int, Tensor] = {}  # step -> norm, of the steps since the last report
+        self.found = None  # by look_at_gradients, for look_at_weights
+
+    def before_update(self, step: int, grad_norm: Tensor) -> None:
+        if self.found is None:
+            self.found = self.look_at_gradients(grad_norm)
+        elif self.start is not None:
+            self.look_at_weights()
+        self.norms[step] = grad_norm
+        skip_if_not_finite(self.optimizers, grad_norm, on_host=self.layout.offload)
+
+    def report(self, step: int) -> None:
+        if self.start is not None:
+            self.look_at_weights()
+        # waits for the device, as log lines do anyway
+        norms = torch.stack([*self.norms.values()]).tolist()
+        bad = [
+            (skipped, norm)
+            for skipped, norm in zip(self.norms, norms, strict=True)
+            if not math.isfinite(norm)
+        ]
+        self.norms.clear()
+        for skipped, norm in bad:
+            if self.cfg.on_nan == "stop":
+                good = next((path for _, path in step_folders(self.cfg.out)), "none yet")
+                raise RuntimeError(
+                    f"step {skipped}: gradient norm {norm}, weights unchanged by it, noticed "
+                    f"after step {step}; "
+                    f"last checkpoint: {good}"
+                )
+            if self.layout.rank == 0:
+                print(f"step {skipped}: the gradient norm is {norm}; step skipped")
+
+    # ------------------------------------------------ the first step of a start
+    def look_at_gradients(self, grad_norm: Tensor) -> tuple[list, list, list]:
+        """Raise ValueError if forward and backward have drawn random numbers. Returns names of
+        parameters with and without a gradient, and (name, parameter, checksum) of those that the
+        update must move."""
+        # all ranks must agree: a dropout may be on one pipeline stage only
+        drew = holds_on_any_rank(self.random != random_state(), dist.group.WORLD)
+        # a compiler that measures kernels on random inputs draws, too
+        if drew and not self.cfg.compile:
+            raise ValueError(
+                "forward or backward draws random numbers without a generator: they depend on the "
+                "layout and "
+                f"on --ac, and a continued run draws others; {DROPOUT}"
+            )
+        if not math.isfinite(grad_norm):
+            return [], [], []  # the step changes nothing
+        moving = []
+        reached, unreached = (
+            [fqn for fqn, p, _ in self.start if (p.grad is None) == none] for none in (False, True)
+        )
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        lrs = {id(p): float(group["lr"]) for group in groups for p in group["params"]}
+        for fqn, p, total in self.start:
+            grad, weight = (
+                0.0
+                if t is None or not local_tensor(t).numel()
+                else local_tensor(t).detach().abs().max().item()
+                for t in (p.grad, p)
+            )
+            # An update is about as large as lr. An update lost in the rounding of the weights is no
+            # mistake of the model.
+            if grad and lrs.get(id(p), math.inf) > 8 * torch.finfo(p.dtype).eps * weight:
+                moving.append((fqn, p, total))
+        return reached, unreached, moving
+
+    def look_at_weights(self) -> None:
+        """Let rank 0 name the parameters without a gradient, and the parameters with a gradient
+        that did not move."""
+        reached, unreached, moving = self.found
+        self.start, everyone = None, [None] * self.layout.world_size
+        still = [fqn for fqn, p, total in moving if bits_sum(p) == total]
+        dist.all_gather_object(everyone, (reached, still, unreached, self.random != random_state()))
+        # adamw_sr, by chance
+        rounds = any("torchao" in type(optimizer).__module__ for optimizer in self.optimizers)
+        if any(drew for *_, drew in everyone) and not (rounds or self.cfg.compile):
+            raise ValueError(
+                "numbers are drawn between the gradients and the end of the optimizer's step: a "
+                "continued run "
+                "draws others; see 'Random numbers' in docs/fork_me.md"
+            )
+        if self.layout.rank > 0:
+            return
+        reached = {fqn for names, *_ in everyone for fqn in names}
+        if names := sorted({fqn for _, _, names, _ in everyone for fqn in names} - reached):
+            print(
+                f"no gradient reaches {brief(names)}: nothing trains what is not used in the loss"
+            )
+        if still := {
+            fqn: rank for rank, part in reversed([*enumerate(everyone)]) for fqn in part[1]
+        }:
+            print(
+                f"the first step has not moved {brief(sorted(still))} on rank "
+                f"{min(still.values())}, though there is a "
+                "gradient: is every parameter in an optimizer, and changed in place? (p.data = "
+                "... changes no shard)"
+            )
+
+
+def skip_if_not_finite(optimizers, grad_norm: Tensor, on_host: bool = False) -> None:
+    """Let the next step() of each optimizer change neither weights nor moments if the norm is not
+    finite.
+
+    torch's fused optimizers and Muon read `found_inf`, the protocol of torch.amp.GradScaler
+    (_step_supports_amp_scaling): the device decides, and the host does not wait. For other
+    optimizers the host waits once per step, and removes the gradients, because parameters without a
+    gradient stay. The host also decides for an optimizer without state: torch's fused SGD fills the
+    momentum only in a step that is not skipped.
+
+    on_host: the parameters are in host memory (--cpu_offload).
+    """
+    found_inf = (~grad_norm.isfinite()).float()
+    for optimizer in optimizers:
+        if getattr(optimizer, "_step_supports_amp_scaling", False) and optimizer.state:
+            optimizer.found_inf = found_inf.cpu() if on_host else found_inf
+        elif found_inf:
+            optimizer.zero_grad(set_to_none=True)
+
+
+def random_state() -> list:
+    """State of the global generators of torch, Python and NumPy: every number drawn without a
+    generator changes one."""
+    states = [torch.get_rng_state()] + (
+        [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
+    )
+    return [*(state.tolist() for state in states), random.getstate(), str(np.random.get_state())]
