@@ -337,6 +337,10 @@ class Checkpoints:
                 )
             except Failed as error:
                 raise RuntimeError(f"--export_hf {self.cfg.export_hf}: {error}") from None
+            self.say(
+                "the export was not compared with transformers: python checkpoint.py to_hf "
+                f"{self.out} OUT makes another, and compares it"
+            )
 
     def finish_flight(self):
         """Waits for the running save. At most one runs, so the background threads of all ranks save

@@ -51,7 +51,7 @@ def check_request(config, prompts, max_new_tokens, temperature, top_k, top_p):
                 n + max_new_tokens > config.max_seq_len,
                 f"prompt {row} has {n} tokens and {max_new_tokens} new ones make "
                 f"{n + max_new_tokens}, the model's max_seq_len is "
-                f"{config.max_seq_len}: brief the prompt or lower max_new_tokens",
+                f"{config.max_seq_len}: shorten the prompt or lower max_new_tokens",
             ),
         ]
     refuse(rules)

@@ -196,9 +196,9 @@ def balance_experts(stages, layout: Layout, mode: str, rate: float | Tensor) -> 
         if moe.balance.load is not None:  # None: no forward since the last call
             loads[i], moe.balance.load = moe.balance.load, None
     # Ranks have different tokens, or under pp different layers, so the sum over all ranks is the
-    # whole table on each of them.
+    # whole table on each of them. With etp = tp every tp rank counted all tokens; a factor changes
+    # neither a sign nor a ratio.
     sum_over(loads, [None])
-    loads /= layout.etp  # with etp = tp every tp rank counted all tokens
     for i, moe in moes.items():
         if mode == "bias" and moe.router.weight.requires_grad:  # a frozen router keeps its biases
             step = (loads[i].mean() - loads[i]).sign() * rate

@@ -103,7 +103,7 @@ def check_layout(
     rows += [
         *batch_rows(layout),
         *model_rows(layout, cfg, model_config, seq_len),
-        *option_rows(layout, cfg, on_cuda and here),
+        *option_rows(cfg, on_cuda and here),
     ]
     if isinstance(cfg, Float8Config) and cfg.float8 != "off":  # grpo.py has no float8
         rows += float8_rows(cfg, on_cuda)
@@ -223,7 +223,7 @@ def model_rows(layout: Layout, cfg, c, seq_len: int):
     )
 
 
-def option_rows(layout: Layout, cfg, count_gpus: bool):
+def option_rows(cfg, count_gpus: bool):
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     n_gpus = torch.cuda.device_count() if count_gpus else local_world
     # srun and others may show each process a GPU of its own; torchrun's processes see the same ones

@@ -93,7 +93,7 @@ def never_right(kind: str, answer) -> str:
 def final_number(text: str) -> float | None:
     """The first number after the last ####, else the last number of the text. None for 1,2,3 or 1/2
     or 3-5 or 5^2."""
-    before, marker, after = text.replace("−", "-").rpartition("####")
+    _, marker, after = text.replace("−", "-").rpartition("####")
     found = NUMBER.findall(after)
     word = (found[0] if marker else found[-1]) if found else ""
     if not re.fullmatch(r"-?\$?([0-9]{1,3}(,[0-9]{3})+|[0-9]+)?(\.[0-9]+)?", word) or not word:

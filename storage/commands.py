@@ -7,6 +7,7 @@ from dataclasses import asdict
 import torch
 
 from corpus.tokenizer import tokenizer_and_beside
+from distributed.agree import reason
 from distributed.layout import named_tensors
 from flags.config import Parser, usage_error
 from flags.files import read_json, step_folders
@@ -17,8 +18,10 @@ from storage.hf import (
     HF_DTYPES,
     check_export,
     check_same_model,
+    class_of,
     file_kinds,
     load_hf_model,
+    read_hf_config,
     save_hf,
     say_lost,
     write_hf,
@@ -72,9 +75,11 @@ def verify_command(folder: str) -> int:
     return status
 
 
-def to_hf(folder: str, out: str, dtype="bfloat16", max_shard_gb=5.0, adapter=False):
+def to_hf(folder: str, out: str, dtype="bfloat16", max_shard_gb=5.0, adapter=False) -> None:
     """Exports a step folder, or a run folder's newest good checkpoint, with two files in memory at
     a time. A LoRA run is merged in memory with the base weights; adapter: export only the adapters.
+
+    The export is compared with transformers before the folder gets its name. Raises ValueError.
     """
     check_export(out)
     path, model, table = open_saved(folder)
@@ -84,23 +89,27 @@ def to_hf(folder: str, out: str, dtype="bfloat16", max_shard_gb=5.0, adapter=Fal
     file = os.path.join(path, "tokenizer.json")
     tokenizer_file = file if os.path.isfile(file) else None
     if adapter:
-        return export_peft(
-            out,
-            path,
-            table,
-            model,
-            tokenizer_and_beside(tokenizer_file) if tokenizer_file else {},
-        )
+        beside = tokenizer_and_beside(tokenizer_file) if tokenizer_file else {}
+        export_peft(out, path, table, model, beside)
+        return
     if has_adapters(path):
-        return save_hf(
-            load_model(path)[0], out, getattr(torch, dtype), max_shard_gb, tokenizer_file
+        merged = load_model(path)[0]
+        save_hf(
+            merged,
+            out,
+            getattr(torch, dtype),
+            max_shard_gb,
+            tokenizer_file,
+            check=compare_with_transformers,
         )
+        return
     kinds = file_kinds(named_tensors(model), model, getattr(torch, dtype))
 
     def read(fqn):
         return read_tensor(f"model.{fqn}", path, table)
 
-    say_lost(out, [fqn for fqn in named_tensors(model) if fqn not in kinds and read(fqn).any()])
+    without_place = [fqn for fqn in named_tensors(model) if fqn not in kinds]
+    say_lost(out, [fqn for fqn in without_place if read(fqn).any()])
     write_hf(
         out,
         model.config,
@@ -109,7 +118,63 @@ def to_hf(folder: str, out: str, dtype="bfloat16", max_shard_gb=5.0, adapter=Fal
         lambda fqn: read(fqn).to(kinds[fqn][1]),
         max_shard_gb,
         tokenizer_file,
+        check=compare_with_transformers,
     )
+
+
+TOKENS = 24  # of the comparison with transformers
+APART = 1e-3  # relative difference of logits in fp32 that two right implementations do not reach
+
+
+@torch.no_grad()
+def compare_with_transformers(folder: str) -> None:
+    """Loads an export with our code and with transformers, in fp32, and compares the logits of a few
+    tokens. Prints how far they are apart, or why nothing was compared. Raises ValueError when they
+    differ: then transformers computes something else under this model_type."""
+
+    def say(text):
+        print(f"checkpoint: {text}", flush=True)
+
+    try:
+        import transformers
+    except ImportError:
+        return say("the export was not compared with transformers: pip install transformers")
+    config = read_hf_config(folder)
+    kind = config.to_hf()["model_type"]
+    if kind not in transformers.CONFIG_MAPPING:
+        return say(f"the export was not compared: transformers does not know model_type {kind!r}")
+    with torch.device("meta"):
+        n_params = sum(p.numel() for p in class_of(config)(config).parameters())
+    n_bytes = 2 * 4 * n_params
+    if n_bytes > memory_available():
+        gb = f"{n_bytes / 1e9:.0f} GB"
+        return say(f"the export was not compared with transformers: two copies take {gb} of memory")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    tokens = torch.arange(TOKENS)[None] * (config.vocab_size // TOKENS)
+    ours = load_hf_model(folder, dtype=torch.float32)[0](tokens).float()
+    try:
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True
+        )
+    except Exception as error:
+        raise ValueError(f"transformers cannot open the export: {reason(error)}") from None
+    logits = theirs.eval()(tokens).logits.float()
+    apart = ((ours - logits).norm() / logits.norm()).item()
+    if not apart < APART:
+        file = type(config).__module__.replace(".", "/") + ".py"
+        raise ValueError(
+            f"transformers computes other logits from this export, {apart:.2g} apart (relative): "
+            f"{file} is no {kind} any more; let to_hf() of its config return another model_type"
+        )
+    say(f"transformers computes the same logits from the export, within {apart:.1g} (relative)")
+
+
+def memory_available() -> int:
+    """Bytes of host memory that are free, or freed without loss."""
+    with open("/proc/meminfo") as file:
+        (line,) = [line for line in file if line.startswith("MemAvailable")]
+    return int(line.split()[1]) * 1024
 
 
 def from_hf(folder: str, out: str):

@@ -1,12 +1,11 @@
 """Reads and writes Hugging Face folders: load_hf, save_hf and the checks before. checkpoint.py has
 the command line."""
 
-import ast
-import hashlib
 import importlib
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import time
@@ -39,16 +38,7 @@ from distributed.agree import (
 )
 from distributed.layout import local_slice, local_tensor, named_tensors, reshard
 from flags.config import spell, unwrap
-from flags.files import (
-    check_local,
-    fsync,
-    hf_file,
-    json_bytes,
-    matches,
-    publish,
-    read_json,
-    write_file,
-)
+from flags.files import check_local, fsync, hf_file, json_bytes, matches, publish, write_file
 from storage.manifest import Progress
 from storage.source_tokenizer import weights_folder
 
@@ -65,11 +55,12 @@ def read_hf_config(folder: str, Config=None):
     found, path = read_hf_json(folder, "config.json"), os.path.join(folder, "config.json")
     if Config is None:
         kind = found.get("model_type")
-        if not isinstance(kind, str) or kind not in HF_MODELS:
+        Config = config_class(kind) if isinstance(kind, str) else None
+        if Config is None:
             raise ValueError(
-                f"{path}: model_type is {kind!r}; there is a model for {', '.join(HF_MODELS)}"
+                f"{path}: model_type is {kind!r}; there is a model for {', '.join(HF_MODELS)}, and "
+                "another is read by the file of its name in forks/"
             )
-        Config = config_class(kind)
     try:
         config = Config.from_hf(found)
     except Exception as error:  # any error: a value in the file is the cause
@@ -517,9 +508,11 @@ def write_hf(
     tokenizer_file=None,
     group=None,
     quiet=False,
+    check=None,
 ):
     """Writes a Hugging Face folder; every rank of `group` calls. kinds: {fqn: (shape, dtype in the
-    file)} of this rank.
+    file)} of this rank. check: rank 0 calls it with the finished folder, before the folder gets its
+    name; what it raises refuses the export.
 
     whole(fqn) gathers a tensor in the file's dtype; all ranks with the fqn call in the same order.
     A rank writes a file in the background while the next tensors are gathered, and so holds at most
@@ -554,7 +547,8 @@ def write_hf(
         fail_together(lambda: [future.result() for future in writing], group)
         written = {title: entries for title, (_, _, entries) in files.items()}
         size = on_rank_0(
-            lambda: commit_export(temporary, folder, config, written, tokenizer_file), group
+            lambda: commit_export(temporary, folder, config, written, tokenizer_file, check),
+            group,
         )
     finally:
         if rank == 0:
@@ -574,8 +568,10 @@ def commit_export(
     config,
     entries: dict[str, list[HFEntry]],
     tokenizer_file: str | None,
+    check=None,
 ) -> int:
-    """Adds the other files and renames the folder (rank 0). Returns the bytes of all tensors."""
+    """Adds the other files, lets check() look, and renames the folder (rank 0). Returns the bytes of
+    all tensors."""
     if unseen := sorted(entries.keys() - set(os.listdir(temporary))):
         raise OSError(
             f"rank 0 does not see {brief(unseen)}: {folder} must be on a file system that all "
@@ -603,6 +599,8 @@ def commit_export(
         extra["model.safetensors.index.json"] = json_bytes(index)
     for name, content in extra.items():
         write_file(Path(temporary, name), content)
+    if check is not None:
+        check(temporary)
     publish(temporary, folder)
     return size
 
@@ -654,6 +652,7 @@ def save_hf(
     tokenizer_file: str | None = None,
     group=None,
     quiet=False,
+    check=None,
 ):
     """Writes a model as a Hugging Face folder for transformers: weights in `dtype`, buffers
     unchanged. If a linear layer has a method merged(), as with LoRA (lora/lora.py), the merged
@@ -661,7 +660,8 @@ def save_hf(
 
     model: plain (call on one rank), or sharded by parallel.py, or the list of this rank's pipeline
     stages (call on all
-    ranks). Raises ValueError, the same on all ranks, and then leaves `folder` unchanged.
+    ranks). check: see write_hf. Raises ValueError, the same on all ranks, and then leaves `folder`
+    unchanged.
     """
     modules, tensors, adapted, parts = model if isinstance(model, list) else [model], {}, {}, set()
     for module in modules:
@@ -712,87 +712,66 @@ def save_hf(
         tokenizer_file,
         group,
         quiet,
+        check,
     )
 
 
-# --- An export must not pose as another model ---
-# The model_type in config.json tells transformers how to compute with the weights. Only code whose
-# logits were compared with those of transformers is exported under a model_type of transformers.
-# storage/same_model.json: "models": model_type of a config.json -> file and class of our model. All
-# other differences between models are in the models' files: Config.from_hf and to_hf for
+# --- model_type: which of our models is it, and what will transformers open? ---
+# All other differences between models are in the models' files: Config.from_hf and to_hf for
 # config.json; hf_keys(), the table of fqn -> name in the files, or for a stack of experts (E, ...)
 # a list of E names; hf_optional(), in some models, lists patterns of optional names (MTP);
 # hf_tensors(), in some forks, is the reader of the files.
-# "compared": file -> code_hash() of the code that computed the logits of transformers. After a
-# change, run the comparisons again (test_models.py, test_deepseek.py, test_hf.py,
-# test_architectures.py), then write the hash here.
-HF_MODELS, COMPARED = read_json(os.path.dirname(__file__), "same_model.json").values()
+HF_MODELS = {
+    "llama": "models.llama3",
+    "mistral": "models.llama3",
+    "qwen2": "models.llama3",
+    "qwen3": "models.qwen3",
+    "qwen3_moe": "models.qwen3",
+    "deepseek_v2": "models.deepseek",
+    "deepseek_v3": "models.deepseek",
+    "kimi_k2": "models.deepseek",
+}
 
 
-def config_class(kind: str) -> type:
-    """The config of our model for a model_type."""
-    module, name = HF_MODELS[kind]
-    return getattr(importlib.import_module(module), f"{name}Config")
+def config_class(kind: str) -> type | None:
+    """The config of our model for a model_type: of HF_MODELS, or of the file of that name in
+    models/ or forks/, with or without "_text". None without such a file."""
+    module = HF_MODELS.get(kind) or find_model_file(kind.removesuffix("_text"))
+    if module is None:
+        return None
+    for value in vars(importlib.import_module(module)).values():
+        if isinstance(value, type) and value.__module__ == module and hasattr(value, "from_hf"):
+            return value
+    return None
 
 
-def read_code(module: str) -> ast.Module:
-    return ast.parse(Path(importlib.import_module(module).__file__).read_text(encoding="utf-8"))
-
-
-def code_hash(module: str) -> str:
-    """Eight hex digits of a file's code: equal after a change of comments, docstrings, line breaks
-    or FLAVORS."""
-
-    def as_lists(node):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            return "docstring"
-        if isinstance(node, list):
-            return [*map(as_lists, node)]
-        if not isinstance(node, ast.AST):
-            return [type(node).__name__, node]
-        # newer Pythons have more empty ones
-        fields = [value for _, value in ast.iter_fields(node) if value not in (None, [])]
-        return [type(node).__name__, *map(as_lists, fields)]
-
-    tree = read_code(module)
-    tree.body = [
-        node
-        for node in tree.body
-        if not (isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FLAVORS")
-    ]
-    return hashlib.sha256(repr(as_lists(tree)).encode()).hexdigest()[:8]
+def find_model_file(name: str) -> str | None:
+    """The module of a model's file in models/ or forks/. A stranger's config.json has the name, so
+    only a plain name counts, and only a file that reads config.json is imported."""
+    if not re.fullmatch(r"[a-z]\w*", name):
+        return None
+    for room in ("models", "forks"):
+        file = Path(__file__).parents[1] / room / f"{name}.py"
+        if file.is_file() and "def from_hf(" in file.read_text("utf-8"):
+            return f"{room}.{name}"
+    return None
 
 
 def check_same_model(Model, config):
-    """Raises ValueError where transformers would open an export of this class as a model that
-    computes something else."""
+    """Raises ValueError where transformers would open an export of this class as the model of
+    another class, or where config.json cannot tell all of the config."""
     own = f"{Model.__module__}.{Model.__name__}"
     if not hasattr(config, "to_hf") or not hasattr(Model, "hf_keys"):
         raise ValueError(f"{own} cannot be exported: it needs hf_keys(), and to_hf() of its config")
     kind = config.to_hf().get("model_type")
-    if kind not in HF_MODELS:
-        return  # a model_type that transformers does not know
-    rename = f"transformers would open an export of {own} as {kind}; let to_hf() return another model_type"
-    if own != ".".join(HF_MODELS[kind]):
-        raise ValueError(
-            f"{rename}, or, if {own} computes the same, name it for {kind} in "
-            "storage/same_model.json"
-        )
-    # a fork may inherit from another model
-    files = {Class.__module__ for Class in Model.__mro__ if hasattr(Class, "hf_keys")}
-    imports = [
-        node.module
-        for file in files
-        for node in ast.walk(read_code(file))
-        if isinstance(node, ast.ImportFrom)
-    ]
-    for module in sorted({*files, *imports} & COMPARED.keys()):
-        if (found := code_hash(module)) != COMPARED[module]:
-            raise ValueError(
-                f"{rename}, because {module.replace('.', '/')}.py is not the code that was "
-                "compared with "
-                f"transformers; if it computes the same, write {found} for {module} in "
-                "storage/same_model.json"
-            )
-    if config_class(kind).from_hf(config.to_hf()) != config:
+    Known = config_class(kind)
+    if Known is None:
+        return  # a model_type of its own
+    rename = (
+        f"transformers would open an export of {own} as {kind}; let to_hf() return another "
+        "model_type"
+    )
+    if own != f"{Known.__module__}.{Known.__name__}".removesuffix("Config"):
+        raise ValueError(rename)
+    if Known.from_hf(config.to_hf()) != config:
         raise ValueError(f"{rename}, because config.json cannot tell all of {config}")

@@ -27,9 +27,9 @@ HARMLESS = set(
     qalora_group_size r rank_pattern revision runtime_config target_modules task_type use_rslora
 """.split()
 )
-# Fields that do, and the values that mean plain LoRA
 # Names of linears that peft takes for weights of experts
 EXPERTS = {"gate_proj", "up_proj", "down_proj"}
+# Fields that do change what A and B compute, with the values that mean plain LoRA
 PLAIN = {
     "peft_type": ["LORA"],
     "bias": ["none"],
