@@ -24,6 +24,7 @@ import argparse
 import dataclasses
 import functools
 import inspect
+import itertools
 import json
 import math
 import os
@@ -38,6 +39,7 @@ from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
 
 from flags.files import printable, read_json, write_file
+from flags.version import VERSION
 
 if sys.platform == "win32":
     sys.exit(
@@ -148,6 +150,15 @@ def no_effect(cfg, facts: SimpleNamespace) -> list[str]:
     return sentences
 
 
+class PrintVersion(argparse.Action):
+    """--version: rank 0 prints the version of the code, and the program ends."""
+
+    def __call__(self, parser, *args):
+        if own_rank() == 0:
+            print(f"nanotitan {VERSION}")
+        parser.exit()
+
+
 class Parser(argparse.ArgumentParser):
     """argparse, but an error is one line without the usage, flags are not abbreviated, and only
     rank 0 prints the help."""
@@ -158,6 +169,13 @@ class Parser(argparse.ArgumentParser):
         )
         # argparse takes -1e-4 and -inf for flags, but our flags have two dashes
         self._negative_number_matcher = re.compile("-[^-]")
+        self.add_argument(
+            "--version",
+            action=PrintVersion,
+            nargs=0,
+            default=argparse.SUPPRESS,
+            help=argparse.SUPPRESS,
+        )
 
     def error(self, message):
         usage_error(message.removeprefix("argument "))
@@ -172,6 +190,7 @@ def make_parser(Config, kinds: dict) -> tuple[Parser, dict]:
     helps, recipe = {}, sys.modules.get(Config.__module__)
     about = (recipe and recipe.__doc__ or "").strip()
     about += "\n--config FILE: start from the config.json of a saved run; other flags override it."
+    about += "\n--help NAME: one flag, of today or of earlier versions. --version: of this code."
     parser = Parser(usage=argparse.SUPPRESS, description=about)
     parser.add_argument("--config", help=argparse.SUPPRESS)
     for group, fields in option_groups(Config).items():
@@ -216,6 +235,8 @@ def parse_config(Config, argv=None):
     stands; other flags win."""
     kinds = get_type_hints(Config)
     parser, helps = make_parser(Config, kinds)
+    if asked := flag_after_help(sys.argv[1:] if argv is None else argv):
+        explain_flag(asked, parser, helps)
     given, unknown = parser.parse_known_args(argv)
     if unknown:
         refuse_unknown(unknown[0], kinds, helps)
@@ -242,6 +263,31 @@ def parse_config(Config, argv=None):
     FROM_FILE.clear()
     FROM_FILE.update(values.keys() - given.keys())
     return cfg
+
+
+def flag_after_help(argv: list[str]) -> str:
+    """NAME of `--help NAME` or `--help --NAME`; "" for a mere --help, or without."""
+    for word, following in itertools.pairwise(argv):
+        if word in ("--help", "-h"):
+            return following.lstrip("-").replace("-", "_")
+    return ""
+
+
+def explain_flag(name: str, parser: Parser, helps: dict) -> NoReturn:
+    """Print the help of one flag, or why a flag of an earlier version is gone, and end."""
+    from flags.gone import tell_gone
+
+    if gone := tell_gone(name, helps):
+        text = f"--{name} is {gone}"
+    elif name in helps:
+        (action,) = [action for action in parser._actions if f"--{name}" in action.option_strings]
+        about = (action.help or "").replace("%%", "%")
+        text = f"--{name} {action.metavar}\n    {about}"
+    else:
+        refuse_unknown(f"--{name}", {}, helps)
+    if own_rank() == 0:
+        print(text)
+    raise SystemExit(0)
 
 
 def refuse_unknown(word: str, kinds: dict, helps: dict):
@@ -276,14 +322,8 @@ def read_config(path, helps, kinds) -> dict:
     except (OSError, ValueError, TypeError, RecursionError) as error:
         usage_error(f"--config {path!r}: {error}; need a config.json that a run has saved")
     saved.pop("_run", None)  # facts about the run, by save_config(); not flags
+    saved = leave_out_gone(path, saved, helps)
     for name, value in saved.items():
-        if name not in helps:
-            from flags.other_names import did_you_mean
-
-            usage_error(
-                f"{path}: unknown key {name!r}; {did_you_mean(name, helps, '')}--help lists all "
-                "names"
-            )
         try:
             saved[name] = parse_value(spell(value), kinds[name])
             # True == 1 in Python
@@ -293,6 +333,33 @@ def read_config(path, helps, kinds) -> dict:
         except (ValueError, KeyError):
             usage_error(f"{path}: {name} = {json.dumps(value)}: need {describe(kinds[name])}")
     return saved
+
+
+def leave_out_gone(path: str, saved: dict, helps: dict) -> dict:
+    """The keys of a config.json that are flags of this program. A key of an earlier version that was
+    switched off (false, 0, none or empty) is left out, and rank 0 says so. Any other unknown key is
+    a usage error, which names all of them."""
+    unknown = [name for name in saved if name not in helps]
+    if not unknown:
+        return saved
+    from flags.gone import tell_gone
+    from flags.other_names import did_you_mean
+
+    for name in unknown:
+        if not tell_gone(name, helps):
+            usage_error(
+                f"{path}: unknown key {name!r}; {did_you_mean(name, helps, '')}--help lists all "
+                "names"
+            )
+    if any(saved[name] for name in unknown):
+        reasons = [f"{name} is {tell_gone(name, helps)}" for name in unknown]
+        usage_error(
+            f"{path}: {', '.join(unknown)}: no flags of this version; {'; '.join(reasons)}; to go "
+            "on, delete these keys from a copy of the file, and give that copy to --config"
+        )
+    if own_rank() == 0:
+        print(f"{path}: without {', '.join(unknown)}, which are gone and were off", flush=True)
+    return {name: value for name, value in saved.items() if name in helps}
 
 
 def save_config(cfg, path, run: dict):

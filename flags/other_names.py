@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 from flags.files import read_json
+from flags.gone import tell_gone
 
 ELSEWHERE = read_json(Path(__file__).with_suffix(".json"))
 # (names elsewhere, the answer): where no row of the table has one of the names, and the program has
@@ -198,6 +199,8 @@ def did_you_mean(name: str, helps: dict, dashes: str) -> str:
     """ "did you mean --steps? " or "". Tries the name in our spelling, other projects' names, the
     words in a help text, then similar letters."""
     wanted = name.lstrip("-").lower().replace("-", "_")
+    if gone := tell_gone(wanted.removeprefix("no_"), helps):
+        return f"{gone}; "
     if wanted not in helps and dashes and (answer := suggest_flag(wanted, helps)):
         return answer + ("; ", " ")[answer.endswith("?")]
     wanted = re.sub(r"\W", "_", wanted)

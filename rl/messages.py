@@ -10,6 +10,7 @@ import torch
 from distributed.refusals import refuse
 from flags.config import check_range, save_config
 from flags.files import read_json, step_folders
+from flags.version import VERSION
 from lora.lora import claim_adapters
 from rl.datasets import HINTS
 from rl.environments import RENAMED
@@ -164,7 +165,12 @@ def introduce(
         save_config(
             cfg,
             f"{cfg.out}/config.json",
-            {"torch": torch.__version__, "world_size": layout.world_size, **identity},
+            {
+                "version": VERSION,
+                "torch": torch.__version__,
+                "world_size": layout.world_size,
+                **identity,
+            },
         )
     sampled_by = (
         f"by {cfg.gen_ranks} generator ranks"

@@ -100,7 +100,7 @@ def to_hf(folder: str, out: str, dtype="bfloat16", max_shard_gb=5.0, adapter=Fal
             getattr(torch, dtype),
             max_shard_gb,
             tokenizer_file,
-            check=compare_with_transformers,
+            check=compare_export,
         )
         return
     kinds = file_kinds(named_tensors(model), model, getattr(torch, dtype))
@@ -118,7 +118,7 @@ def to_hf(folder: str, out: str, dtype="bfloat16", max_shard_gb=5.0, adapter=Fal
         lambda fqn: read(fqn).to(kinds[fqn][1]),
         max_shard_gb,
         tokenizer_file,
-        check=compare_with_transformers,
+        check=compare_export,
     )
 
 
@@ -127,7 +127,7 @@ APART = 1e-3  # relative difference of logits in fp32 that two right implementat
 
 
 @torch.no_grad()
-def compare_with_transformers(folder: str) -> None:
+def compare_export(folder: str) -> None:
     """Loads an export with our code and with transformers, in fp32, and compares the logits of a few
     tokens. Prints how far they are apart, or why nothing was compared. Raises ValueError when they
     differ: then transformers computes something else under this model_type."""

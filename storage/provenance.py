@@ -18,6 +18,7 @@ import torch
 from distributed.agree import brief
 from flags.config import own_rank
 from flags.files import read_json
+from flags.version import VERSION
 
 # the program, and the files of --env and --reward
 MODULES = ("__main__", "nanotitan_env", "nanotitan_reward")
@@ -142,4 +143,4 @@ def summarize_code(state: dict, code: dict[str, str]) -> dict:
     hashes = {
         file: hashlib.sha256(text.encode()).hexdigest() for file, text in sorted(code.items())
     }
-    return {**state, "torch": torch.__version__, "code": hashes}
+    return {**state, "version": VERSION, "torch": torch.__version__, "code": hashes}

@@ -30,6 +30,7 @@ from distributed.agree import (
 )
 from distributed.layout import named_tensors
 from flags.files import json_bytes, matches, publish, read_json, write_file
+from flags.version import VERSION
 from storage.adapters import add_adapters_of, base_of, check_base, has_adapters, lora_names, lora_of
 from storage.changes import compare_start, describe_changes
 from storage.dcp import SavePlan, read_table, read_tensors, write_tensors
@@ -285,7 +286,7 @@ def commit_step(folder: str, target: str, contents: dict[str, bytes], listed: di
     for name, content in contents.items():
         write_file(Path(folder, name), content)
     files = listed | checksums(folder, [TABLE, *contents])
-    write_manifest(folder, files, **about, torch=torch.__version__)
+    write_manifest(folder, files, **about, version=VERSION, torch=torch.__version__)
     publish(folder, target)
     return sum(size for size, _ in files.values())
 

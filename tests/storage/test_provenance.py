@@ -138,7 +138,8 @@ def test_a_run_from_its_sources_has_the_same_losses(tmp_path):
     """The recipe and all modules, changed since, are written side by side; no other file of ours is
     imported."""
     fork, again, out = tmp_path / "fork", tmp_path / "again", tmp_path / "run"
-    for name in ("models", "distributed", "support", "corpus", "storage", "sft", "rl", "tools"):
+    rooms = "models flags distributed training corpus storage lora sft rl tools"
+    for name in rooms.split():
         shutil.copytree(REPO / name, fork / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("train_llama3.py", "parallel.py", "checkpoint.py", "data.py", "generate.py"):
         shutil.copy(REPO / name, fork / name)
