@@ -58,10 +58,10 @@ from rl.packing import in_rows, lay_out, pieces
 from rl.policy import split_model
 from rl.rewards import ratio
 from rl.rollouts import gather_samples, lockstep, patient_group, whole_weights
-from storage.adapters import base_of, has_adapters
+from storage.adapters import base_of
 from storage.hf import class_of, read_hf_config
 from storage.manifest import Progress
-from storage.newest import is_hf_folder, newest_readable
+from storage.newest import has_adapters, is_hf_folder, newest_readable
 from storage.prompt import open_chat
 from storage.saved import load_weights, saved_model
 from tools.run import run

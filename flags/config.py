@@ -38,8 +38,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
 
+from flags import VERSION
 from flags.files import printable, read_json, write_file
-from flags.version import VERSION
 
 if sys.platform == "win32":
     sys.exit(

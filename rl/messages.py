@@ -8,9 +8,9 @@ from itertools import chain
 import torch
 
 from distributed.refusals import refuse
+from flags import VERSION
 from flags.config import check_range, save_config
 from flags.files import read_json, step_folders
-from flags.version import VERSION
 from lora.lora import claim_adapters
 from rl.datasets import HINTS
 from rl.environments import RENAMED

@@ -17,11 +17,6 @@ from flags.files import read_json
 from storage.dcp import read_tensors
 
 
-def has_adapters(path: str) -> bool:
-    """Whether a step folder holds the adapters of a LoRA run, not the weights of a whole model."""
-    return "lora" in read_json(path, "state.json").get("identity", {})
-
-
 def is_adapter(fqn: str) -> bool:
     return ".lora_a." in fqn or ".lora_b." in fqn
 

@@ -11,7 +11,6 @@ from distributed.agree import reason
 from distributed.layout import named_tensors
 from flags.config import Parser, usage_error
 from flags.files import read_json, step_folders
-from storage.adapters import has_adapters
 from storage.changes import changes, describe_changes
 from storage.dcp import read_table, read_tensor
 from storage.hf import (
@@ -27,7 +26,7 @@ from storage.hf import (
     write_hf,
 )
 from storage.manifest import Damaged, read_manifest, verify
-from storage.newest import candidates
+from storage.newest import candidates, has_adapters
 from storage.peft import export_peft
 from storage.saved import load_model, open_saved, write_run
 

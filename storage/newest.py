@@ -126,3 +126,8 @@ def saved_state(path: str) -> dict:
     if not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
         raise ValueError(f"{path}/state.json: {json.dumps(state)[:100]} is no place in a run")
     return state
+
+
+def has_adapters(path: str) -> bool:
+    """Whether a step folder holds the adapters of a LoRA run, not the weights of a whole model."""
+    return "lora" in read_json(path, "state.json").get("identity", {})

@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 
 from distributed.agree import brief
+from flags import VERSION
 from flags.config import own_rank
 from flags.files import read_json
-from flags.version import VERSION
 
 # the program, and the files of --env and --reward
 MODULES = ("__main__", "nanotitan_env", "nanotitan_reward")

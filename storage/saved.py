@@ -29,10 +29,8 @@ from distributed.agree import (
     rank_in,
 )
 from distributed.layout import named_tensors
+from flags import VERSION
 from flags.files import json_bytes, matches, publish, read_json, write_file
-from flags.version import VERSION
-from storage.adapters import add_adapters_of, base_of, check_base, has_adapters, lora_names, lora_of
-from storage.changes import compare_start, describe_changes
 from storage.dcp import SavePlan, read_table, read_tensors, write_tensors
 from storage.manifest import (
     TABLE,
@@ -43,7 +41,14 @@ from storage.manifest import (
     verify,
     write_manifest,
 )
-from storage.newest import Source, candidates, is_hf_folder, newest_good, newest_readable
+from storage.newest import (
+    Source,
+    candidates,
+    has_adapters,
+    is_hf_folder,
+    newest_good,
+    newest_readable,
+)
 from storage.provenance import changed_code, local_code
 
 
@@ -156,6 +161,8 @@ def load_weights(modules: list[nn.Module], folder: str, exclude=()) -> None:
         "class": type(config).__name__.removesuffix("Config"),
         **asdict(config),
     }
+    from storage.changes import compare_start, describe_changes
+
     path, manifest, _ = choose_step(folder, -1, group, say)
     source = Source(folder, -1, everything=False)
     differ = on_rank_0(
@@ -194,6 +201,8 @@ def print_on_rank_0(group, text: str) -> None:
 def fill_merged(modules: list[nn.Module], path: str, table):
     """Fills a model, plain or this rank's part, from a step folder of a LoRA run: loads the frozen
     weights from the folder named in state.json, then adds the adapters. Raises ValueError."""
+    from storage.adapters import add_adapters_of, base_of, check_base
+
     load_weights(modules, base_of(path))
     check_base(path, modules, new_gloo_group("base") if dist.is_initialized() else None)
     add_adapters_of(path, table, modules)
@@ -240,6 +249,8 @@ def open_saved(folder: str) -> tuple[str, nn.Module, object]:
     there = {key for key in table if key.startswith("model.")}
     names = list(named_tensors(model))
     if has_adapters(path):
+        from storage.adapters import lora_names, lora_of
+
         names = [
             f"{name}.lora_{x}.weight"
             for name in lora_names(model, lora_of(path)["on"])

@@ -50,12 +50,11 @@ from generate import generate
 from models.llama3 import Llama3, Llama3Config
 from storage import commands as checkpoint_commands
 from storage import dcp, saved
-from storage.adapters import has_adapters
 from storage.commands import diff
 from storage.dcp import pack_column, unpack_column
 from storage.hf import save_hf
 from storage.manifest import verify
-from storage.newest import ABOUT, newest_readable
+from storage.newest import ABOUT, has_adapters, newest_readable
 from storage.resume import check_run
 from storage.saved import load_model, saved_model
 from storage.source_tokenizer import has_bos

@@ -12,9 +12,9 @@ import evaluate
 import finetune
 import grpo
 import train_llama3
+from flags import VERSION
 from flags.config import make_parser, parse_config
 from flags.gone import GONE, PROGRAMS, find_gone, program_of, tell_gone
-from flags.version import VERSION
 
 REPO = Path(__file__).parents[2]
 CONFIGS = {
