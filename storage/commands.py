@@ -1,5 +1,6 @@
 """The command line of checkpoint.py: ls, verify, diff, average, to_hf, from_hf."""
 
+import logging
 import math
 import os
 from dataclasses import asdict
@@ -125,29 +126,35 @@ TOKENS = 24  # of the comparison with transformers
 APART = 1e-3  # relative difference of logits in fp32 that two right implementations do not reach
 
 
-@torch.no_grad()
 def compare_export(folder: str) -> None:
+    """Prints how far our logits of an export are from those of transformers, or why nothing was
+    compared. Raises ValueError when they differ."""
+    logging.disable(logging.WARNING)  # of libraries that transformers looks for
+    try:
+        print(f"checkpoint: {compare_logits(folder)}", flush=True)
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+@torch.no_grad()
+def compare_logits(folder: str) -> str:
     """Loads an export with our code and with transformers, in fp32, and compares the logits of a few
-    tokens. Prints how far they are apart, or why nothing was compared. Raises ValueError when they
+    tokens. Returns how far they are apart, or why nothing was compared. Raises ValueError when they
     differ: then transformers computes something else under this model_type."""
-
-    def say(text):
-        print(f"checkpoint: {text}", flush=True)
-
     try:
         import transformers
     except ImportError:
-        return say("the export was not compared with transformers: pip install transformers")
+        return "the export was not compared with transformers: pip install transformers"
     config = read_hf_config(folder)
     kind = config.to_hf()["model_type"]
     if kind not in transformers.CONFIG_MAPPING:
-        return say(f"the export was not compared: transformers does not know model_type {kind!r}")
+        return f"the export was not compared: transformers does not know model_type {kind!r}"
     with torch.device("meta"):
         n_params = sum(p.numel() for p in class_of(config)(config).parameters())
     n_bytes = 2 * 4 * n_params
     if n_bytes > memory_available():
         gb = f"{n_bytes / 1e9:.0f} GB"
-        return say(f"the export was not compared with transformers: two copies take {gb} of memory")
+        return f"the export was not compared with transformers: two copies take {gb} of memory"
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     tokens = torch.arange(TOKENS)[None] * (config.vocab_size // TOKENS)
@@ -166,14 +173,18 @@ def compare_export(folder: str) -> None:
             f"transformers computes other logits from this export, {apart:.2g} apart (relative): "
             f"{file} is no {kind} any more; let to_hf() of its config return another model_type"
         )
-    say(f"transformers computes the same logits from the export, within {apart:.1g} (relative)")
+    return f"transformers computes the same logits from the export, within {apart:.1g} (relative)"
 
 
 def memory_available() -> int:
-    """Bytes of host memory that are free, or freed without loss."""
-    with open("/proc/meminfo") as file:
-        (line,) = [line for line in file if line.startswith("MemAvailable")]
-    return int(line.split()[1]) * 1024
+    """Bytes of host memory that are free, or are freed without loss; where the system does not tell,
+    half of the memory."""
+    try:
+        with open("/proc/meminfo") as file:
+            (line,) = [line for line in file if line.startswith("MemAvailable")]
+        return int(line.split()[1]) * 1024
+    except OSError:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def from_hf(folder: str, out: str):
