@@ -40,7 +40,7 @@ from distributed.keep import KEPT, keep_contexts
 from distributed.layout import AXES, Layout, ParallelConfig, local_tensor, reduces_always
 from models import llama3, moe, qwen3
 from models.layers import rotate
-from tools.run import failed_module
+from tools.failure import failed_module
 
 LAYOUTS, COMPILED = layouts_of("layouts"), layouts_of("compiled")
 MOE, MTP = KINDS["qwen3_moe"], KINDS["mtp"]
