@@ -6,12 +6,10 @@ parts with the tensors of the single process, in the order of execution, and nam
 further away than rounding, with the function that computes the seam on the layout.
 """
 
-import json
 import math
 from collections import defaultdict
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -38,8 +36,7 @@ TOLERANCES = dict(
     after=parity.WEIGHT_TOLERANCE,
 )
 PHASES = tuple(TOLERANCES)  # in the order of execution
-# {phase, or phase and part of a module: words for a seam}
-LABELS = json.loads(Path(__file__).with_name("where.json").read_text())
+PARTS = {"q": "queries", "k": "keys", "v": "values"}
 
 
 class Piece(NamedTuple):
@@ -76,11 +73,52 @@ class Seam(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The seam in words."""
-        name = self.name + f" (call {self.call + 1})" * (self.call > 0)
-        module, _, part = self.name.partition(" ")
-        text = LABELS.get(f"{self.phase} {part}") or LABELS[self.phase]
-        return text.format(name=name, module=module, around=module_around(module))
+        return describe_seam(self.phase, self.name, self.call)
+
+
+def describe_seam(phase: str, name: str, call: int) -> str:
+    """The seam in words: "finished gradient of head.weight"."""
+    if phase == "sequences":
+        return "the sequences of the global batch"
+    if phase == "count":
+        return "count_tokens, the tokens of the global batch"
+    if phase == "loss":
+        return "loss"
+    if phase == "norm":
+        return "gradient norm"
+    if phase == "forward" and " " in name:
+        return describe_part(*name.split(" "))
+    if phase == "backward" and " " in name:
+        return describe_gradient_of_part(*name.split(" "))
+    if call > 0:
+        name = f"{name} (call {call + 1})"
+    if phase == "initial":
+        return f"initial value of {name}"
+    if phase == "inputs":
+        return f"input {name}"
+    if phase in ("forward", "logits"):
+        return f"forward of {name}"
+    if phase == "backward":
+        return f"backward, gradient of the output of {name}"
+    if phase == "gradient":
+        return f"finished gradient of {name}"
+    if phase == "clipped":
+        return f"clipped gradient of {name}"
+    return f"{name} after the step"
+
+
+def describe_part(module: str, part: str) -> str:
+    if part == "input":
+        return f"forward of {module_around(module)} (what it gives to {module})"
+    if part == "attention":
+        return f"forward of {module} (attention)"
+    return f"forward of {module} (the {PARTS[part]})"
+
+
+def describe_gradient_of_part(module: str, part: str) -> str:
+    if part == "attention":
+        return f"backward of {module} (gradient of attention)"
+    return f"backward of {module} (gradient of the {PARTS[part]})"
 
 
 def module_around(module: str) -> str:
