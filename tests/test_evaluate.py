@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import fields_of
 from policy import hf_folder
 from pool import pool
 from safetensors.torch import load_file, save_file
@@ -519,23 +518,136 @@ def test_what_is_right_can_be_said(answers, correct):
     ] == pytest.approx(sum(correct) / 3)
 
 
+QUESTION = '{"question": "x", "answer": "y"}'
+# (flags, the file of the task, its content or None for no file, what the one line on stderr says)
 ERRORS = [
-    re.split(r" ?\| | => ", line)
-    for line in Path(__file__).with_name("evaluate.txt").read_text().splitlines()[1:]
+    ({}, "", None, "--task '': it ends with nothing; need a .txt or .jsonl"),
+    ({}, "task.jsonl", "", "task.jsonl is empty"),
+    ({}, "task.jsonl", '{"text": ""}', "its texts are empty"),
+    (
+        {},
+        "task.jsonl",
+        '{"prompt": "x"}',
+        "task.jsonl:1 has prompt; need text, or question, choices and answer, or",
+    ),
+    ({}, "task.jsonl", '{"text": "x", "question": "y", "answer": "z"}', "need text, or question"),
+    (
+        {},
+        "task.jsonl",
+        '{"text": "x"}\n\n{"txt": "y"}',
+        "task.jsonl:3 has no text, and the first line has",
+    ),
+    ({}, "task.jsonl", '{"text": "x"}\n{"text": 7}', "task.jsonl:2: text is no text"),
+    ({}, "task.jsonl", '{"text": "x"}\n{"text"', "task.jsonl:2 is not JSON"),
+    (
+        {},
+        "task.jsonl",
+        '{"text": "\\ud800"}',
+        "task.jsonl:1 is not JSON: 'utf-8' codec can't encode",
+    ),
+    ({}, "task.jsonl", "[1]", "task.jsonl:1 is a JSON list, not an object"),
+    (
+        {},
+        "task.jsonl",
+        '{"question": "x", "choices": ["a", ""], "answer": 0}',
+        "choices are no list of texts, none of them empty",
+    ),
+    (
+        {},
+        "task.jsonl",
+        '{"question": "x", "choices": ["a", "b"], "answer": "c"}',
+        "the answer 'c' is none of the 2 choices",
+    ),
+    (
+        {},
+        "task.jsonl",
+        '{"question": "x", "choices": ["a", "b"], "answer": true}',
+        "the answer True is none of the 2 choices",
+    ),
+    (
+        {},
+        "task.jsonl",
+        '{"question": "x", "answer": " "}',
+        "with --answers auto for ' ': it is no text and no number",
+    ),
+    ({}, "task.json", "[]", "--task 'task.json': it ends with .json; need a .txt or .jsonl"),
+    (dict(checkpoint="nowhere"), "task.txt", "x", "nowhere is no folder"),
+    (dict(out="task.txt"), "task.txt", "x", "--out task.txt is there already"),
+    (dict(out="nowhere/x.jsonl"), "task.txt", "x", "--out nowhere/x.jsonl: nowhere is no folder"),
+    (
+        dict(seq_len=512),
+        "task.txt",
+        "x",
+        "--seq_len 512 must be between 1 and the model's max_seq_len 256",
+    ),
+    (dict(seq_len=8, stride=9), "task.txt", "x", "--stride 9 must be between 1 and --seq_len 8"),
+    (
+        dict(max_new_tokens=8),
+        "task.txt",
+        "x",
+        "--max_new_tokens 8 has no effect where nothing is written",
+    ),
+    (
+        dict(answers="number"),
+        "task.jsonl",
+        QUESTION,
+        "task.jsonl:1: nothing can be right with --answers number",
+    ),
+    (
+        dict(stride=8, max_new_tokens=8),
+        "task.jsonl",
+        QUESTION,
+        "--stride 8 has no effect on questions",
+    ),
+    (
+        {},
+        "task.jsonl",
+        QUESTION,
+        "--max_new_tokens 256 leaves no room for a prompt in the 256 tokens",
+    ),
+    (
+        dict(seed=1, max_new_tokens=8),
+        "task.jsonl",
+        QUESTION,
+        "--seed 1 has no effect with --temper",
+    ),
+    (
+        dict(pp=2, max_new_tokens=8),
+        "task.jsonl",
+        QUESTION,
+        "--pp and --cp do not help to write answers",
+    ),
+    (
+        dict(seq_len=4),
+        "task.jsonl",
+        '{"question": "x", "choices": ["a b c d e f"], "answer": 0}',
+        "are to be scored as a whole",
+    ),
+    (dict(tp=2), "task.txt", "x", "1 process but"),
+    (
+        dict(ac="full", compile=True),
+        "task.txt",
+        "x",
+        "--ac full, --compile: nothing is trained here; leave it out",
+    ),
+    (dict(shots=2), "task.txt", "x", "--shots 2 has no effect on a text"),
+    (
+        dict(shots=2, max_new_tokens=8),
+        "task.jsonl",
+        QUESTION,
+        "--shots_file '': it ends with nothing; need a .txt or .jsonl",
+    ),
+    (dict(temperature=-1.0), "task.txt", "x", "--temperature -1.0 must be 0 or more"),
 ]
 
 
-@pytest.mark.parametrize("flags, task, message", ERRORS, ids=range(len(ERRORS)))
-def test_what_is_wrong_is_one_line(flags, task, message, folders, tmp_path, monkeypatch):
+@pytest.mark.parametrize("flags, file, content, message", ERRORS, ids=range(len(ERRORS)))
+def test_what_is_wrong_is_one_line(flags, file, content, message, folders, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    name, given, content = task.partition(": ")
-    if given:
-        Path(name).write_text(content.replace("\\n", "\n"))
-    refuses(
-        re.escape(message),
-        evaluated,
-        **dict(checkpoint=folders("llama"), task=name) | fields_of(flags),
-    )
+    if content is not None:
+        Path(file).write_text(content)
+    flags = dict(checkpoint=folders("llama"), task=file) | flags
+    refuses(re.escape(message), evaluated, **flags)
 
 
 def test_a_model_without_a_tokenizer_and_one_without_a_template(folders, tasks, tmp_path):

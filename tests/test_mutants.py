@@ -57,14 +57,72 @@ BY_HAND = {
     "norm_without_all_reduce": partial(mock.patch.dict, "parallel.TP_STYLES", sequence=PlainStyle),
     "waiting_embedding": partial(mock.patch.dict, "parallel.TP_STYLES", vocab_embedding=Waiting),
 }
-# mutant -> (what the report must name; the seam, and the function or style, that test_where.py
-# finds)
+# mutant -> (what the report of compare names; the seam, and the function or style, that
+# test_where.py finds)
 NAMED = {
-    name: words
-    for name, *words in (
-        line.split(" | ")
-        for line in Path(__file__).with_name("mutants.txt").read_text().splitlines()[1:]
-    )
+    "norm_without_all_reduce": (
+        "gradient of blocks.0.attn_norm.weight",
+        "finished gradient of blocks.0.attn_norm.weight",
+        "style 'sequence'",
+    ),
+    "waiting_embedding": (
+        "gradient of tok_embeddings.weight",
+        "gradient of the output of tok_embeddings",
+        "style 'vocab_embedding'",
+    ),
+    "reshard_in_zero_bubble": (
+        "gradient of blocks.",
+        "finished gradient of blocks.",
+        "pipeline_rows in distributed/refusals.py",
+    ),
+    "mean_of_means": (
+        "gradient of tok_embeddings.weight",
+        "tokens of the global batch",
+        "look at: count_tokens",
+    ),
+    "masked_tokens_counted": (
+        "gradient of tok_embeddings.weight",
+        "tokens of the global batch",
+        "look at: count_tokens",
+    ),
+    "tied_weight_counted_twice": (
+        "tok_embeddings.weight were miscounted",
+        "gradient norm",
+        "look at: clip_grad_norm",
+    ),
+    "tied_gradient_not_exchanged": (
+        "gradient of tok_embeddings.weight",
+        "finished gradient of tok_embeddings.weight",
+        "sum_tied_gradients",
+    ),
+    "positions_not_balanced": ("gradient of", "input positions", "look at: inputs in parallel.py"),
+    "averaged_gradients": (
+        "gradient of tok_embeddings.weight",
+        "finished gradient of tok_embeddings.weight",
+        "set_gradient_divide_factor",
+    ),
+    "experts_not_reduced_over_tp": (
+        "gradient of blocks.0.moe.experts.w1",
+        "finished gradient of blocks.0.moe.experts.w1",
+        "expert_mesh in make_mesh",
+    ),
+    "weights_doubled_on_the_way": ("gradient of", "forward of blocks.0.moe", "AllToAll"),
+    "balancing_loss_per_microbatch": (
+        "gradient of",
+        "gradient of the output of blocks.3.moe.router",
+        "expert_parallel (aux_coef",
+    ),
+    "own_load_only": (
+        "bias of blocks.0",
+        "blocks.0.moe.balance.bias after the step",
+        "balance_experts",
+    ),
+    "norm_of_own_stage": ("grad norm", "gradient norm", "look at: clip_grad_norm"),
+    "norm_of_own_heads": (
+        "gradient of",
+        "forward of blocks.0.attn.q_norm",
+        "style 'norm_over_heads'",
+    ),
 }
 # name -> (the mutant, the first layout of the bug's check)
 MUTANTS = {

@@ -1,18 +1,16 @@
 """Wrong command lines, against distributed/refusals.py: each rule of check_layout with its line,
 and what a user sees.
 
-A row of RULES: what is asked for => a regular expression that the one line must match => what to
-change so that it is accepted, the cure that the line itself names. `test_recipes.py` runs the
-command lines that are right, `test_messages.py` has all other wrong ones.
+`test_recipes.py` runs the command lines that are right, `test_messages.py` has all other wrong
+ones.
 """
 
 import re
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 import torch
-from layouts import Flags, build, config, fields_of
+from layouts import Flags, build, config
 from pool import pool
 from runs import ended, launch
 from saves import refuses
@@ -44,34 +42,303 @@ def refusal(**given) -> str:
 
 
 PP = dict(world_size=2, pp=2)
-# stages of two layers
-TWO, FOUR = (
-    "tok_embeddings,blocks.0;blocks.1,norm,head",
-    "tok_embeddings;blocks.0;blocks.1;norm,head",
-)
-RULES = Path(__file__).with_name("refusals.txt").read_text()
+TWO_LAYERS = PP | dict(n_layers=2)
+TWO = "tok_embeddings,blocks.0;blocks.1,norm,head"  # stages of two layers
+FOUR = "tok_embeddings;blocks.0;blocks.1;norm,head"
+# (what is asked for, a regular expression that the one line must match, the cures that the line
+# names: changes with which the same is accepted). No cure where it needs a GPU or another flavor.
+RULES = [
+    (
+        dict(world_size=4, dp_replicate=2, dp_shard=3),
+        r"leave out --dp_shard \(it becomes 2\).*or start 6 processes",
+        [dict(world_size=6)],
+    ),
+    (
+        dict(world_size=6, tp=4),
+        r"6 processes but.*= 1\*1\*1\*4 = 4.*change a degree or start 4",
+        [dict(world_size=4)],
+    ),
+    (
+        dict(world_size=1, dp_shard=2),
+        r"1 process but.*leave out --dp_shard \(it becomes 1\)",
+        [dict(dp_shard=-1)],
+    ),
+    (dict(device="cuda"), "torch finds 0 GPUs.*use --device cpu", [dict(device="cpu")]),
+    (
+        dict(float8="rowwise", compile=True),
+        "--float8 rowwise is emulated on CPU.*leave out --compile",
+        [dict(compile=False)],
+    ),
+    (
+        dict(float8="tensorwise", float8_all_gather=True),
+        "--float8_all_gather has no effect without a GPU",
+        [dict(float8_all_gather=False)],
+    ),
+    (dict(pp=0), "--pp 0 must be at least 1", []),
+    (dict(pp=-1), "--pp -1 must be at least 1", []),
+    (dict(pp=-2), "--pp -2 must be at least 1", []),
+    (dict(dp_replicate=0), "--dp_replicate 0 must be at least 1", []),
+    (dict(dp_replicate=-1), "--dp_replicate -1 must be at least 1", []),
+    (dict(dp_replicate=-2), "--dp_replicate -2 must be at least 1", []),
+    (dict(dp_shard=0), "--dp_shard 0 must be at least 1", []),
+    (
+        dict(dp_shard=-2),
+        "--dp_shard -2 must be at least 1",
+        [dict(world_size=6, dp_replicate=2, dp_shard=-1)],
+    ),
+    (dict(cp=0), "--cp 0 must be at least 1", []),
+    (dict(cp=-1), "--cp -1 must be at least 1", []),
+    (dict(cp=-2), "--cp -2 must be at least 1", []),
+    (dict(tp=0), "--tp 0 must be at least 1", []),
+    (dict(tp=-1), "--tp -1 must be at least 1", []),
+    (dict(tp=-2), "--tp -2 must be at least 1", []),
+    (
+        dict(local_batch_size=0),
+        "--local_batch_size 0 must be at least 1",
+        [dict(local_batch_size=1)],
+    ),
+    (
+        dict(global_batch_size=10),
+        "10 is not a multiple of --local_batch_size 4 x 1 data rank = 4.* 8$",
+        [dict(global_batch_size=8)],
+    ),
+    (
+        dict(world_size=4, dp_replicate=2, global_batch_size=20),
+        "4 x 4 data ranks = 16.*--global_batch_size 16",
+        [dict(global_batch_size=16)],
+    ),
+    (
+        dict(global_batch_size=0),
+        "--global_batch_size 0.*use --global_batch_size 4",
+        [dict(global_batch_size=4)],
+    ),
+    (
+        dict(seq_len=8193),
+        "is longer than the model's max_seq_len 8192.*--model_args max_seq_len=8193",
+        [dict(max_seq_len=8193)],
+    ),
+    (
+        dict(world_size=4, cp=2, tp=2, seq_len=30),
+        "--seq_len 30 is not a multiple of 2 x cp x tp = 8.*use --seq_len 32",
+        [dict(seq_len=32)],
+    ),
+    (dict(world_size=4, cp=2, tp=2, seq_len=3), "use --seq_len 8", [dict(seq_len=8)]),
+    (
+        dict(world_size=4, tp=4, seq_len=255, max_seq_len=255),
+        "use --seq_len 252",
+        [dict(seq_len=252)],
+    ),
+    (
+        dict(world_size=8, tp=8),
+        "--tp 8 does not divide n_kv_heads 4.*use 1, 2 or 4",
+        [dict(world_size=4, tp=4)],
+    ),
+    (
+        dict(world_size=3, tp=3, seq_len=66),
+        "n_heads 8, n_kv_heads 4, ffn_dim 512.*use 1, 2 or 4",
+        [dict(world_size=2, tp=2)],
+    ),
+    (
+        dict(world_size=4, tp=4, ffn_dim=514),
+        "--tp 4 does not divide ffn_dim 514.*use 1 or 2",
+        [dict(world_size=2, tp=2)],
+    ),
+    (
+        dict(world_size=2, tp=2, async_tp=True),
+        "--async_tp.*CUDA.*--compile.*leave it out",
+        [dict(async_tp=False)],
+    ),
+    (
+        dict(world_size=3, cp=3, cp_method="alltoall", seq_len=66),
+        "cp 3.*8 heads.*use --cp_method allgather",
+        [dict(cp_method="allgather")],
+    ),
+    (
+        dict(world_size=6, cp=6, cp_method="alltoall", seq_len=60, n_heads=12),
+        "4 kv heads.*use --cp_method allgather",
+        [dict(cp_method="allgather")],
+    ),
+    (
+        dict(ac="budget"),
+        "--ac budget needs --compile.*add --compile or use --ac op",
+        [dict(compile=True), dict(ac="op")],
+    ),
+    (dict(ac="selective", ac_every=0), "--ac_every 0.*at least 1", [dict(ac_every=1)]),
+    (
+        dict(ac="budget", compile=True, ac_budget=1.5),
+        "--ac_budget 1.5.*between 0 and 1",
+        [dict(ac_budget=1.0)],
+    ),
+    (
+        PP | dict(pp_microbatch_size=3),
+        "3 does not divide --local_batch_size 4.*use 1, 2 or 4",
+        [dict(pp_microbatch_size=2)],
+    ),
+    (
+        PP | dict(pp_microbatch_size=3, local_batch_size=1125899906842624),
+        "use 1, 2, 4.*2048 or 4096",
+        [dict(pp_microbatch_size=2)],
+    ),
+    (
+        PP | dict(local_batch_size=1),
+        "1F1B .* needs at least 2 micro-batches, but there are 1.* 2",
+        [dict(local_batch_size=2)],
+    ),
+    (
+        PP | dict(pp_schedule="DualPipeV", local_batch_size=3),
+        "DualPipeV with --pp 2 needs at least 4.* 4",
+        [dict(local_batch_size=4)],
+    ),
+    (
+        PP | dict(pp_schedule="ZBVZeroBubble", local_batch_size=1),
+        "ZBVZeroBubble with --pp 2 needs at least 2.* 2",
+        [dict(local_batch_size=2)],
+    ),
+    (
+        PP | dict(pp_schedule="InterleavedZeroBubble", local_batch_size=1),
+        "InterleavedZeroBubble with --pp 2 needs at least 2.* 2",
+        [dict(local_batch_size=2)],
+    ),
+    (
+        PP | dict(pp_schedule="Interleaved1F1B", local_batch_size=5),
+        "2 rounds of --pp 2 divide, not 5.* 4",
+        [dict(local_batch_size=4)],
+    ),
+    (
+        dict(world_size=8, pp=8, local_batch_size=8),
+        "6 layers are too few for 8 pipeline stages.*or more layers",
+        [dict(n_layers=8)],
+    ),
+    (
+        PP | dict(n_layers=4, pp_first_stage_less_layers=9),
+        "4 layers are too few for 2 pipeline stages",
+        [dict(pp_first_stage_less_layers=1)],
+    ),
+    (
+        PP | dict(pp_layers_per_stage=3),
+        "makes 3 stages of 6 layers, no multiple of --pp 2",
+        [dict(pp_layers_per_stage=4)],
+    ),
+    (
+        PP | dict(pp_layers_per_stage=2),
+        "4 stages over --pp 2 ranks.*1F1B needs exactly 1 per rank",
+        [dict(pp_layers_per_stage=4)],
+    ),
+    (
+        PP | dict(pp_schedule="ZBVZeroBubble", pp_layers_per_stage=2, n_layers=14),
+        "8 stages over --pp 2.*exactly 2",
+        [dict(pp_layers_per_stage=4)],
+    ),
+    (
+        TWO_LAYERS | dict(pp_schedule="LoopedBFS", pp_stage_fqns=TWO),
+        "2 stages over --pp 2.*LoopedBFS needs",
+        [dict(pp_stage_fqns=FOUR)],
+    ),
+    (
+        TWO_LAYERS | dict(pp_stage_fqns="tok_embeddings,block.0;blocks.1,norm,head"),
+        "blocks.1.*'blocks.0' is missing",
+        [dict(pp_stage_fqns=TWO)],
+    ),
+    (
+        TWO_LAYERS | dict(pp_stage_fqns=TWO + ",head"),
+        "'head' is missing",
+        [dict(pp_stage_fqns=TWO)],
+    ),
+    (
+        PP | dict(pp_schedule_csv="nowhere.csv"),
+        "--pp_schedule_csv nowhere.csv: No such file",
+        [dict(pp_schedule_csv="")],
+    ),
+    (
+        PP | dict(pp_schedule="InterleavedZeroBubble", reshard_after_forward="always"),
+        "Interleaved.*use never",
+        [dict(reshard_after_forward="never")],
+    ),
+    (
+        PP | dict(pp_schedule="ZBVZeroBubble", ac="full"),
+        "--ac full.*--pp_schedule ZBVZeroBubble.*use --ac none",
+        [dict(ac="none")],
+    ),
+    (
+        dict(pp_schedule="ZBVZeroBubble"),
+        "--pp_schedule ZBVZeroBubble has no effect without --pp 2 or more; leave it out",
+        [PP],
+    ),
+    (
+        dict(pp_schedule_csv="/nonexistent.csv"),
+        "--pp_schedule_csv /nonexistent.csv has no effect without --pp",
+        [],
+    ),
+    (
+        dict(pp_first_stage_less_layers=0, pp_last_stage_less_layers=0),
+        "layers 0, --pp_last_stage_less_layers 0 have no effect",
+        [PP],
+    ),
+    (
+        dict(pp_microbatch_size=7, pp_layers_per_stage=3, pp_stage_fqns="x"),
+        "size 7, --pp_layers_per_stage 3, --pp_stage_fqns x have no effect",
+        [],
+    ),
+    (dict(ac_every=3), "--ac_every 3 has no effect without --ac selective", [dict(ac="selective")]),
+    (
+        TWO_LAYERS | dict(pp_stage_fqns=TWO, pp_layers_per_stage=3),
+        "has no effect with --pp_stage_fqns",
+        [dict(pp_layers_per_stage=None)],
+    ),
+    (
+        dict(cp_method="alltoall"),
+        "--cp_method alltoall has no effect without --cp 2 or more",
+        [dict(cp=2, world_size=2)],
+    ),
+    (
+        dict(loss_parallel=False),
+        "--no-loss_parallel has no effect without --tp 2 or more",
+        [dict(tp=2, world_size=2)],
+    ),
+    (
+        dict(float8_filter=["wq", "wk"]),
+        "--float8_filter wq,wk has no effect without --float8",
+        [dict(float8="rowwise")],
+    ),
+    (
+        dict(float8_all_gather=True),
+        "--float8_all_gather has no effect without --float8 tensorwise",
+        [],
+    ),
+    (
+        dict(ac_budget=0.1),
+        "--ac_budget 0.1 has no effect without --ac budget",
+        [dict(ac="budget", compile=True)],
+    ),
+    (
+        dict(ep=2, etp=2),
+        "--ep 2, --etp 2 have no effect without experts, and this flavor has none",
+        [],
+    ),
+    (
+        dict(reshard_after_forward="never", compute_dtype="float32"),
+        "never has no effect in one",
+        [dict(compute_dtype="bfloat16")],
+    ),
+    (dict(n_kv_heads=3), "n_heads 8.*n_kv_heads 3", []),
+    (dict(head_dim=7), "head_dim 7", []),
+    (dict(n_layers=0), "n_layers 0", []),
+]
 
 
-def flags_of(text: str) -> dict:
-    """{name: value}"""
-    for name, meant in dict(
-        TWO_LAYERS="PP n_layers=2", PP="world_size=2 pp=2", TWO=TWO, FOUR=FOUR
-    ).items():
-        text = text.replace(name, meant)
-    return fields_of(text)
+def spelled(given: dict) -> str:
+    return " ".join(f"{name}={value}" for name, value in given.items())
 
 
 @pytest.mark.parametrize(
-    "rule", RULES.strip("\n").split("\n"), ids=lambda rule: rule.split(" => ")[0].strip()[:70]
+    "given, message, cures", [pytest.param(*rule, id=spelled(rule[0])) for rule in RULES]
 )
-def test_rule(rule, monkeypatch):
-    """Where the cure needs a GPU or another flavor there is none in the row."""
+def test_rule(given, message, cures, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("RANK", raising=False)
-    given, message, *cure = rule.split(" => ")
-    assert re.search(message, refusal(**flags_of(given)))
-    for changed in cure:
-        check(**flags_of(given) | flags_of(changed))
+    assert re.search(message, refusal(**given))
+    for changed in cures:
+        check(**given | changed)
 
 
 def test_without_torchao(monkeypatch):

@@ -683,14 +683,46 @@ def test_from_hf(hf, changes):
     assert repr(got) == repr(wanted)  # 10000 is not 10000.0 in the config.json of a run
 
 
+# (fields of a Hugging Face config, what the refusal says)
 REFUSED = [
-    row.split(" => ") for row in Path(__file__).with_name("refused.txt").read_text().splitlines()
+    (dict(model_type="qwen3"), "model_type is 'qwen3'"),
+    (dict(hidden_act="gelu"), "hidden_act is 'gelu'"),
+    (dict(attention_bias=True), "attention_bias is True"),
+    (dict(mlp_bias=True), "mlp_bias is True"),
+    (dict(rope_scaling=dict(type="linear", factor=2.0)), "rope_type is 'linear'"),
+    (dict(rope_scaling=dict(rope_type="yarn", factor=2.0)), "'yarn' lacks original_max"),
+    (dict(model_type="qwen2", use_sliding_window=True), "use_sliding_window is True"),
+    (dict(model_type="mistral", sliding_window=0), "sliding_window 0 must be at least 1"),
+    (
+        dict(rope_parameters=dict(rope_theta=1e4, rope_type="dynamic", factor=2.0)),
+        "rope_type is 'dynamic'",
+    ),
+    (
+        dict(rope_parameters=dict(rope_theta=1e4, rope_type="llama3", factor=2.0)),
+        "lacks low_freq_factor, high_freq_factor",
+    ),
+    (
+        dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=0.5)),
+        "partial_rotary_factor is 0.5",
+    ),
+    (dict(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5"),
+    (
+        dict(rope_parameters=dict(full_attention=dict(rope_theta=1e4, rope_type="default"))),
+        "rope scaling has full_attention",
+    ),
+    (
+        dict(rope_parameters=scaled(8.0) | dict(rope_type="llama3", factor=None)),
+        "rope scaling 'llama3' lacks factor$",
+    ),
+    (dict(hidden_act=None), "hidden_act is None; models/llama3.py has only 'silu'"),
+    (dict(hidden_size=None, vocab_size=None), "no number for hidden_size, vocab_size"),
+    (dict(model_type=None), "model_type is None"),
 ]
 
 
-@pytest.mark.parametrize("hf, words", REFUSED)
+@pytest.mark.parametrize("hf, words", REFUSED, ids=str)
 def test_from_hf_refuses_what_it_cannot_represent(hf, words):
-    refuses(words, Llama3Config.from_hf, HF | eval(hf))
+    refuses(words, Llama3Config.from_hf, HF | hf)
 
 
 # ---------------------------------------------------------------- documents and tied weights

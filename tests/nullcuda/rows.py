@@ -1,6 +1,6 @@
-"""What the tests on the null device run: small models, and rows of text: which of them, on how many
-processes, with which flags. Nine layers are more than the compiler's limit of eight versions of a
-function; sizes of 256 are whole blocks of 128."""
+"""What the tests on the null device run: small models, and rows such as "moe 2 --ep 2": which of
+them, on how many processes, with which flags. Nine layers are more than the compiler's limit of
+eight versions of a function; sizes of 256 are whole blocks of 128."""
 
 import pytest
 import torch
@@ -42,17 +42,9 @@ GRPO = (
 )
 
 
-def rows(text: str) -> list:
-    """Parameters from lines such as "moe 2 --ep 2": a model, how many processes, flags. A "-"
-    before a line makes it slow; what follows after " : " is given to the test as numbers."""
-    found = []
-    for line in filter(None, map(str.strip, text.splitlines())):
-        row, *numbers = line.removeprefix("-").strip().split(" : ")
-        values = [row, *map(int, " ".join(numbers).split())]
-        found.append(
-            pytest.param(*values, id=row, marks=[pytest.mark.slow] if line.startswith("-") else [])
-        )
-    return found
+def slow(*values):
+    """A row that only make test-cuda-slow runs."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def base_folder(name: str, folder: str) -> str:

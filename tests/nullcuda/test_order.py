@@ -1,16 +1,34 @@
 """Pipelines, and what runs beside them, would not hang on GPUs: the calls of real runs, played
 again with NCCL's rules."""
 
-from pathlib import Path
-
 import pytest
 from rendezvous import CALL, play
 from rows import run
 
-ORDER = (
-    line.split(" : ") for line in Path(__file__).with_name("order.txt").read_text().splitlines()
-)
-RUNS = {name: row.split() for name, row in ORDER}  # processes, recipe and flags
+MICRO_BATCHES = "--local_batch_size 4 --val_every 1 --val_batches 1"
+PIPELINE = f"train_llama3.py --pp 2 {MICRO_BATCHES}"
+# name -> (processes, recipe and flags)
+RUNS = {
+    "1F1B": (2, f"{PIPELINE} --pp_schedule 1F1B"),
+    "GPipe": (2, f"{PIPELINE} --pp_schedule GPipe"),
+    "Interleaved1F1B": (2, f"{PIPELINE} --pp_schedule Interleaved1F1B"),
+    "InterleavedZeroBubble": (2, f"{PIPELINE} --pp_schedule InterleavedZeroBubble"),
+    "ZBVZeroBubble": (2, f"{PIPELINE} --pp_schedule ZBVZeroBubble"),
+    "DualPipeV": (2, f"{PIPELINE} --pp_schedule DualPipeV"),
+    "tied": (2, f"{PIPELINE} --model_args tie_embeddings=true"),
+    "tied, ZBV": (2, f"{PIPELINE} --pp_schedule ZBVZeroBubble --model_args tie_embeddings=true"),
+    "cp": (2, "train_llama3.py --cp 2"),
+    "cp alltoall": (2, "train_llama3.py --cp 2 --cp_method alltoall"),
+    "ep": (2, "train_qwen3.py --flavor debug_moe --ep 2"),
+    "mtp, ep": (2, "train_deepseek.py --flavor debug_mtp --ep 2"),
+    "four stages": (4, f"train_llama3.py --pp 4 {MICRO_BATCHES}"),
+    "pp x tp": (4, f"{PIPELINE} --tp 2"),
+    "pp x cp": (4, f"{PIPELINE} --cp 2 --pp_schedule Interleaved1F1B"),
+    "pp x fsdp x ep": (
+        4,
+        f"train_deepseek.py --pp 2 {MICRO_BATCHES} --dp_shard 2 --ep 2 --pp_schedule DualPipeV",
+    ),
+}
 
 
 def calls(done) -> list[list[str]]:
@@ -20,11 +38,11 @@ def calls(done) -> list[list[str]]:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow if RUNS[name][0] == "4" else ()) for name in RUNS],
+    [pytest.param(name, marks=pytest.mark.slow if RUNS[name][0] == 4 else ()) for name in RUNS],
 )
 def test_no_rank_hangs(device, tmp_path, name):
-    n, *argv = RUNS[name]
-    assert not play(calls(device.run(tmp_path, *argv, nproc=int(n))))
+    processes, argv = RUNS[name]
+    assert not play(calls(device.run(tmp_path, *argv.split(), nproc=processes)))
 
 
 def test_weights_go_from_device_to_device(device, tmp_path):

@@ -4,17 +4,60 @@ the allocator asks of the driver once a run is under way, and whether --dry_run 
 import re
 from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 
 from flags.config import parse_config
 from tools.reports.dryrun import make_report
 
-PEAKS = (
-    line.split(" : ") for line in Path(__file__).with_name("peaks.txt").read_text().splitlines()
-)
-CASES = {name: row.split() for name, row in PEAKS}  # world, GiB of a device, recipe and flags
+BATCH = ["--seq_len", "8192", "--local_batch_size", "1"]
+# name -> (world, GiB of a device, recipe, flags besides BATCH)
+CASES = {
+    "8 layers on 8": (8, 80, "train_llama3", "--flavor 8B --model_args n_layers=8"),
+    "8 layers on 8, compile": (
+        8,
+        80,
+        "train_llama3",
+        "--flavor 8B --model_args n_layers=8 --compile",
+    ),
+    "8 layers on 8, accumulation": (
+        8,
+        80,
+        "train_llama3",
+        "--flavor 8B --model_args n_layers=8 --compile --ac op --global_batch_size 32",
+    ),
+    "8B on 8": (8, 80, "train_llama3", "--flavor 8B --compile"),
+    "8 layers on 8, tp 4": (
+        8,
+        80,
+        "train_llama3",
+        "--flavor 8B --model_args n_layers=8 --ac op --tp 4",
+    ),
+    "8B on 8, accumulation": (
+        8,
+        80,
+        "train_llama3",
+        "--flavor 8B --compile --ac op --global_batch_size 32",
+    ),
+    "8B on 1": (1, 140, "train_llama3", "--flavor 8B --compile --ac full"),
+    "8B on 1, bf16 weights": (
+        1,
+        80,
+        "train_llama3",
+        "--flavor 8B --compile --ac full --param_dtype bfloat16",
+    ),
+    "70B on 64": (64, 80, "train_llama3", "--flavor 70B --compile --ac full"),
+    "70B on 64, accumulation": (
+        64,
+        80,
+        "train_llama3",
+        "--flavor 70B --compile --ac full --global_batch_size 128",
+    ),
+    "70B on 64, tp 8": (64, 80, "train_llama3", "--flavor 70B --compile --ac op --tp 8"),
+    "30B-A3B on 8": (8, 140, "train_qwen3", "--flavor 30B-A3B --ac op --compile"),
+    "30B-A3B on 8, ep": (8, 140, "train_qwen3", "--flavor 30B-A3B --ac op --compile --ep 8"),
+    "16B on 8": (8, 80, "train_deepseek", "--flavor 16B --ac op --compile"),
+}
 
 
 def predicted(recipe: str, flags, world: int) -> float:
@@ -30,15 +73,16 @@ def predicted(recipe: str, flags, world: int) -> float:
     [pytest.param(name, marks=() if "layers" in name else pytest.mark.slow) for name in CASES],
 )
 def test_the_peak_and_what_the_allocator_asks_for(device, tmp_path, name):
-    world, gib, recipe, *flags = CASES[name]
-    options = dict(world=int(world)) if world != "1" else {}
+    world, gib, recipe, flags = CASES[name]
+    flags = [*flags.split(), *BATCH]
+    options = dict(world=world) if world > 1 else {}
     done = device.run(
         tmp_path,
         f"{recipe}.py",
         *flags,
         "--steps",
         4,
-        gib=int(gib),
+        gib=gib,
         memory=True,
         empty_weights=True,
         **options,
@@ -57,7 +101,7 @@ def test_the_peak_and_what_the_allocator_asks_for(device, tmp_path, name):
         for kind in ("malloc", "free", "malloc_failed", "map", "unmap")
         if kind in later
     }
-    says = predicted(recipe, flags, int(world))
+    says = predicted(recipe, flags, world)
     print(
         f"{name}: peak {peaks[-1]:.2f} GiB, --dry_run {says:.2f}, asked of the driver from step 3 "
         f"on: {asked or 'nothing'}"

@@ -1,7 +1,6 @@
 """Problems in files, --env dataset and gsm8k: right answers, lines of a file, and runs."""
 
 import json
-from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet as pq
@@ -31,18 +30,101 @@ def task(env_data, **flags):
 
 
 # ---------------------------------------------------------------- answers
-TABLE = Path(__file__).with_name("answers.txt").read_text(encoding="utf-8").splitlines()[1:]
-RIGHT, WRONG, NUMBERS = (
-    [tuple(line.split(sign)) for line in TABLE if sign in line] for sign in (" == ", " != ", " -> ")
-)
+# (what a model says, its final number)
+NUMBERS = [
+    ("#### 18 dollars and 20 cents", 18),
+    ("#### -5", -5),
+    ("####-5", -5),
+    ("3, so #### 1,234.5", 1234.5),
+    ("$1,000", 1000),
+    ("so -$5.", -5),
+    ("20-5=15.", 15),
+    ("it is .5", 0.5),
+    ("the answer is 7", 7),
+    ("7. So: 8.", 8),
+    ("1,2,3", None),
+    ("1/2", None),
+    ("3-5", None),
+    ("1,23", None),
+    ("#### none", None),
+    ("1.2.3", None),
+    ("x-5", 5),
+    ("#### 5^2", None),
+    ("#### 5:30", None),
+    ("#### 2+3", None),
+    ("1e400", None),
+    ("3*4=12", 12),
+    ("#### −5", -5),
+    ("", None),
+    ("#### 1\n#### 2", 2),
+]
 
 
-@pytest.mark.parametrize("text, number", [*NUMBERS, ("", "None"), ("#### 1\n#### 2", "2")])
+@pytest.mark.parametrize("text, number", NUMBERS)
 def test_final_number(text, number):
-    assert answers.final_number(text) == (None if number == "None" else float(number))
+    assert answers.final_number(text) == number
 
 
-WRONG += [
+# (what a model says, an answer that it is equal to)
+RIGHT = [
+    (r"so \boxed{\frac{1}{2}}", "0.5"),
+    (r"\boxed{50\%}", "1/2"),
+    (r"\boxed{50}", r"50\%"),
+    ("5 %", "5%"),
+    ("#### 1,234", "1234"),
+    ("it is 3/4.", r"\frac34"),
+    (r"$\frac{1}{2}$", "1/2"),
+    ("the answer is 7", "7"),
+    ("so it is -3", "-3"),
+    (r"\boxed{x = 5}", "5"),
+    (r"no 5, \boxed{7} 8", "7"),
+    (r"\boxed{7} or \boxed{8}", "8"),
+    (r"\boxed{\dfrac{\sqrt{3}}{2}}", r"\sqrt{3}/2"),
+    (r"\boxed{\frac{3}{4}\pi}", r"\frac{3\pi}{4}"),
+    (r"\boxed{(1, \frac12)}", "(1,0.5)"),
+    (r"\boxed{\{1,2\}}", r"\{1, 2\}"),
+    (r"\boxed{\left(3,\infty\right)}", r"(3,\infty)"),
+    (r"\boxed{1\frac{1}{2}}", "1.5"),
+    (r"\boxed{1 1/2}", "1.5"),
+    (r"\boxed{-\frac{2}{4}}", "-0.5"),
+    (r"\boxed{12 \text{ cm}}", "12"),
+    (r"\boxed{\text{Evelyn}}", "Evelyn"),
+    (r"\boxed{(A)}", "A"),
+    ("A", r"\text{(A)}"),
+    (r"\boxed{{5}}", "5"),
+    ("so it is −3", "-3"),
+    (r"\boxed{0}", "0.0"),
+    (".5", "0.50"),
+    (r"\boxed{90^\circ}", "90"),
+    (r"\boxed{\$10.00}", "10"),
+    (r"\boxed{1{,}000}", "1000"),
+    (r"\boxed{x^2+1}", "x^2 + 1"),
+    ("x^2", "x^2"),
+    (r"so \boxed{\tfrac{7}{3}}", r"we get \boxed{\frac{7}{3}}"),
+]
+# (what a model says, an answer that it is not equal to)
+WRONG = [
+    (r"\boxed{0.333}", "1/3"),
+    (r"\boxed{2+3}", "5"),
+    (r"\boxed{37*4}", "148"),
+    (r"\boxed{2^{10}}", "1024"),
+    (r"\boxed{5", "5"),
+    (r"\boxed{}", "5"),
+    (r"\boxed{5 or 6}", "5"),
+    ("5 or 6", "5"),
+    (r"\boxed{[1,2]}", "(1,2)"),
+    (r"\boxed{1,2}", "12"),
+    (r"\boxed{2,1}", "1,2"),
+    (r"\boxed{1/0}", "0"),
+    (r"\boxed{\frac{1}{0}}", "1"),
+    (r"\boxed{--5}", "5"),
+    (r"\boxed{5\%}", "500"),
+    (r"\boxed{x}", "y"),
+    (r"5, no: \boxed{6}", "5"),
+    (r"\boxed{5\text{ or 6}}", "5"),
+    (r"\boxed{5\mathrm{e}}", "5"),
+    (r"\boxed{(1,000)}", "(1,0)"),
+    (r"\boxed{(AB)}", "AB"),
     ("", "5"),
     ("9" * 5000, "9"),
     ("\\boxed{" * 9999, "5"),
@@ -215,10 +297,52 @@ def test_a_reward_of_your_own_is_given_what_it_asks_for(tmp_path):
     )
 
 
-# a row of files.jsonl: the objects of a file, flags, what is said
-@pytest.mark.parametrize(
-    "lines, flags, message", map(json.loads, open(Path(__file__).with_name("files.jsonl")))
-)
+# (the objects in the lines of a file, flags, what is said)
+UNUSABLE = [
+    (
+        [{"question": "1", "answer": 2}, {"question": "1"}],
+        {},
+        "a.jsonl:2 has no answer; need prompt or question",
+    ),
+    ([{"question": "1", "answer": 2}, [3]], {}, "a.jsonl:2 is a JSON list, not an object"),
+    ([{"question": 1, "answer": 2}], {}, "a.jsonl:1: question is no text"),
+    ([{"question": " ", "answer": 2}], {}, "a.jsonl:1: the prompt is empty"),
+    (
+        [{"question": "1", "answer": [2]}],
+        {},
+        "a.jsonl:1: nothing can be right .*: it is no text and no number",
+    ),
+    (
+        [{"question": "1", "answer": "two"}],
+        dict(reward="number"),
+        "--reward number where the answer is 'two': it ends with no num",
+    ),
+    ([{"question": "1", "answer": "$$"}], dict(reward="math"), "it has nothing to compare"),
+    (
+        [{"question": "1", "answer": 2}, {"question": "1", "answer": 3}],
+        {},
+        "a.jsonl:2: the prompt is that of .*a.jsonl:1, and",
+    ),
+    (
+        [{"question": "1", "answer": 2}],
+        dict(prompt_template="{task}"),
+        "a.jsonl:1 has no task, which --prompt_temp",
+    ),
+    ([], {}, "a.jsonl is empty"),
+    (
+        [{"question": "7+0=", "answer": 2}, {"question": "7+9=", "answer": 2}],
+        dict(eval_data="b.jsonl"),
+        "1 of the 3 prompts of --eval_data .*b.jsonl are in --env_data as well",
+    ),
+    (
+        [{"question": "1", "answer": 2}],
+        dict(eval_data="c.jsonl"),
+        "--eval_data '.*c.jsonl': No such file or directory; need a .jsonl",
+    ),
+]
+
+
+@pytest.mark.parametrize("lines, flags, message", UNUSABLE)
 def test_files_that_cannot_be_used(tmp_path, lines, flags, message):
     data = write(tmp_path / "a.jsonl", *lines)
     write(tmp_path / "b.jsonl", *sums(7, 0, 3))
