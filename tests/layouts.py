@@ -7,13 +7,13 @@ from ast import literal_eval
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Literal
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from pool import pool
+from tables import read_table
 from torch.distributed.tensor import DTensor
 
 import distributed.initial
@@ -111,18 +111,13 @@ def fields_of(text: str, **words: dict) -> dict:
     return found
 
 
-def layouts_of(section: str, **words: dict) -> list[tuple[int, dict, dict]]:
-    """[(processes, flags, batch and model)] of a section of layouts.txt."""
-    (text,) = re.findall(
-        rf"^\[{section}\]\n((?:[^\[].*\n)+)",
-        Path(__file__).with_name("layouts.txt").read_text(),
-        re.M,
-    )
-    rows = [line.split("|") for line in text.splitlines() if not line.startswith("#")]
-    return [
-        (int(processes), *(fields_of(fields, **words) for fields in rest))
-        for processes, *rest in rows
-    ]
+def layouts_of(section: str, **words: dict) -> dict[str, tuple[int, dict, dict]]:
+    """{"layouts.txt:LINE": (processes, flags, batch and model)} of a section of layouts.txt."""
+    found = {}
+    for place, row in read_table("layouts.txt")[section].items():
+        processes, flags, problem = row.split("|")
+        found[place] = (int(processes), fields_of(flags, **words), fields_of(problem, **words))
+    return found
 
 
 def config(model="llama3", **changes):
@@ -482,11 +477,6 @@ def first_difference(got: list[dict], want: list[dict]) -> str:
 
 def relative(a, b) -> float:
     return ((a - b).norm() / b.norm().clamp(min=1e-8)).item()
-
-
-def row_name(row) -> str:
-    processes, flags, problem = row
-    return f"{processes}-" + "-".join(f"{k}={v}" for k, v in {**flags, **problem}.items())
 
 
 def compare(processes: int, flags: dict, problem: dict, mutate=None) -> str:

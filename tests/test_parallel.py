@@ -27,10 +27,10 @@ from layouts import (
     layouts_of,
     local_batch,
     reference,
-    row_name,
     train,
 )
 from pool import pool
+from tables import as_parameters
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -42,7 +42,7 @@ from models import llama3, moe, qwen3
 from models.layers import rotate
 from tools.failure import failed_module
 
-LAYOUTS, COMPILED = layouts_of("layouts"), layouts_of("compiled")
+LAYOUTS = layouts_of("layouts")
 MOE, MTP = KINDS["qwen3_moe"], KINDS["mtp"]
 
 
@@ -76,24 +76,28 @@ def shows(row) -> set[tuple]:
     )
 
 
-def covering(rows: list) -> list:
+def shown_by(rows: dict) -> set[tuple]:
+    return set().union(*map(shows, rows.values()))
+
+
+def covering(rows: dict) -> dict:
     """The quick ones: rows that together show all that the table shows. Rows on few processes come
     first, and a row stays if it shows something that the others do not."""
-    kept = sorted(rows, key=lambda row: row[0])
-    for row in sorted(rows, key=lambda row: -row[0]):
-        others = [other for other in kept if other is not row]
-        if shows(row) <= set().union(*map(shows, others)):
+    kept = dict(sorted(rows.items(), key=lambda item: item[1][0]))
+    for place, row in sorted(rows.items(), key=lambda item: -item[1][0]):
+        others = {other: kept[other] for other in kept if other != place}
+        if shows(row) <= shown_by(others):
             kept = others
     return kept
 
 
 QUICK = covering(LAYOUTS)
-SLOW = [row for row in LAYOUTS if row not in QUICK]
+SLOW = {place: row for place, row in LAYOUTS.items() if place not in QUICK}
 
 
 def test_the_quick_layouts_have_every_axis_and_every_pair_of_axes_with_every_kind_of_model():
-    shown = set().union(*map(shows, QUICK))
-    assert shown == set().union(*map(shows, LAYOUTS))
+    shown = shown_by(QUICK)
+    assert shown == shown_by(LAYOUTS)
     for kind in ("llama3", "qwen3", "qwen3_moe", "deepseek"):
         axes = [*AXES, "ep", "etp"] if kind in ("qwen3_moe", "deepseek") else AXES
         # ep and etp borrow the ranks of another axis
@@ -107,11 +111,11 @@ def test_the_quick_layouts_have_every_axis_and_every_pair_of_axes_with_every_kin
 @pytest.mark.parametrize(
     "row",
     [
-        *QUICK,
-        COMPILED[0],
-        *(pytest.param(row, marks=pytest.mark.slow) for row in [*SLOW, *COMPILED[1:]]),
+        *as_parameters(QUICK),
+        *as_parameters(layouts_of("compiled")),
+        *as_parameters(SLOW, pytest.mark.slow),
+        *as_parameters(layouts_of("compiled, slow"), pytest.mark.slow),
     ],
-    ids=row_name,
 )
 def test_layout_equals_one_process(row):
     assert compare(*row) == ""

@@ -10,11 +10,11 @@ from layouts import (
     equals_transformers,
     layouts_of,
     on_meta,
-    row_name,
 )
 from pool import pool
 from safetensors.torch import load_file, save_file
 from saves import refuses
+from tables import as_parameters
 
 from flags.config import override_fields
 from forks import delta_rule, gpt_oss, llama4, olmo3, qwen3_next
@@ -100,13 +100,14 @@ def test_published_sizes(module, flavor, total, active):
 LAYOUTS = layouts_of("forks")
 
 
-@pytest.mark.parametrize("row", LAYOUTS, ids=row_name)
+@pytest.mark.parametrize("row", as_parameters(LAYOUTS))
 @pytest.mark.parametrize("model", ["gpt_oss", "llama4", "olmo3", "qwen3_next"])
 def test_layout_equals_one_process(model, row):
     """Of Llama 4, experts in every layer and in every second one take turns. OLMo 3 has no experts,
     and so no ep."""
     n, flags, problem = row
-    more = {"moe_every": 1 + LAYOUTS.index(row) % 2} if model == "llama4" else {}
+    number = list(LAYOUTS.values()).index(row)
+    more = {"moe_every": 1 + number % 2} if model == "llama4" else {}
     flags = {name: value for name, value in flags.items() if name != "ep" or model != "olmo3"}
     assert compare(n, flags, problem | more | {"model": model}) == ""
 

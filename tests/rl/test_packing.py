@@ -8,9 +8,10 @@ import policy
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import KINDS, config, layouts_of, row_name
+from layouts import KINDS, config, layouts_of
 from policy import assert_close, full_logprobs, gradients, samples_of, sharp_model, trainer_of
 from pool import pool
+from tables import as_parameters
 
 from rl import packing
 
@@ -217,7 +218,7 @@ def test_scored_log_probabilities_come_back_to_every_rank():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", layouts_of("packing"), ids=row_name)
+@pytest.mark.parametrize("row", as_parameters(layouts_of("packing")))
 def test_packed_layouts_take_the_step_of_rows_on_one_process(row):
     n, flags, kind = row
     model = kind.get("model", "llama3")

@@ -24,6 +24,7 @@ from layouts import (
 )
 from pool import pool
 from saves import refuses
+from tables import as_parameters
 from test_communication import count
 
 import distributed.checks
@@ -43,15 +44,15 @@ MOE, MTP = layouts.KINDS["qwen3_moe"], layouts.KINDS["mtp"]
 LORA = dict(lora_rank=4)
 ALL = dict(lora_rank=4, lora_on=("wq", "wv", "wo", "w1", "w2", "w3"))
 MLA = dict(lora_rank=4, lora_on=("wq*", "wkv_a", "wkv_b", "wo", "w1"))
-QUICK, SLOW = (
-    layouts.layouts_of(section, LORA=LORA, ALL=ALL, MLA=MLA) for section in ("lora", "lora, slow")
-)
+WORDS = dict(LORA=LORA, ALL=ALL, MLA=MLA)  # in the rows of layouts.txt
 
 
 @pytest.mark.parametrize(
     "row",
-    [*QUICK, *(pytest.param(row, marks=pytest.mark.slow) for row in SLOW)],
-    ids=layouts.row_name,
+    [
+        *as_parameters(layouts.layouts_of("lora", **WORDS)),
+        *as_parameters(layouts.layouts_of("lora, slow", **WORDS), pytest.mark.slow),
+    ],
 )
 def test_layout_equals_one_process(row):
     assert compare(*row) == ""

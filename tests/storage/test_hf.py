@@ -15,10 +15,11 @@ import chats
 import pytest
 import torch
 import transformers  # imports each model on first use: a pool's workers need not wait
-from layouts import build, config, equals_transformers, full, layouts_of, random_tokens, row_name
+from layouts import build, config, equals_transformers, full, layouts_of, random_tokens
 from pool import pool
 from safetensors.torch import load_file, save_file
 from saves import refuses, saver, stops
+from tables import as_parameters
 from torch import nn
 
 import generate
@@ -224,8 +225,6 @@ def test_an_export_overwrites_nothing_and_a_failed_one_leaves_nothing(
 
 # ---------------------------------------------------------------- any layout
 
-*LAYOUTS, LARGE = layouts_of("files")
-
 
 def import_and_export(flags, folder, out):
     """On one rank of a layout: (whole weights, bytes read, bytes of the rank's shards, peak of
@@ -255,7 +254,11 @@ def import_and_export(flags, folder, out):
 
 
 @pytest.mark.parametrize(
-    "row", [*LAYOUTS, pytest.param(LARGE, marks=pytest.mark.slow)], ids=row_name
+    "row",
+    [
+        *as_parameters(layouts_of("files")),
+        *as_parameters(layouts_of("files, slow"), pytest.mark.slow),
+    ],
 )
 def test_every_layout_reads_and_writes_what_one_process_does(theirs, tmp_path, row):
     n, flags, problem = row

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from tables import as_parameters, read_table
 
 from corpus import commands as data_commands
 from data import DataConfig, open_data
@@ -33,10 +34,16 @@ BASE = {
     "train_deepseek": "--out run",
     "grpo": "--out run",
 }
-TABLE = re.findall(
-    r"^\[(.*)\]\n((?:[^\[].*\n)+)", Path(__file__).with_name("messages.txt").read_text(), re.M
-)
-ROWS = [(program, *line.split("=> ")) for program, lines in TABLE for line in lines.splitlines()]
+
+
+def rows_of_all_programs() -> dict[str, tuple[str, str, str]]:
+    """{"messages.txt:LINE": (program, what is typed, what the line must match)}"""
+    found = {}
+    for program, rows in read_table("support/messages.txt").items():
+        for line, row in rows.items():
+            typed, message = row.split("=> ")
+            found[line] = (program, typed, message)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +67,9 @@ def place(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("program, typed, message", ROWS, ids=lambda text: text[:70])
-def test_a_wrong_command_line_is_told_in_one_line(
-    place, monkeypatch, capsys, program, typed, message
-):
+@pytest.mark.parametrize("row", as_parameters(rows_of_all_programs()))
+def test_a_wrong_command_line_is_told_in_one_line(place, monkeypatch, capsys, row):
+    program, typed, message = row
     monkeypatch.chdir(place)
     monkeypatch.setenv("XDG_CACHE_HOME", str(place.parent / "cache"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

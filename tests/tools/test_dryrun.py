@@ -19,10 +19,11 @@ from dataclasses import replace
 import pytest
 import torch
 from dry import MOE, REPO, config, recipe_of, report_of, run
-from layouts import Flags, layouts_of, row_name
+from layouts import Flags, layouts_of
 from pool import pool
 from programs import run_program
 from saves import refuses
+from tables import as_parameters
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import parallel
@@ -72,11 +73,12 @@ def really(recipe: str, flags: dict) -> dict:
     )
 
 
-FIRST, *LAYOUTS = layouts_of("dry run")
-
-
 @pytest.mark.parametrize(
-    "row", [FIRST, *(pytest.param(row, marks=pytest.mark.slow) for row in LAYOUTS)], ids=row_name
+    "row",
+    [
+        *as_parameters(layouts_of("dry run")),
+        *as_parameters(layouts_of("dry run, slow"), pytest.mark.slow),
+    ],
 )
 def test_dry_run_equals_gloo(row):
     processes, flags, model = row
@@ -339,7 +341,7 @@ def support_matrix() -> str:
     from test_parallel import LAYOUTS
 
     found = []
-    for processes, flags, problem in LAYOUTS:
+    for processes, flags, problem in LAYOUTS.values():
         others = math.prod(flags.get(axis, 1) for axis in AXES if axis != "dp_shard")
         found.append(
             {name for name, has in FEATURES.items() if has(flags, problem, processes // others)}

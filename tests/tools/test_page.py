@@ -20,8 +20,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from dry import MOE, REPO, config, recipe_of, run
-from layouts import layouts_of, row_name
+from layouts import layouts_of
 from pool import pool
+from tables import as_parameters
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import parallel
@@ -76,7 +77,7 @@ def really_held(recipe: str, flags: dict) -> dict:
     )
 
 
-@pytest.mark.parametrize("row", layouts_of("page"), ids=row_name)
+@pytest.mark.parametrize("row", as_parameters(layouts_of("page")))
 def test_the_page_knows_what_a_real_rank_holds(row):
     """Weight, gradient and both of AdamW's moments of each rank, the positions, and their number
     between blocks."""

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from dry import config, recipe_of, world
-from layouts import Flags, layouts_of, row_name
+from layouts import Flags, layouts_of
+from tables import as_parameters
 
 from distributed.pipeline import ONE_STAGE_PER_RANK
 from models.llama3 import Llama3Config
@@ -56,7 +57,7 @@ def groups_of_fsdp(stages) -> set[tuple]:
     }
 
 
-@pytest.mark.parametrize("row", layouts_of("meshes"), ids=row_name)
+@pytest.mark.parametrize("row", as_parameters(layouts_of("meshes")))
 def test_the_drawn_mesh_is_the_mesh(row):
     """The groups of device 0 are the process groups of the parameters, the layers and the experts."""
     recipe, flags = recipe_of(dict(local_batch_size=2, dp_shard=1) | row[1], row[2])

@@ -11,8 +11,8 @@ import layouts
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import row_name
 from pool import pool
+from tables import as_parameters
 from test_mutants import MUTANTS, NAMED
 from test_parallel import LAYOUTS, MOE, MTP
 from torch.distributed.tensor import Replicate
@@ -185,16 +185,17 @@ def test_where_names_other_mistakes(planted, row, seam, function):
 # ---------------------------------------------------------------- layouts without a mistake
 
 
-EQUAL = [(2, dict(ep=2), dict(n=4, b=1, **MOE))]
-MORE_EQUAL = [
-    (2, dict(tp=2), dict(n=6, b=2)),
-    (4, dict(cp=2, tp=2), dict(n=4, b=2)),
-    *LAYOUTS[::20],
-]
+EVERY_20TH = dict(list(LAYOUTS.items())[::20])
 
 
 @pytest.mark.parametrize(
-    "row", EQUAL + [pytest.param(row, marks=pytest.mark.slow) for row in MORE_EQUAL], ids=row_name
+    "row",
+    [
+        pytest.param((2, dict(ep=2), dict(n=4, b=1, **MOE)), id="ep"),
+        pytest.param((2, dict(tp=2), dict(n=6, b=2)), id="tp", marks=pytest.mark.slow),
+        pytest.param((4, dict(cp=2, tp=2), dict(n=4, b=2)), id="cp, tp", marks=pytest.mark.slow),
+        *as_parameters(EVERY_20TH, pytest.mark.slow),
+    ],
 )
 def test_equal_layouts_have_no_difference(row):
     text = where(*row)
