@@ -191,7 +191,8 @@ def grid_of(flag: str, items: list[str]) -> list[tuple[str, list[str]]]:
 
 def variants_of(args, common: list[str]) -> dict[str, dict]:
     """{name: {"recipe", "flags"}}, the baseline first."""
-    named, found = [], {}
+    named = []
+    found = {}
     for item in args.variant:
         name, colon, text = item.partition(":")
         words = shlex.split(text)
@@ -244,10 +245,8 @@ def file_of(recipe: str, out: str) -> Path:
             raise ValueError(f"recipe {recipe}: {done.stderr.strip().splitlines()[-1]}")
         return done.stdout.strip()
 
-    sha, below = (
-        git("rev-parse", "--verify", f"{commit}^{{commit}}"),
-        git("rev-parse", "--show-prefix"),
-    )
+    sha = git("rev-parse", "--verify", f"{commit}^{{commit}}")
+    below = git("rev-parse", "--show-prefix")
     tree = Path(out, "checkouts", sha[:12]).resolve()
     if not tree.exists():
         git("worktree", "add", "--detach", str(tree), sha)
@@ -257,7 +256,8 @@ def file_of(recipe: str, out: str) -> Path:
 def sources_of(recipe: Path) -> dict[str, str]:
     """{file: sha256} of the recipe and of all files of its checkout that training may import, and
     the version of torch. tools/ has reports, which training never runs."""
-    found, waiting = {"torch": torch.__version__}, [recipe.stem]
+    found = {"torch": torch.__version__}
+    waiting = [recipe.stem]
     while waiting:
         file = waiting.pop().replace(".", "/") + ".py"
         if (
@@ -334,7 +334,8 @@ def check_variant(file: str, flags: list[str], nproc: int, metric: str) -> dict:
     from flags.config import parse_config
     from tools.reports.stop_main import do_nothing, stop_main
 
-    output, world = io.StringIO(), {"RANK": "0", "WORLD_SIZE": str(nproc)} if nproc > 1 else {}
+    output = io.StringIO()
+    world = {"RANK": "0", "WORLD_SIZE": str(nproc)} if nproc > 1 else {}
     launch.set_timeouts = launch.StopSignal = do_nothing
     launch.connect = parallel.make_mesh = lambda layout, *flags, **more: layout
     try:
@@ -378,7 +379,8 @@ def check_variant(file: str, flags: list[str], nproc: int, metric: str) -> dict:
 
 def at_size(variants: dict, size: str) -> dict[str, dict]:
     """The variants with the --model_args `size` behind their own."""
-    parser, found = argparse.ArgumentParser(allow_abbrev=False), {}
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    found = {}
     parser.add_argument("--model_args", default="")
     for name, variant in variants.items():
         own, others = parser.parse_known_args(variant["flags"])
@@ -427,10 +429,8 @@ def candidates_of(variants: dict, grid: list[tuple]) -> dict[str, dict]:
 
 def check_all(args, common: list[str]) -> dict[str, dict]:
     """{size: checked variants}; without --ladder a single size, "". Prints what the runs cost."""
-    sizes, grid = (
-        {"": variants_of(args, common)},
-        grid_of("--tune", [args.tune] if args.tune else []),
-    )
+    sizes = {"": variants_of(args, common)}
+    grid = grid_of("--tune", [args.tune] if args.tune else [])
     unit, _, amount = (args.budget or "").partition("=")
     if args.ladder:
         sizes = {
@@ -548,7 +548,9 @@ def tune(args, folder: Path, variants: dict, stopping: list) -> list[str]:
 def run_study(args, size: str, sizes: int, variants: dict, stopping: list) -> bool:
     """Make the missing runs of a study, and its report. Returns whether all runs ended well. sizes:
     intervals of a ladder that share the 5 %: one for each size, and one beyond."""
-    folder, tuned, tried = Path(args.out, size), [], set()
+    folder = Path(args.out, size)
+    tuned = []
+    tried = set()
     if (args.budget or "").startswith("seconds"):
         measure_seconds(args, folder / "timing", variants, stopping)
         if not stopping:
@@ -577,7 +579,8 @@ def main(argv) -> int | None:
     if args.noise:
         read_study(args.noise)  # refuses a folder without a study
     check_local(args.out, "--out")
-    sizes, stopping = check_all(args, common), []
+    sizes = check_all(args, common)
+    stopping = []
     if not args.only:
         lock_run(args.out)
     for number in (signal.SIGINT, signal.SIGTERM):

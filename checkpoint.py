@@ -177,15 +177,17 @@ class Checkpoints:
         tokenizer_file: str | None = None,
         load_base=None,
     ):
-        self.cfg, self.out, self.modules, self.identity = cfg, out, modules, identity
+        self.cfg = cfg
+        self.out = out
+        self.modules = modules
+        self.identity = identity
         # loaded: the step folder that load() continued
-        self.tokenizer_file, self.load_base, self.base, self.loaded = (
-            tokenizer_file,
-            load_base,
-            None,
-            None,
-        )
-        self.config, self.source = config, source
+        self.tokenizer_file = tokenizer_file
+        self.load_base = load_base
+        self.base = None
+        self.loaded = None
+        self.config = config
+        self.source = source
         self.optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
         # Collected once, while FSDP holds the parameters sharded: after an evaluation
         # module.parameters() may be gathered copies, not the shards updated by the optimizer.
@@ -234,9 +236,13 @@ class Checkpoints:
             if not isinstance(t, nn.Parameter)
         }
         self.copies = find_copies(self.params | buffers, self.gather)
-        self.pool, self.stager, self.staged, self.flight = ThreadPoolExecutor(1), None, None, None
+        self.pool = ThreadPoolExecutor(1)
+        self.stager = None
+        self.staged = None
+        self.flight = None
         # --after_save: {folder: its command}
-        self.commands, self.copying = ThreadPoolExecutor(1), {}
+        self.commands = ThreadPoolExecutor(1)
+        self.copying = {}
         self.process = (
             writer_process() if cfg.checkpoint_async == "process" and not cfg.load_only else None
         )
@@ -287,7 +293,8 @@ class Checkpoints:
             self.stager.close()
             self.stager = None
         if self.stager is None:
-            staging, cuda = import_dcp().staging, torch.cuda.is_available()
+            staging = import_dcp().staging
+            cuda = torch.cuda.is_available()
             self.stager = staging.DefaultStager(
                 staging.StagingOptions(
                     use_pinned_memory=cuda,
@@ -346,7 +353,8 @@ class Checkpoints:
         """Waits for the running save. At most one runs, so the background threads of all ranks save
         in the same order."""
         self.wait_staged()
-        flight, self.flight = self.flight, None
+        flight = self.flight
+        self.flight = None
         if flight is not None and not flight.result() and self.process is not None:
             self.process.shutdown()
             self.process = self.stager = None  # the same on all ranks: all agreed on the result
@@ -355,7 +363,8 @@ class Checkpoints:
     def write(self, step, about, get_tensors, staged=False) -> bool:
         """The whole save, in the training thread or in the background. All ranks run the same
         collectives in the same order."""
-        began, folder = time.perf_counter(), None
+        began = time.perf_counter()
+        folder = None
         try:
             folder = self.on_rank_0(lambda: self.begin(step))
             if folder is None:
@@ -471,7 +480,8 @@ class Checkpoints:
                 load_hf(self.modules, self.cfg.init_from, excluded, self.group)
                 self.say(f"step 0, with the weights of {self.cfg.init_from} (Hugging Face)")
             return None
-        source, everything = start.folder, start.everything
+        source = start.folder
+        everything = start.everything
         if self.cfg.init_from and source == self.out and not self.base:
             self.say(
                 f"--init_from {self.cfg.init_from} is IGNORED: {self.out} has checkpoints of its "

@@ -82,22 +82,22 @@ def make_mesh(layout: Layout) -> Layout:
     {5,7}; fsdp {0,2,4,6} {1,3,5,7}. Nothing is sent here: NCCL connects a process group at its
     first use. Returns the layout with its meshes.
     """
-    device, pp, dp_replicate, tp = layout.device.type, layout.pp, layout.dp_replicate, layout.tp
+    device = layout.device.type
+    pp = layout.pp
+    dp_replicate = layout.dp_replicate
+    tp = layout.tp
     fsdp = layout.dp_shard * layout.cp
     mesh = init_device_mesh(
         device, (pp, dp_replicate, fsdp, tp), mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp")
     )
     # the axis by number: torch 2.11 does not accept a name
-    full_mesh, expert_mesh = (
-        mesh._unflatten(2, (layout.dp_shard, layout.cp), ("dp_shard", "cp")),
-        None,
-    )
+    full_mesh = mesh._unflatten(2, (layout.dp_shard, layout.cp), ("dp_shard", "cp"))
+    expert_mesh = None
     if layout.has_experts:
-        ep, etp = layout.ep, layout.etp
-        shape, names = (
-            (pp, dp_replicate, fsdp * tp // (ep * etp), ep, etp),
-            ("pp", "dp_replicate", "efsdp", "ep", "etp"),
-        )
+        ep = layout.ep
+        etp = layout.etp
+        shape = (pp, dp_replicate, fsdp * tp // (ep * etp), ep, etp)
+        names = ("pp", "dp_replicate", "efsdp", "ep", "etp")
         expert_mesh = init_device_mesh(device, shape, mesh_dim_names=names)
     return replace(layout, mesh=mesh, full_mesh=full_mesh, expert_mesh=expert_mesh)
 
@@ -473,7 +473,8 @@ def wrap_units(stage, layout: Layout, reduce_dtype: torch.dtype) -> None:
         return mesh["dp_replicate", axis] if layout.dp_replicate > 1 else mesh[axis]
 
     options["mesh"] = with_copies(layout.mesh, "fsdp")
-    reshard, blocks = layout.reshards, list(all_blocks(stage).values())
+    reshard = layout.reshards
+    blocks = list(all_blocks(stage).values())
     if experts := [block.moe.experts for block in blocks if hasattr(block, "moe")]:
         expert_mesh = with_copies(layout.expert_mesh, "efsdp")
         # --ep over all ranks: nothing to gather or sum
@@ -524,7 +525,8 @@ def init_weights(stage, layout: Layout, seed: int, skip=lambda fqn: False) -> No
     skip: whether a checkpoint will overwrite the parameter fqn. Skipped parameters are NaN, so a
     missing overwrite shows.
     """
-    values, draws = initial_values(stage), []
+    values = initial_values(stage)
+    draws = []
     stage.seed = seed  # dropout depends on it, too
     stage.to_empty(device="cpu" if layout.offload else layout.device)
     # only parameters are offloaded: the computation reads the buffers
@@ -537,7 +539,8 @@ def init_weights(stage, layout: Layout, seed: int, skip=lambda fqn: False) -> No
             local.fill_(math.nan if std else number)
         elif local.numel():
             # rows per block; in a stack of experts one expert
-            first, rows = local_slice(p)[1][0], 1 if p.dim() == 3 else 1024
+            first = local_slice(p)[1][0]
+            rows = 1 if p.dim() == 3 else 1024
             blocks = range(first // rows, math.ceil((first + len(local)) / rows))
             draws += [
                 partial(
@@ -607,7 +610,8 @@ def forward_backward(stages, batch, layout: Layout) -> Tensor:
             stages, inputs(stages[0], batch, None, layout), loss_denom, layout
         )
     else:
-        model, total = stages[0], torch.zeros((), device=layout.device)
+        model = stages[0]
+        total = torch.zeros((), device=layout.device)
         for a in range(batch.tokens.shape[0]):
             next_backward(model, a == batch.tokens.shape[0] - 1, layout)
             loss = model(**inputs(model, batch, a, layout), loss_denom=loss_denom)

@@ -139,7 +139,9 @@ def main(cfg: Config):
         "our load, verified": load,
     }
     loads = {"dcp.load": "dcp.save", "our load, verified": "--checkpoint_async off"}
-    waits, totals, size = {name: [] for name in variants}, {name: [] for name in variants}, 0
+    waits = {name: [] for name in variants}
+    totals = {name: [] for name in variants}
+    size = 0
     for repeat in range(1 + cfg.repeats):
         names = list(variants)
         for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
@@ -171,7 +173,8 @@ def main(cfg: Config):
 
 
 def print_results(cfg, layout, size, waits, totals):
-    data, began = bytes(1 << 26), time.perf_counter()
+    data = bytes(1 << 26)
+    began = time.perf_counter()
     zlib.crc32(data)
     speed = len(data) / (time.perf_counter() - began)
     print(
@@ -182,7 +185,8 @@ def print_results(cfg, layout, size, waits, totals):
     )
     print(f"{'':30} training waits{'':22} until it is durable")
     for name, values in waits.items():
-        base, cells = "dcp.load" if "load" in name else "dcp.save", []
+        base = "dcp.load" if "load" in name else "dcp.save"
+        cells = []
         for mine, theirs in ((values, waits[base]), (totals[name], totals[base])):
             # of the shortest: what else the machine does can only add
             ratio = min(mine) / min(theirs)

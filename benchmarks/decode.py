@@ -102,7 +102,8 @@ def main():
         max_len=cfg.seq_len,
         rows=args.rows,
     )
-    found, known = {}, replay.Replays
+    found = {}
+    known = replay.Replays
     for _ in range(args.rounds):
         for name, gathered in (("off", whole_weights), ("on", gathered_with_hooks)):
             replay.Replays = known if name == "off" else lambda advance: advance

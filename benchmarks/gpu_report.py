@@ -134,36 +134,30 @@ def rows_of(found: dict) -> list[Row]:
     count = len(found["gpus"])
     n = max(2, 2 ** (count.bit_length() - 1))  # GPUs of the rows with several
     gib = min((gpu["gib"] for gpu in found["gpus"]), default=0)
-    size, brief = (
-        model_size(gib),
-        "--steps 20 --log_every 5 --val_every 0 --checkpoint_every 0 --out {out}",
-    )
-    llama, many = (
-        "python train_llama3.py",
-        f"torchrun --nproc_per_node {n} train_llama3.py {size} {brief} --compile",
-    )
-    one, compiled = f"{llama} {size} {brief}", f"{llama} {size} {brief} --compile"
+    size = model_size(gib)
+    brief = "--steps 20 --log_every 5 --val_every 0 --checkpoint_every 0 --out {out}"
+    llama = "python train_llama3.py"
+    many = f"torchrun --nproc_per_node {n} train_llama3.py {size} {brief} --compile"
+    one = f"{llama} {size} {brief}"
+    compiled = f"{llama} {size} {brief} --compile"
     exact = "--steps 10 --log_every 1 --val_every 0 --checkpoint_every 0 --compute_dtype float32 --out {out}"
     length = re.search(r"--seq_len \d+", size)[0]
     shape = "n_heads=32,n_kv_heads=8,dim=2048,n_layers=4,head_dim=64,ffn_dim=8192,vocab_size=32768"
     width = (
         "dim=4096,head_dim=128,ffn_dim=14336" if gib >= 36 else "dim=2048,head_dim=64,ffn_dim=8192"
     )
-    parity, equal = f"{llama} --check_parity --local_batch_size 2", "check_parity: equal"
+    parity = f"{llama} --check_parity --local_batch_size 2"
+    equal = "check_parity: equal"
     layout = {4: "--tp 2 --cp 2"}.get(n, "--tp 2 --cp 2 --pp 2" if n >= 8 else "--dp_shard 2")
     experts = f"--model_args n_layers=2,vocab_size=32768 --seq_len 4096 --local_batch_size 1 --compile {brief}"
     qwen = f"torchrun --nproc_per_node {n} train_qwen3.py --flavor 30B-A3B {experts} --ep {n}"
-    small, grpo = (
-        "logprob_k3 below 1e-3",
-        "grpo.py --steps 12 --eval_every 0 --checkpoint_every 0 --sft_steps 20 --out {out}",
-    )
+    small = "logprob_k3 below 1e-3"
+    grpo = "grpo.py --steps 12 --eval_every 0 --checkpoint_every 0 --sft_steps 20 --out {out}"
     end = f"--local_batch_size 1 --ac full --compile --lr 3e-4 {brief}"
-    two, ao, faster, between = (
-        dict(gpus=2),
-        dict(packages=("torchao",)),
-        "1.2 x or more",
-        "memory between none and full",
-    )
+    two = dict(gpus=2)
+    ao = dict(packages=("torchao",))
+    faster = "1.2 x or more"
+    between = "memory between none and full"
     return [
         Row(
             "loss on the CPU", f"{llama} --device cpu {exact}", "the reference of the next row", 90
@@ -361,7 +355,8 @@ def rows_of(found: dict) -> list[Row]:
 
 def why_not(row: Row, found: dict) -> str:
     """Why a row cannot run on this machine, or ""."""
-    gpus, installed = found["gpus"], found["packages"]
+    gpus = found["gpus"]
+    installed = found["packages"]
     gib, capability = (min(gpu[key] for gpu in gpus) for key in ("gib", "capability"))
     cases = {
         f"needs {row.gpus} GPUs, here {'is' if len(gpus) == 1 else 'are'} {len(gpus)}": len(gpus)
@@ -399,7 +394,9 @@ def execute(row: Row, out: Path, limit: float) -> None:
     """Run the row's command; fill in what came of it."""
     folder = folder_of(row, out)
     folder.mkdir(parents=True)
-    began, printed, errors = time.monotonic(), folder / "stdout", folder / "stderr"
+    began = time.monotonic()
+    printed = folder / "stdout"
+    errors = folder / "stderr"
     # nothing was compiled before this report
     env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": f"{out.resolve()}/rows/cache"}
     with open(printed, "w") as stdout, open(errors, "w") as stderr:
@@ -415,10 +412,12 @@ def execute(row: Row, out: Path, limit: float) -> None:
             status = process.wait(limit)
             row.status = "ok" if status == 0 else "failed"
         except subprocess.TimeoutExpired:
-            row.status, row.reason = "time limit", f"ended after {limit:.0f} s"
+            row.status = "time limit"
+            row.reason = f"ended after {limit:.0f} s"
         except KeyboardInterrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would lose the report
-            row.status, row.reason = "interrupted", "Ctrl-C"
+            row.status = "interrupted"
+            row.reason = "Ctrl-C"
         finally:
             if process.poll() is None:
                 end(process)
@@ -507,7 +506,8 @@ def run_rows(rows: list[Row], out: Path, seconds: float, write, clock=time.monot
     for i, row in enumerate(rows, 1):
         left = seconds - (clock() - began)
         if any(other.status == "interrupted" for other in rows):
-            row.status, row.reason = "not run", "interrupted"
+            row.status = "not run"
+            row.reason = "interrupted"
         elif not row.status and row.limit > left:
             row.status, row.reason = (
                 "not run",
@@ -565,7 +565,8 @@ def markdown(report: dict, rows: list[Row]) -> str:
         loss=".4f",
     )
     for row in (row for row in rows if row.metrics):
-        m, name = row.metrics, f"{row.name} (of {row.base})" if row.base else row.name
+        m = row.metrics
+        name = f"{row.name} (of {row.base})" if row.base else row.name
         cells = [format(m[key], spec) if key in m else "" for key, spec in formats.items()]
         more = ("x_base_loss", "rollout_tokens_per_second", "logprob_k3")
         seen = [row.see, *(f"{key} {m[key]:.5g}" for key in more if key in m)]
@@ -593,7 +594,8 @@ def main(cfg: Config):
     for row in rows:
         row.command = row.command.replace("{out}", shlex.quote(str(folder_of(row, out))))
         if reason := why_not(row, found):
-            row.status, row.reason = "skipped", reason
+            row.status = "skipped"
+            row.reason = reason
     os.chdir(REPO)  # the commands are those that a user types there
     if cfg.list:
         return print("\n".join(f"{row.name}: {row.reason or row.command}" for row in rows))

@@ -48,7 +48,8 @@ def timed(work: dict, rounds: int, device) -> dict[str, list[float]]:
     They take turns."""
     clock = time.process_time if device.type == "cpu" else time.perf_counter
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    times, names = {name: [] for name in work}, list(work)
+    times = {name: [] for name in work}
+    names = list(work)
     for i in range(rounds + 1):
         for name in names[i % len(names) :] + names[: i % len(names)]:
             wait()
@@ -70,16 +71,16 @@ def both_ways(function, *inputs):
 def parts(cfg, c, device) -> dict:
     """name -> (work, how often a step does it, FLOPs, bytes read and written at least) of one
     training step."""
-    B, T, D, H, G, K, V = (
-        cfg.local_batch_size,
-        cfg.seq_len,
-        c.dim,
-        c.n_heads,
-        c.n_kv_heads,
-        c.head_dim,
-        c.vocab_size,
-    )
-    dtype, N, L = getattr(torch, cfg.dtype), cfg.local_batch_size * cfg.seq_len, c.n_layers
+    B = cfg.local_batch_size
+    T = cfg.seq_len
+    D = c.dim
+    H = c.n_heads
+    G = c.n_kv_heads
+    K = c.head_dim
+    V = c.vocab_size
+    dtype = getattr(torch, cfg.dtype)
+    N = cfg.local_batch_size * cfg.seq_len
+    L = c.n_layers
     new = lambda *shape, dtype=dtype: torch.randn(*shape, device=device).to(dtype)  # noqa: E731
     size = torch.finfo(dtype).bits // 8
     angle = torch.randn(1, 1, T, K // 2, device=device)
@@ -107,7 +108,8 @@ def parts(cfg, c, device) -> dict:
         new(B, T, H * K),
         new(D, H * K),
     ]
-    head, labels = new(V, D), torch.randint(V, (N,), device=device)
+    head = new(V, D)
+    labels = torch.randint(V, (N,), device=device)
     n_projection = 2 * H * K * D + 2 * G * K * D
     found = {
         # forward QK and PV, backward twice and a half of that; causal is half
@@ -140,11 +142,9 @@ def parts(cfg, c, device) -> dict:
         layer = MoE(c).to(device, dtype)
         for p in layer.parameters():
             torch.nn.init.normal_(p, std=0.1)
-        ffn, n_read, n_used = (
-            layer,
-            experts * 3 * D * c.moe_ffn_dim,
-            c.top_k * 3 * D * c.moe_ffn_dim,
-        )
+        ffn = layer
+        n_read = experts * 3 * D * c.moe_ffn_dim
+        n_used = c.top_k * 3 * D * c.moe_ffn_dim
     else:
         ffn = FeedForward(D, c.ffn_dim).to(device, dtype)
         n_read = n_used = 3 * D * c.ffn_dim
@@ -183,7 +183,8 @@ def adamw(params, device):
 def limits(cfg, device) -> tuple[float, float]:
     """(FLOP/s of a large square matmul in the step's dtype, bytes/s read and written by a large
     copy)."""
-    n, dtype = cfg.matmul_size, getattr(torch, cfg.dtype)
+    n = cfg.matmul_size
+    dtype = getattr(torch, cfg.dtype)
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     source = torch.zeros(64 * 2**20, device=device)
     target = torch.empty_like(source)
@@ -203,7 +204,9 @@ def loss_memory(pipe, kind, cfg, dim, device) -> None:
     """Bytes that the peak grows by in one forward and backward of the loss; in a process of its
     own."""
     function = {"chunked": linear_cross_entropy, "F.cross_entropy": plain_loss}[kind]
-    dtype, N, V = getattr(torch, cfg.dtype), cfg.local_batch_size * cfg.seq_len, cfg.loss_vocab
+    dtype = getattr(torch, cfg.dtype)
+    N = cfg.local_batch_size * cfg.seq_len
+    V = cfg.loss_vocab
     h, weight = (
         torch.randn(N, dim, device=device).to(dtype),
         torch.randn(V, dim, device=device).to(dtype),
@@ -229,7 +232,9 @@ def peak_of(target, *args) -> int:
 
 
 def compare_losses(cfg, dim, device) -> None:
-    dtype, N, V = getattr(torch, cfg.dtype), cfg.local_batch_size * cfg.seq_len, cfg.loss_vocab
+    dtype = getattr(torch, cfg.dtype)
+    N = cfg.local_batch_size * cfg.seq_len
+    V = cfg.loss_vocab
     h, weight = (
         torch.randn(N, dim, device=device).to(dtype),
         (0.05 * torch.randn(V, dim, device=device)).to(dtype),
@@ -255,7 +260,9 @@ def compare_losses(cfg, dim, device) -> None:
 
 
 def compare_padding(cfg, device) -> None:
-    B, T, dtype = cfg.local_batch_size, cfg.seq_len, getattr(torch, cfg.dtype)
+    B = cfg.local_batch_size
+    T = cfg.seq_len
+    dtype = getattr(torch, cfg.dtype)
     print(
         f"\nAttention with values smaller than queries, {B} x {T} tokens, 8 heads, {cfg.dtype}\n"
         "| query dim | value dim | padded, seconds | as it is | x padded |\n|" + " --- |" * 5

@@ -94,7 +94,8 @@ def main(cfg: Config):
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    world, rank = dist.get_world_size(), dist.get_rank()
+    world = dist.get_world_size()
+    rank = dist.get_rank()
     if rank == 0:
         print(
             f"{cfg.mib} MiB in bfloat16 over {world} x {device.type}, median of {cfg.repeats}, GB/s"

@@ -200,7 +200,8 @@ def torchtitan(cfg, device, compiled, fsdp=False):
     from torchtitan.models.llama3.model.args import TransformerModelArgs
     from torchtitan.models.llama3.model.model import Transformer
 
-    c, job = llama_config(cfg), JobConfig()
+    c = llama_config(cfg)
+    job = JobConfig()
     if c.head_dim * c.n_heads != c.dim:
         raise ValueError(
             f"torchtitan needs n_heads x head_dim = dim, not {c.n_heads} x {c.head_dim} and {c.dim}"
@@ -262,10 +263,8 @@ def same_as_ours(model, cfg) -> None:
         theirs = model.state_dict()
         plain.load_state_dict({fqn: theirs[key] for fqn, key in plain.hf_keys().items()})
         tokens, labels = random_batch(cfg, device)
-        mine, other = (
-            plain(tokens, labels=labels) / labels.numel(),
-            model(tokens, labels=labels, shift_labels=labels).loss,
-        )
+        mine = plain(tokens, labels=labels) / labels.numel()
+        other = model(tokens, labels=labels, shift_labels=labels).loss
     assert abs(mine - other) < 1e-4 * other, (
         f"loss {mine.item()} here, {other.item()} in transformers"
     )
@@ -396,7 +395,9 @@ def measure(names: list[str], cfg_of, rounds: int, device_type: str) -> dict[str
     """name -> its report with "times": seconds per step, one per round. cfg_of(name) is its
     StepConfig."""
     context = multiprocessing.get_context("spawn")
-    pipes, processes, reports = {}, [], {}
+    pipes = {}
+    processes = []
+    reports = {}
     try:
         for name in names:
             pipes[name], theirs = context.Pipe()

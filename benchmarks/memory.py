@@ -67,7 +67,8 @@ def main(cfg: Config):
     reports = {}
     for name in configs:  # one after the other: together they would not fit
         reports |= measure([name], configs.get, cfg.rounds, device)
-    tokens, first = cfg.seq_len * cfg.local_batch_size, next(iter(configs))
+    tokens = cfg.seq_len * cfg.local_batch_size
+    first = next(iter(configs))
     print(
         f"{cfg.model_args}; {tokens:,} tokens per step, {cfg.dtype}, {device}, {cfg.rounds} rounds"
     )

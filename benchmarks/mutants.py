@@ -89,7 +89,8 @@ def mutants_of(path: str) -> list[dict]:
 
     def between(node, left, right, op):
         if type(op) in SWAPS:
-            start, end = place(left)[1], place(right)[0]
+            start = place(left)[1]
+            end = place(right)[0]
             add(node, start, end, text[start:end].replace(*SWAPS[type(op)], 1))
 
     tree = ast.parse(text)
@@ -182,7 +183,8 @@ def tests_for(mutant: dict) -> list[str]:
 def try_mutant(mutant: dict, seconds: float) -> dict:
     """The mutant with "caught": the first test that failed, or "" when all passed or were not
     finished in time."""
-    folder, began = Path(tempfile.mkdtemp()), time.monotonic()
+    folder = Path(tempfile.mkdtemp())
+    began = time.monotonic()
     shutil.copytree(
         REPO,
         folder / "main",
@@ -232,7 +234,8 @@ def diff(mutant: dict) -> str:
     text = Path(REPO, mutant["file"]).read_text()
     new = text[: mutant["start"]] + mutant["new"] + text[mutant["end"] :]
     at = mutant["line"] - 1
-    old, new = text.splitlines()[at], new.splitlines()[at]
+    old = text.splitlines()[at]
+    new = new.splitlines()[at]
     return f"{mutant['file']}:{mutant['line']} in {mutant['function']}\n  - {old.strip()}\n  + {new.strip()}"
 
 

@@ -53,7 +53,8 @@ FIXED = (
     "--device cuda"
 ).split()
 # an H200; float8 is a guess
-BYTES_PER_SECOND, FLOPS = 4.3e12, {"bf16": (700e12, 790e12), "float8": (1100e12, 1300e12)}
+BYTES_PER_SECOND = 4.3e12
+FLOPS = {"bf16": (700e12, 790e12), "float8": (1100e12, 1300e12)}
 
 
 # ---------------------------------------------------------------- bytes and FLOPs of what runs
@@ -133,7 +134,9 @@ class Traffic(TorchDispatchMode):
             reads = {name: value for name, value in given.items() if name != "out"}
             # it returns the whole buffer, and writes this rank's part of it
             if "all_gather_copy_in" in str(op):
-                reads, written, new = {}, [args[0], args[0]], []
+                reads = {}
+                written = [args[0], args[0]]
+                new = []
             self.add(
                 str(op),
                 size([reads, written, new])
@@ -190,7 +193,8 @@ class Steps:
         self.n += 1
         torch.cuda.reset_peak_memory_stats()
         if self.n == 3:
-            self.traffic.bytes, self.traffic.flops = 0, 0
+            self.traffic.bytes = 0
+            self.traffic.flops = 0
             self.traffic.by_op.clear()
             self.traffic.__enter__()
 
@@ -212,13 +216,15 @@ def run_ours(name: str, layers: int):
     import answers
 
     world, _, flags = CASES[name]
-    steps, mark_parts = Steps(), answers.mark_parts
+    steps = Steps()
+    mark_parts = answers.mark_parts
 
     def marked(module, memory):
         from training.metrics import Metrics
 
         mark_parts(module, memory)
-        start, end = Metrics.start_step, Metrics.end_step
+        start = Metrics.start_step
+        end = Metrics.end_step
 
         def start_step(self, batches):
             steps.begin()
@@ -228,7 +234,8 @@ def run_ours(name: str, layers: int):
             end(self, tokens)
             steps.end()
 
-        Metrics.start_step, Metrics.end_step = start_step, end_step
+        Metrics.start_step = start_step
+        Metrics.end_step = end_step
 
     answers.mark_parts = marked
     recipe, *flags = flags.split()
@@ -255,20 +262,17 @@ def run_torchtitan(name: str, layers: int):
     from torchtitan.protocols.model_converter import build_model_converters
     from torchtitan.protocols.train_spec import get_train_spec
 
-    job, spec = JobConfig(), get_train_spec("llama3")
-    job.model.name, job.model.flavor, job.training.seq_len, job.compile.enable = (
-        "llama3",
-        "8B",
-        8192,
-        "--compile" in flags,
-    )
+    job = JobConfig()
+    spec = get_train_spec("llama3")
+    job.model.name = "llama3"
+    job.model.flavor = "8B"
+    job.training.seq_len = 8192
+    job.compile.enable = "--compile" in flags
     job.activation_checkpoint.mode = next(
         (m for a, m in AC.items() if f"--ac {a}" in flags), "none"
     )
-    job.activation_checkpoint.selective_ac_option, job.parallelism.data_parallel_shard_degree = (
-        "op",
-        -1,
-    )
+    job.activation_checkpoint.selective_ac_option = "op"
+    job.parallelism.data_parallel_shard_degree = -1
     if "float8" in flags:
         job.model.converters = ["quantize.linear.float8"]
         # None: tensorwise
@@ -279,7 +283,9 @@ def run_torchtitan(name: str, layers: int):
     dims.build_mesh()
     args = spec.model_args["8B"]
     args.update_from_config(job)
-    args.vocab_size, args.n_layers = 128256, layers or args.n_layers  # the words of its tokenizer
+    # the words of its tokenizer
+    args.vocab_size = 128256
+    args.n_layers = layers or args.n_layers
     with torch.device("meta"):
         model = spec.model_cls(args)
     build_model_converters(job, dims).convert(model)
@@ -287,11 +293,9 @@ def run_torchtitan(name: str, layers: int):
     model = spec.parallelize_fn(model, dims, job).to_empty(device="cuda")
     optimizers = spec.build_optimizers_fn([model], job.optimizer, dims)
     schedulers = spec.build_lr_schedulers_fn(optimizers, job.lr_scheduler, 1000)
-    autocast, ids, steps = (
-        utils.maybe_enable_amp(dims, "bfloat16", "cuda"),
-        torch.zeros(1, 8193, dtype=torch.int64),
-        Steps(),
-    )
+    autocast = utils.maybe_enable_amp(dims, "bfloat16", "cuda")
+    ids = torch.zeros(1, 8193, dtype=torch.int64)
+    steps = Steps()
     for step in range(1, 5):
         answers.Log.mark(f"step {step}")
         steps.begin()
@@ -300,7 +304,8 @@ def run_torchtitan(name: str, layers: int):
         if world > 1:
             count = utils.dist_sum(count, dims.get_mesh("batch"))
         for _ in range(4 if "global_batch_size" in flags else 1):
-            x, y = ids[:, :-1].to("cuda"), ids[:, 1:].to("cuda")
+            x = ids[:, :-1].to("cuda")
+            y = ids[:, 1:].to("cuda")
             with utils.get_train_context(tp > 1)():
                 with autocast:
                     loss = loss_fn(model(x), y) / count
@@ -379,7 +384,8 @@ def collectives(step: list[list[str]]) -> tuple[int, int]:
     between their start and the wait for them). Sends and receives in a group are one."""
     n = beside = i = 0
     while i < len(step):
-        begin, depth = i, step[i][:2] == ["nccl", "group_start"]
+        begin = i
+        depth = step[i][:2] == ["nccl", "group_start"]
         while depth and step[i][:2] != ["nccl", "group_end"]:
             i += 1
         sizes = [

@@ -24,10 +24,8 @@ SEEDS = 5
 
 def costs(n: int, ranks: int, **flags) -> tuple[float, float]:
     """The two figures, as means over SEEDS draws of n lengths."""
-    cfg, layout = (
-        SimpleNamespace(batch_invariant=False, compile=False, **flags),
-        SimpleNamespace(data_ranks=ranks, cp=1, tp=1),
-    )
+    cfg = SimpleNamespace(batch_invariant=False, compile=False, **flags)
+    layout = SimpleNamespace(data_ranks=ranks, cp=1, tp=1)
     found = []
     for seed in range(SEEDS):
         draw = random.Random(seed).lognormvariate

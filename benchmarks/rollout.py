@@ -139,7 +139,8 @@ def measure(args):
     import torch
 
     torch.set_num_threads(args.threads)
-    sample, speed = sampler(args.variant, args.folder, args.device, args.new, args.ragged), {}
+    sample = sampler(args.variant, args.folder, args.device, args.new, args.ragged)
+    speed = {}
     for rows in args.rows:
         prompts = torch.randint(
             1, 64, (rows, 32), generator=torch.Generator().manual_seed(rows)

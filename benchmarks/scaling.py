@@ -71,7 +71,9 @@ def measure_run(rank: int, n: int, folder: str, answers) -> None:
     found, calls = {}, count_metadata_calls()
 
     def measure(name, work, per=1, unit=1.0):
-        began, before, asked = time.process_time(), memory_mb(), calls["n"]
+        began = time.process_time()
+        before = memory_mb()
+        asked = calls["n"]
         for _ in range(per):
             result = work()
         found[f"{name}: CPU {'ms' if unit > 1 else 's'}"] = (
@@ -137,11 +139,10 @@ def measure_table(n_ranks: int, n_tensors: int) -> dict:
     from torch.distributed.checkpoint import default_planner, filesystem, metadata, planner, storage
     from torch.distributed.tensor import distribute_tensor, init_device_mesh
 
-    rows, columns = n_ranks * 4, 64
-    properties, bytes_each = (
-        metadata.TensorProperties(torch.float32),
-        rows // n_ranks * columns * 4 + 800,
-    )
+    rows = n_ranks * 4
+    columns = 64
+    properties = metadata.TensorProperties(torch.float32)
+    bytes_each = rows // n_ranks * columns * 4 + 800
     names = [f"optimizer.blocks.{i}.attn.wq.weight.exp_avg" for i in range(n_tensors)]
 
     def items(rank):
@@ -156,7 +157,8 @@ def measure_table(n_ranks: int, n_tensors: int) -> dict:
             for name in names
         ]
 
-    found, began = {"shards": n_ranks * n_tensors}, time.process_time()
+    found = {"shards": n_ranks * n_tensors}
+    began = time.process_time()
     plans = [planner.SavePlan(items(rank)) for rank in range(n_ranks)]
     found["-"], began = time.process_time() - began, time.process_time()
     saver = default_planner.DefaultSavePlanner(flatten_state_dict=False)
@@ -174,8 +176,10 @@ def measure_table(n_ranks: int, n_tensors: int) -> dict:
     ]
     content = table_bytes(about, results)
     found["first save, rank 0: CPU s"] = time.process_time() - began
-    began, same = time.process_time(), [items(0), items(0)]
-    making, began = time.process_time() - began, time.process_time()
+    began = time.process_time()
+    same = [items(0), items(0)]
+    making = time.process_time() - began
+    began = time.process_time()
     assert same[0] == same[1]
     found["later saves, any rank: CPU s"] = time.process_time() - began + making / 2
     found["MB at rank 0"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
@@ -202,7 +206,8 @@ def measure_resume(folder, n_ranks, names, shape, distribute_tensor, init_device
         )
     began = time.process_time()
     read_manifest(folder)  # looks at the files of all ranks
-    looked, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    looked = time.process_time()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     manifest = read_manifest(folder, lambda name: name == TABLE)
     table = read_table(folder, manifest["files"])
     parsed = time.process_time()

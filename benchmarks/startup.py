@@ -71,11 +71,13 @@ def ours(out: str) -> list[str]:
 def run(command: list[str]) -> tuple[float, float, str]:
     """(CPU seconds, seconds on the clock, stderr) of a process that must succeed and report its
     step."""
-    before, begin = os.times(), time.perf_counter()
+    before = os.times()
+    begin = time.perf_counter()
     done = subprocess.run(
         command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, cwd=REPO
     )
-    clock, after = time.perf_counter() - begin, os.times()
+    clock = time.perf_counter() - begin
+    after = os.times()
     if done.returncode or "loss" not in done.stdout:
         raise SystemExit(f"{' '.join(command)[:200]}\n{done.stdout}{done.stderr}")
     cpu = (
@@ -86,7 +88,8 @@ def run(command: list[str]) -> tuple[float, float, str]:
 
 def print_imports(stderr: str) -> None:
     """What `python -X importtime` wrote: seconds that the modules took themselves, by package."""
-    seconds, lines = Counter(), re.findall(r"^import time: +(\d+) \| +\d+ \| +(\S+)$", stderr, re.M)
+    seconds = Counter()
+    lines = re.findall(r"^import time: +(\d+) \| +\d+ \| +(\S+)$", stderr, re.M)
     for own, name in lines:
         depth = 3 if name.startswith("torch.distributed") else 2 if name.startswith("torch.") else 1
         seconds[".".join(name.split(".")[:depth])] += int(own) / 1e6

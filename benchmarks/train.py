@@ -85,10 +85,12 @@ def main(cfg: Config):
             f"--systems {cfg.systems}: none of them is installed; use some of "
             "ours,transformers,torchtitan"
         )
-    rate, peak = matmul_rate(), peak_flops(torch.cuda.get_device_name())
+    rate = matmul_rate()
+    peak = peak_flops(torch.cuda.get_device_name())
     torch.cuda.empty_cache()
     reports = measure(names, configs.get, cfg.rounds, "cuda")
-    c, tokens = llama_config(cfg), cfg.seq_len * cfg.local_batch_size
+    c = llama_config(cfg)
+    tokens = cfg.seq_len * cfg.local_batch_size
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {cfg.model_args}; {tokens:,} "
         "tokens per step, "

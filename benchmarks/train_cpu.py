@@ -36,7 +36,8 @@ class Config(StepConfig):
 
 
 def main(cfg: Config):
-    names, configs = variants(cfg.compile), {}
+    names = variants(cfg.compile)
+    configs = {}
     if cfg.against:
         names = ["ours: as it is"] + [f"ours: {change}" for change in cfg.against.split(";")]
         fields = dict(part.split("=") for part in cfg.model_args.split(",") if part)
@@ -48,7 +49,8 @@ def main(cfg: Config):
                 cfg, model_args=",".join(f"{k}={v}" for k, v in changed.items())
             )
     reports = measure(names, lambda name: configs.get(name, cfg), cfg.rounds, "cpu")
-    tokens, base = cfg.seq_len * cfg.local_batch_size, names[0]
+    tokens = cfg.seq_len * cfg.local_batch_size
+    base = names[0]
     print(
         f"{cfg.model_args}; {tokens} tokens per step, {cfg.dtype}, "
         f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}, "

@@ -30,7 +30,8 @@ class Fused(torch.nn.Module):
 
     def forward(self, input_ids, attention_mask, labels, **options):
         # (B, T - 1, V), (B, T - 1)
-        logits, labels = self.model(input_ids)[:, :-1].float(), labels[:, 1:]
+        logits = self.model(input_ids)[:, :-1].float()
+        labels = labels[:, 1:]
         logprobs = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0] * (
             labels != -100
         )
@@ -51,9 +52,11 @@ def theirs(pairs, policy, reference):
     ids = torch.zeros(
         len(rows), max(len(s["prompt"]) + len(s["ids"]) for s in rows), dtype=torch.long
     )
-    attended, completion = torch.zeros_like(ids), torch.zeros_like(ids)
+    attended = torch.zeros_like(ids)
+    completion = torch.zeros_like(ids)
     for row, s in enumerate(rows):
-        n, end = len(s["prompt"]), len(s["prompt"]) + len(s["ids"])
+        n = len(s["prompt"])
+        end = len(s["prompt"]) + len(s["ids"])
         ids[row, :end], attended[row, :end], completion[row, n:end] = (
             torch.tensor(s["prompt"] + s["ids"]),
             1,
@@ -86,7 +89,8 @@ def theirs(pairs, policy, reference):
 
 def main():
     samples = samples_of(sharp_model(), n_prompts=5, group_size=2)
-    pairs, policy = [samples[i : i + 2] for i in range(0, len(samples), 2)], sharp_model()
+    pairs = [samples[i : i + 2] for i in range(0, len(samples), 2)]
+    policy = sharp_model()
     loss, log = theirs(pairs, policy, sharp_model(seed=1))
     want = {fqn: p.grad for fqn, p in policy.named_parameters()}
     for flags in ({}, dict(pack_tokens=64)):

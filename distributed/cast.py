@@ -35,7 +35,8 @@ def cast_weights(stage, layout: Layout, reduce_dtype: torch.dtype) -> None:
     dtypes = {p.dtype for p in stage.parameters()} | {reduce_dtype}
     if dtypes == {layout.compute_dtype}:
         return
-    blocks, units = list(all_blocks(stage).values()), []
+    blocks = list(all_blocks(stage).values())
+    units = []
     # backward begins with the last
     roots = [(block, layout.reshards and block is not blocks[-1]) for block in blocks]
     if not stage.config.tie_embeddings:  # the loss reads a tied embedding as well
@@ -90,10 +91,17 @@ class CastUnit:
     def __init__(
         self, root: nn.Module, modules: list[nn.Module], stage, dtype, reduce_dtype, frees: bool
     ):
-        self.modules, self.stage, self.frees = modules, stage, frees
-        self.dtype, self.reduce_dtype = dtype, reduce_dtype
-        self.params, self.sums, self.is_cast, self.missing = [], [], False, 0
-        root.unshard, root.reshard = self.unshard, self.reshard
+        self.modules = modules
+        self.stage = stage
+        self.frees = frees
+        self.dtype = dtype
+        self.reduce_dtype = reduce_dtype
+        self.params = []
+        self.sums = []
+        self.is_cast = False
+        self.missing = 0
+        root.unshard = self.unshard
+        root.reshard = self.reshard
         root.register_forward_pre_hook(self.before_forward)
         root.register_forward_hook(self.after_forward)
 
@@ -167,7 +175,8 @@ class CastUnit:
             self.reshard()
 
     def take_gradient(self, i: int) -> None:
-        cast, total = self.casts[i], self.sums[i]
+        cast = self.casts[i]
+        total = self.sums[i]
         self.sums[i] = cast.grad.to(self.reduce_dtype) if total is None else total.add_(cast.grad)
         cast.grad = None
         if self.stage.is_last_backward:
@@ -180,7 +189,8 @@ class CastUnit:
             self.free()
 
     def give_gradient(self, i: int) -> None:
-        p, grad = self.params[i], self.sums[i].to(self.params[i].dtype)
+        p = self.params[i]
+        grad = self.sums[i].to(self.params[i].dtype)
         if isinstance(p, DTensor):
             grad = DTensor.from_local(
                 grad, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()

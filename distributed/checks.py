@@ -191,11 +191,9 @@ def check_memory(model, layout: Layout, cfg) -> None:
     """Raise ValueError with the numbers if parameters, gradients and moments alone, shared evenly
     by all processes, exceed the memory of a device or host. A lower bound: activations, buffers and
     an uneven split come on top."""
-    size, kind, total = (
-        getattr(torch, cfg.param_dtype).itemsize,
-        vars(cfg).get("optimizer"),
-        Counter(),
-    )
+    size = getattr(torch, cfg.param_dtype).itemsize
+    kind = vars(cfg).get("optimizer")
+    total = Counter()
     # bytes of AdamW's two moments of a parameter, if known
     adamw = 2 * size if kind in ("adamw", "adamw_sr", "muon") else 0
     for fqn, p in model.named_parameters():
@@ -246,10 +244,8 @@ def check_replicas(stages, layout: Layout, **values) -> list[tuple]:
     parameter; only after a difference, names. Returns (fqn, parameter, bits_sum) of the trained
     parameters, for Guard.
     """
-    start, mine = (
-        [(fqn, p, bits_sum(p)) for stage in stages for fqn, p in stage.named_parameters()],
-        {},
-    )
+    start = [(fqn, p, bits_sum(p)) for stage in stages for fqn, p in stage.named_parameters()]
+    mine = {}
     for name, value in values.items():  # a dict field by field, so that the message names the flag
         fields = value.items() if isinstance(value, dict) else [("", value)]
         mine |= {(f"{name} {field}".strip(), 0): repr(x) for field, x in fields}
@@ -263,7 +259,8 @@ def check_replicas(stages, layout: Layout, **values) -> list[tuple]:
         dist.group.WORLD,
     ):
         mine |= {(fqn, local_slice(p)): total for fqn, p, total in start}
-        everyone, first = gather((socket.gethostname(), mine), dist.group.WORLD), {}
+        everyone = gather((socket.gethostname(), mine), dist.group.WORLD)
+        first = {}
         for rank, (host, theirs) in enumerate(everyone):
             for key, value in theirs.items():
                 owner, expected = first.setdefault(key, (rank, value))

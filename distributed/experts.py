@@ -40,7 +40,8 @@ def expert_parallel(
     expert's hidden width, and a reduce-scatter adds them up. aux_coef, force_balance: see
     models.moe.Balance.
     """
-    mesh, etp = layout.expert_mesh, layout.etp
+    mesh = layout.expert_mesh
+    etp = layout.etp
     if (
         layout.device.type == "cuda"
         and layout.rank == 0
@@ -52,7 +53,8 @@ def expert_parallel(
             "three times per product and step; from 9.0 (H100) on, one kernel multiplies all"
         )
     for block in (block for block in all_blocks(stage).values() if hasattr(block, "moe")):
-        experts, balance = block.moe.experts, block.moe.balance
+        experts = block.moe.experts
+        balance = block.moe.balance
         assert isinstance(experts, Experts) and isinstance(balance, Balance)
         if layout.ep * etp > 1:
             for name, p in list(experts.named_parameters()):
@@ -60,7 +62,8 @@ def expert_parallel(
                 over = mesh["ep", "etp"] if etp > 1 else mesh["ep"]
                 w = distribute_tensor(p, over, placements, src_data_rank=None)
                 setattr(experts, name, nn.Parameter(w, p.requires_grad))
-            n, parts = balance.n_experts // layout.ep, PARTS[layout.device.type]
+            n = balance.n_experts // layout.ep
+            parts = PARTS[layout.device.type]
             parts = parts if layout.ep > 1 and n % parts == 0 else 1
             if parts > 1:  # sort by the part within the rank's n experts, then by expert
                 experts.turn = lambda index, n=n, E=balance.n_experts, parts=parts: (
@@ -74,7 +77,8 @@ def expert_parallel(
             for axis in ("cp", "tp")
             if layout.degrees[axis] > 1 and (axis, etp > 1) != ("tp", True)
         ]
-        balance.aux_scale, balance.force = aux_coef / layout.global_batch_size, force_balance
+        balance.aux_scale = aux_coef / layout.global_batch_size
+        balance.force = force_balance
         # every tp rank sees all T tokens and adds their whole auxiliary loss: each adds its share
         if etp > 1:
             balance.aux_scale /= etp

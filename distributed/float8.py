@@ -62,7 +62,8 @@ def float8_linears(stage, layout: Layout, cfg) -> None:
 def float8_names(stage, layout: Layout, cfg) -> list[str]:
     """Names of the linears for float8. Prints the linears that do not fit; raises ValueError if
     none is left."""
-    names, odd = [], {}
+    names = []
+    odd = {}
     for fqn, module in stage.named_modules():
         in_block = fqn.startswith(("blocks.", "mtp."))
         if (

@@ -25,18 +25,18 @@ def initial_values(stage) -> dict[str, tuple[float, float]]:
     Raises ValueError for a parameter without a rule: the constructor's numbers are lost on the meta
     device, and zeros or noise instead would train as well, only worse.
     """
-    values, constants, model = {}, constants_of(stage), type(stage).__name__
+    values = {}
+    constants = constants_of(stage)
+    model = type(stage).__name__
     for path, module in stage.named_modules():
         for name, t in [
             *module.named_parameters(recurse=False),
             *module.named_buffers(recurse=False),
         ]:
             fqn = f"{path}.{name}" if path else name
-            number, std, is_parameter = (
-                usual_value(module, name, t),
-                None,
-                isinstance(t, nn.Parameter),
-            )
+            number = usual_value(module, name, t)
+            std = None
+            is_parameter = isinstance(t, nn.Parameter)
             number = next(
                 (value for pattern, value in constants.items() if fnmatch.fnmatch(fqn, pattern)),
                 number,
@@ -110,7 +110,8 @@ def draw_block(
     )
     drawn = torch.randn(min(rows, whole[0] - b * rows), *whole[1:], generator=generator).mul_(std)
     # the rows of it that are in local
-    begin, end = max(offset[0], b * rows), min(offset[0] + len(local), (b + 1) * rows)
+    begin = max(offset[0], b * rows)
+    end = min(offset[0] + len(local), (b + 1) * rows)
     columns = [slice(o, o + n) for o, n in zip(offset[1:], local.shape[1:], strict=True)]
     local[begin - offset[0] : end - offset[0]] = drawn[
         (slice(begin - b * rows, end - b * rows), *columns)

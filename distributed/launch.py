@@ -58,7 +58,8 @@ def connect(layout: Layout, cfg, device: str = "auto", seed: int = 0, trace: str
     patience = threading.Timer(cfg.init_timeout_s + 5, give_up, [cfg.init_timeout_s])
     patience.daemon = True
     patience.start()
-    store, timeout = dist.HashStore(), None
+    store = dist.HashStore()
+    timeout = None
     if "RANK" in env:
         # with TORCHELASTIC_USE_AGENT_STORE torchrun's agent keeps the store; under other launchers
         # rank 0 keeps the store
@@ -223,7 +224,8 @@ def agree_on_attempt(store: dist.Store, layout: Layout, timeout_s: int) -> str:
 def watch_launcher() -> None:
     """End the process when its launcher dies: workers of a torchrun killed by SIGKILL would go on
     writing checkpoints."""
-    launcher, env = os.getppid(), os.environ
+    launcher = os.getppid()
+    env = os.environ
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and env.get("GROUP_RANK") == "0":
         try:  # torchrun may have died during the import of torch: then its store does not answer
             socket.create_connection(
@@ -255,7 +257,9 @@ class StopSignal:
     later exits at once."""
 
     def __init__(self):
-        self.received, self.at, self.asked = "", 0.0, None
+        self.received = ""
+        self.at = 0.0
+        self.asked = None
         for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(s, self.handle)
 
@@ -273,7 +277,8 @@ class StopSignal:
         if layout.world_size == 1:
             return bool(self.received)
         # on the host, so that no device waits
-        before, flag = self.asked, torch.tensor(int(bool(self.received)))
+        before = self.asked
+        flag = torch.tensor(int(bool(self.received)))
         self.asked = flag, dist.all_reduce(flag, op=dist.ReduceOp.MAX, async_op=True)
         if before is None:
             return False

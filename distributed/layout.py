@@ -224,7 +224,8 @@ class AllGather(torch.autograd.Function):
     def forward(ctx, x, dim, group):
         """x (..., n, ...) on each of the group's ranks, n along dim -> (..., ranks * n, ...), in
         rank order, equal on all."""
-        ctx.dim, ctx.group = dim, group
+        ctx.dim = dim
+        ctx.group = group
         x = x.movedim(dim, 0).contiguous()
         out = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
         all_gather_single(out, x, group=group)
@@ -248,7 +249,8 @@ class ReduceScatter(torch.autograd.Function):
     def forward(ctx, x, dim, group):
         """x (..., ranks * n, ...) on each of the group's ranks -> part number `rank` of their sum,
         (..., n, ...)."""
-        ctx.dim, ctx.group = dim, group
+        ctx.dim = dim
+        ctx.group = group
         x = x.movedim(dim, 0).contiguous()
         out = functional.reduce_scatter_tensor(
             x, "sum", dist.get_world_size(group), group.group_name

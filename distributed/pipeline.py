@@ -62,7 +62,8 @@ def split_stages(cfg: ParallelConfig, pp: int, n_layers: int) -> list[list[str]]
     blocks = [f"blocks.{i}" for i in range(n_layers)]
     if cfg.pp_stage_fqns:
         return named_stages(cfg.pp_stage_fqns, ["tok_embeddings", *blocks, "norm", "head"])
-    first, last = cfg.pp_first_stage_less_layers, cfg.pp_last_stage_less_layers
+    first = cfg.pp_first_stage_less_layers
+    last = cfg.pp_last_stage_less_layers
     # the embedding and the head count as layers when the work is balanced
     weight = n_layers + first + last
     if cfg.pp_schedule_csv:
@@ -142,11 +143,9 @@ def stage_ids(layout: Layout, n_stages: int, rank: int) -> list[int]:
 def pipeline_stages(model, layout: Layout, cfg: PipelineConfig) -> list[nn.Module]:
     """The rank's stages: copies of the (meta) model without the parts of other stages, names
     unchanged."""
-    split, stages, ends = (
-        split_stages(cfg, layout.pp, model.config.n_layers),
-        [],
-        stages_of_parts(model),
-    )
+    split = split_stages(cfg, layout.pp, model.config.n_layers)
+    stages = []
+    ends = stages_of_parts(model)
     split[0] += [name for name, end in ends.items() if end == "first"]
     split[-1] += [name for name, end in ends.items() if end == "last"] + ["mtp"]
     if embeds_at_both_ends(model.config):

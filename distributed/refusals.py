@@ -172,7 +172,9 @@ def count(n: int, noun: str) -> str:
 
 
 def batch_rows(layout: Layout):
-    n, local, ranks = layout.global_batch_size, layout.local_batch_size, layout.data_ranks
+    n = layout.global_batch_size
+    local = layout.local_batch_size
+    ranks = layout.data_ranks
     forward = local * ranks  # sequences of one forward on all data ranks
     near = max(1, round(n / forward)) * forward
     yield (
@@ -186,7 +188,8 @@ def batch_rows(layout: Layout):
 
 def model_rows(layout: Layout, cfg, c, seq_len: int):
     """What the model c and the sequence must be divisible by."""
-    tp, cp = layout.tp, layout.cp
+    tp = layout.tp
+    cp = layout.cp
     sizes = {
         name: getattr(c, name)
         for name in ("n_heads", "n_kv_heads", "ffn_dim")
@@ -199,7 +202,8 @@ def model_rows(layout: Layout, cfg, c, seq_len: int):
     pieces = (2 * cp if cp > 1 else 1) * tp
     rule = " x ".join(["2", "cp"] * (cp > 1) + ["tp"] * (tp > 1)) + " = "
     near = max(1, min(round(seq_len / pieces), c.max_seq_len // pieces)) * pieces
-    heads, kv_heads = c.n_heads // tp, c.n_kv_heads // tp
+    heads = c.n_heads // tp
+    kv_heads = c.n_kv_heads // tp
     alltoall = cp > 1 and cfg.cp_method == "alltoall" and kv_heads > 0
     yield odd, f"--tp {tp} does not divide {', '.join(odd)}; use {divisors(*sizes.values())}"
     yield (
@@ -269,7 +273,8 @@ def float8_rows(cfg, on_cuda: bool):
 
 
 def expert_rows(layout: Layout, cfg, c):
-    ep, etp = layout.ep, layout.etp
+    ep = layout.ep
+    etp = layout.etp
     # ranks that ep may borrow
     lenders = layout.dp_shard * layout.cp * (1 if etp > 1 else layout.tp)
     ranks = f"dp_shard x cp{' x tp' if etp == 1 else ''} = {lenders}"
@@ -297,7 +302,9 @@ def expert_rows(layout: Layout, cfg, c):
 def pipeline_rows(layout: Layout, cfg, c):
     """Rules of a pipeline. The first rules that fail hide the others, because the others divide by
     the same numbers."""
-    pp, local, size = layout.pp, layout.local_batch_size, cfg.pp_microbatch_size
+    pp = layout.pp
+    local = layout.local_batch_size
+    size = cfg.pp_microbatch_size
     if local % size:
         yield (
             True,
@@ -305,18 +312,15 @@ def pipeline_rows(layout: Layout, cfg, c):
             f"{divisors(local)}",
         )
         return
-    n, name, splits_backward = (
-        n_microbatches(layout),
-        cfg.pp_schedule,
-        cfg.pp_schedule in ZERO_BUBBLE,
-    )
+    n = n_microbatches(layout)
+    name = cfg.pp_schedule
+    splits_backward = cfg.pp_schedule in ZERO_BUBBLE
     if cfg.pp_schedule_csv:
-        name, table = cfg.pp_schedule_csv, csv_rows(cfg.pp_schedule_csv)
+        name = cfg.pp_schedule_csv
+        table = csv_rows(cfg.pp_schedule_csv)
         splits_backward = any(kind == "I" for row in table for kind, _, _ in row)
-        ranks, n_csv = (
-            len(table),
-            1 + max((m for row in table for kind, _, m in row if kind == "F"), default=-1),
-        )
+        ranks = len(table)
+        n_csv = 1 + max((m for row in table for kind, _, m in row if kind == "F"), default=-1)
         if (ranks, n_csv) != (pp, n):
             yield (
                 True,
@@ -351,7 +355,9 @@ def pipeline_rows(layout: Layout, cfg, c):
 
 def microbatch_rows(layout: Layout, name: str, n: int):
     """Whether n micro-batches are enough for the schedule, and divide into its rounds."""
-    pp, size, accumulation = layout.pp, layout.microbatch_size, layout.accumulation
+    pp = layout.pp
+    size = layout.microbatch_size
+    accumulation = layout.accumulation
     # 2: with 1, half backwards leave gradients in both the compute dtype and --reduce_dtype, and
     # FSDP refuses the mixture
     fewest = {"1F1B": pp, "DualPipeV": 2 * pp, "ZBVZeroBubble": 2, "InterleavedZeroBubble": 2}.get(

@@ -36,7 +36,8 @@ def pipeline_schedule(stages, layout: Layout, n: int, shape: torch.Size, kwargs:
     loss = torch.empty((), dtype=torch.float32, device=device, requires_grad=True)
     parts = []
     for s in stages:
-        takes, gives = tokens if s.index == 0 else h, loss if s.index == s.n_stages - 1 else h
+        takes = tokens if s.index == 0 else h
+        gives = loss if s.index == s.n_stages - 1 else h
         parts.append(
             PipelineStage(
                 s, s.index, s.n_stages, device, (takes,), (gives,), group=layout.group("pp")
@@ -58,7 +59,8 @@ def pipeline_schedule(stages, layout: Layout, n: int, shape: torch.Size, kwargs:
     schedule._kwargs_chunk_spec = {
         name: _Replicate if name == "loss_denom" else TensorChunkSpec(0) for name in kwargs
     }
-    stages[0].made_for, stages[0].schedule = (n, shape), schedule
+    stages[0].made_for = (n, shape)
+    stages[0].schedule = schedule
     return schedule
 
 
@@ -66,7 +68,8 @@ def run_schedule(stages, kwargs: dict[str, Tensor], n: int, layout: Layout) -> l
     """Run one step of the schedule over n micro-batches, and add their gradients; those of a weight
     on two stages need sum_tied_gradients, too. kwargs: the model's arguments, (n * B, T/cp).
     Returns the losses, on the rank of the last stage."""
-    tokens, losses = kwargs.pop("tokens"), []
+    tokens = kwargs.pop("tokens")
+    losses = []
     schedule = pipeline_schedule(stages, layout, n, tokens[: len(tokens) // n].shape, kwargs)
     args = [tokens] if stages[0].index == 0 else []
     if any(s.index == s.n_stages - 1 for s in stages):
@@ -123,13 +126,12 @@ def pipeline_forward(stages, kwargs: dict[str, Tensor], layout: Layout) -> list[
     per rank all ranks work at once, each on another micro-batch. torch's own schedule.eval fails on
     V schedules and on a loss computed inside the stage.
     """
-    group, results = layout.group("pp"), []
+    group = layout.group("pp")
+    results = []
     ranks = dist.get_process_group_ranks(group)
-    n_stages, mine, by_index = (
-        stages[0].n_stages,
-        layout.coordinate("pp"),
-        {s.index: s for s in stages},
-    )
+    n_stages = stages[0].n_stages
+    mine = layout.coordinate("pp")
+    by_index = {s.index: s for s in stages}
     owner = {i: r for r in range(layout.pp) for i in stage_ids(layout, n_stages, r)}
     for values in zip(*(x.split(layout.microbatch_size) for x in kwargs.values()), strict=True):
         b = dict(zip(kwargs, values, strict=True))

@@ -4,7 +4,8 @@ import torch
 import torch.distributed as dist
 
 dist.init_process_group("gloo")  # the processes find each other; "nccl" on GPUs
-rank, n = dist.get_rank(), dist.get_world_size()
+rank = dist.get_rank()
+n = dist.get_world_size()
 x = torch.tensor([1.0, 2.0]) * (rank + 1)
 print(f"rank {rank} of {n} has {x.tolist()}")
 dist.all_reduce(x)  # every process calls this line, and waits here for the others

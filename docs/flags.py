@@ -29,7 +29,8 @@ def rows(program: str) -> dict[str, str]:
     Config = importlib.import_module(program).Config
     Config = with_report_flags(Config) if program.startswith("train_") else Config
     kinds = get_type_hints(Config)
-    helps, found = make_parser(Config, kinds)[1], {}
+    helps = make_parser(Config, kinds)[1]
+    found = {}
     for field in (field for fields in option_groups(Config).values() for field in fields):
         if field.name not in getattr(Config, "REFUSED", ()):
             needs = "; ".join(f"no effect {need.text}" for need in needs_of(Config, field.name))
@@ -47,7 +48,8 @@ def rows(program: str) -> dict[str, str]:
 
 
 def document() -> str:
-    parts, known = [], {}
+    parts = []
+    known = {}
     for program in PROGRAMS:
         new = {name: row for name, row in rows(program).items() if known.get(name) != row}
         known |= new

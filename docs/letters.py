@@ -23,7 +23,8 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", required=True, help="folder to write")
-    folder, rng = Path(parser.parse_args().out), random.Random(0)
+    folder = Path(parser.parse_args().out)
+    rng = random.Random(0)
     folder.mkdir(parents=True, exist_ok=True)
     words = list(dict.fromkeys("".join(rng.choices("abcdefghij", k=6)) for _ in range(10_000)))
     problems = [{"question": word, "answer": "".join(sorted(word))} for word in words]

@@ -11,12 +11,15 @@ import time
 import torch
 import torch.distributed as dist
 
-SIZES, LEFT_OUT = [2**k for k in range(10, 25, 2)], 2**21  # bytes
+# bytes
+SIZES = [2**k for k in range(10, 25, 2)]
+LEFT_OUT = 2**21
 
 
 def measure(n_bytes: int, device, repeats=15) -> float:
     """Seconds of an all-reduce of n_bytes, the median."""
-    x, times = torch.zeros(n_bytes // 4, device=device), []
+    x = torch.zeros(n_bytes // 4, device=device)
+    times = []
     for _ in range(repeats):
         dist.barrier()
         begin = time.perf_counter()
@@ -29,7 +32,8 @@ def measure(n_bytes: int, device, repeats=15) -> float:
 
 def main():
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    rank, n = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    n = dist.get_world_size()
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)

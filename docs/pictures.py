@@ -25,7 +25,9 @@ from tools.reports.schedule import bubble, rows_of, simulate
 from tools.reports.svg import arrow, document, label, legend, lines, rect
 
 HERE = Path(__file__).parent / "pictures"
-WIDTH, LEFT = 860, 170  # width of a picture, left edge of the first rank's column
+# width of a picture, left edge of the first rank's column
+WIDTH = 860
+LEFT = 170
 LETTERS = "ABCD"
 
 
@@ -74,9 +76,11 @@ def after(operation: str, rows: list[list[str]]) -> list[list[str]]:
 def pieces(x, y, row, rank, width=150) -> str:
     """A rank's pieces, coloured by the maker's rank; sums are dark. A single piece lies at its
     place in the whole."""
-    out, w = rect(x, y, width, 30, "whole"), width / 4
+    out = rect(x, y, width, 30, "whole")
+    w = width / 4
     for i, piece in enumerate(row):
-        place, is_sum = rank if len(row) == 1 else i, piece[0] == "Σ"
+        place = rank if len(row) == 1 else i
+        is_sum = piece[0] == "Σ"
         out += rect(
             x + place * w + 1, y + 1, w - 2, 28, "kept" if is_sum else f"r{LETTERS.index(piece[0])}"
         )
@@ -87,7 +91,8 @@ def pieces(x, y, row, rank, width=150) -> str:
 
 
 def collectives() -> str:
-    out, y = "", 20
+    out = ""
+    y = 20
     for operation, meaning in MEANING.items():
         out += label(10, y, operation, "title") + label(140, y, meaning)
         out += label(10, y + 44, "before") + label(10, y + 102, "after")
@@ -114,7 +119,8 @@ SENT = {
 
 def mesh() -> str:
     stages, layout = built(config(dp_shard=2, cp=2, tp=2))
-    out, y = "", 26
+    out = ""
+    y = 26
     for axis, groups in axis_groups(layout).items():
         out += label(10, y, axis, "title") + label(60, y, f"ranks in a frame exchange {SENT[axis]}")
         x = 60
@@ -148,7 +154,8 @@ def tokens() -> str:
     cfg = config(dp_shard=2, seq_len=24, global_batch_size=4)
     _, layout = built(cfg)
     # tokens with a loss in each sequence, and their losses
-    lengths, losses = [24, 4, 10, 2], [2.0, 8.0, 3.0, 6.0]
+    lengths = [24, 4, 10, 2]
+    losses = [2.0, 8.0, 3.0, 6.0]
     labels = torch.full((4, 24), IGNORE)
     for i, n in enumerate(lengths):
         labels[i, 24 - n :] = 1
@@ -171,7 +178,8 @@ def tokens() -> str:
             out += label(
                 520, y + 18, f"{counts[i]} tokens x loss {losses[i]:g} = {counts[i] * losses[i]:g}"
             )
-    total, n = sum(c * x for c, x in zip(counts, losses, strict=True)), sum(counts)
+    total = sum(c * x for c, x in zip(counts, losses, strict=True))
+    n = sum(counts)
     means = " + ".join(f"{x:g}" for x in losses)
     right = f"sum of all losses / tokens of the global batch = {total:g} / {n} = {total / n:.2f}: the same in every layout"
     wrong = f"mean of the micro-batches' means = ({means}) / 4 = {sum(losses) / 4:.2f}: tokens of a short text count more"
@@ -184,8 +192,11 @@ def tokens() -> str:
 def holds(stages, layout, rows, seq_len=8192) -> tuple[str, int]:
     """(SVG, height): a column per rank. rows: (label, name of a parameter or None for the tokens,
     "gathered" or "")."""
-    n, parameters, y = layout.world_size, shown_parameters(stages), 44
-    step, out = (WIDTH - LEFT) / n, ""
+    n = layout.world_size
+    parameters = shown_parameters(stages)
+    y = 44
+    step = (WIDTH - LEFT) / n
+    out = ""
     longest = max(size for _, name, _ in rows if name for size in parameters[name].shape)
     places = [place_of(layout, r) for r in range(n)]
     for r, place in enumerate(places):
@@ -207,7 +218,8 @@ def holds(stages, layout, rows, seq_len=8192) -> tuple[str, int]:
         for r, place in enumerate(places):
             x = LEFT + r * step
             if p is None:
-                mine, shape = tokens_of(layout, place, seq_len), (layout.global_batch_size, seq_len)
+                mine = tokens_of(layout, place, seq_len)
+                shape = (layout.global_batch_size, seq_len)
                 out += svg.tokens(x, y, w, h, mine, shape)
                 first, end = mine["sequences"]
                 spans = [f"{a:,}-{b - 1:,}" for a, b in mine["between"] if b - a < seq_len]
@@ -254,7 +266,8 @@ def chapter(
     y += 24
     if extra:
         drawn, high = extra(layout)
-        out, y = out + f'<g transform="translate(0 {y})">\n{drawn}</g>\n', y + high
+        out = out + f'<g transform="translate(0 {y})">\n{drawn}</g>\n'
+        y = y + high
     drawn, high = svg.timeline(
         list_collectives(count_block(recipe.main, cfg)[3]), halves, WIDTH - 20
     )
@@ -303,7 +316,8 @@ def causal_work(layout) -> tuple[str, int]:
     ranks have equally many."""
     n = 2 * layout.cp
     owner = {int(chunk): r for r in range(layout.cp) for chunk in sequence_index(n, layout.cp, r)}
-    out, side = label(10, 26, "attention", "bold"), 26
+    out = label(10, 26, "attention", "bold")
+    side = 26
     out += lines(
         10,
         42,
@@ -350,7 +364,8 @@ def ep() -> str:
         out += label(10, 92, "exchanged", "bold") + lines(
             10, 108, ["A2: from rank 0,", "for experts of rank 2"], "small"
         )
-        had, step = before("all-to-all"), (WIDTH - LEFT) / 4
+        had = before("all-to-all")
+        step = (WIDTH - LEFT) / 4
         for r, (a, b) in enumerate(zip(had, after("all-to-all", had), strict=True)):
             out += pieces(LEFT + r * step, 12, a, r) + pieces(LEFT + r * step, 80, b, r)
             out += arrow(LEFT + r * step + 75, 46, LEFT + r * step + 75, 76)
@@ -377,7 +392,9 @@ def pp() -> str:
     """The layers of each rank, and the order of the rank's work."""
     cfg = config(pp=4, local_batch_size=8, model_args="")
     stages, layout = built(cfg)
-    split, step, out = split_stages(cfg, 4, 32), (WIDTH - 20) / 4, ""
+    split = split_stages(cfg, 4, 32)
+    step = (WIDTH - 20) / 4
+    out = ""
     size = human(cfg.pp_microbatch_size * cfg.seq_len * stages[0].config.dim * 2)
     for r in range(4):
         names = [name for i in stage_ids(layout, len(split), r) for name in split[i]]
@@ -457,7 +474,8 @@ def in_flight(row) -> list[int]:
 def gpipe() -> str:
     """The schedule of GPipe, and what the first rank keeps under GPipe and under 1F1B."""
     drawn, y = pictured(config(pp=4, local_batch_size=8, pp_schedule="GPipe"), 8, 4)
-    out, y = f'<g transform="translate(10 12)">\n{drawn}</g>\n', y + 44
+    out = f'<g transform="translate(10 12)">\n{drawn}</g>\n'
+    y = y + 44
     out += label(
         10, y, "Micro-batches whose activations pp rank 0 keeps, over the same time", "bold"
     )
@@ -476,7 +494,11 @@ def gpipe() -> str:
 
 
 # ---------------------------------------------------------------- time and memory of a step
-FLOPS, NVLINK, NETWORK, LATENCY = 989e12, 450e9, 50e9, 5e-6  # the machine of chapter 11
+# the machine of chapter 11
+FLOPS = 989e12
+NVLINK = 450e9
+NETWORK = 50e9
+LATENCY = 5e-6
 
 
 def one_block(**flags) -> dict:
@@ -498,16 +520,23 @@ def seconds_of(block: dict) -> tuple[float, float]:
 def overlap() -> str:
     """Forward of four blocks: FSDP with a fast and with a slow link, and one block under tp, where
     nothing overlaps."""
-    block, out, y = one_block(dp_shard=8), "", 24
+    block = one_block(dp_shard=8)
+    out = ""
+    y = 24
     size = max(
         size
         for _, phase, axis, op, size in (k for k in block if k[0] == "moved")
         if (phase, axis, op) == ("forward", "fsdp", "all_gather")
         and block["moved", phase, axis, op, size]
     )
-    compute, scale = seconds_of(block)[0], 20e3  # seconds; pixels per second
+    # seconds; pixels per second
+    compute = seconds_of(block)[0]
+    scale = 20e3
     for name, bandwidth in (("450 GB/s", NVLINK), ("50 GB/s", NETWORK)):
-        gather, gathered, done, begun = 7 * LATENCY + 7 / 8 * size / bandwidth, 0.0, 0.0, 0.0
+        gather = 7 * LATENCY + 7 / 8 * size / bandwidth
+        gathered = 0.0
+        done = 0.0
+        begun = 0.0
         takes = f"a gather takes {gather * 1e3:.2f} ms, a block {compute * 1e3:.2f} ms"
         out += label(10, y, f"dp_shard 8, links of {name}: {takes}", "bold")
         out += label(10, y + 28, "network") + label(10, y + 60, "arithmetic")
@@ -532,7 +561,9 @@ def overlap() -> str:
         out += label(90 + done * scale + 8, y + 60, f"{done * 1e3:.1f} ms", "bold")
         y += 100
     forward, attention = seconds_of(one_block(tp=8))
-    message, x, scale = 7 * LATENCY + 7 / 8 * 2 * 8192 * 4096 / NVLINK, 90.0, 550e3
+    message = 7 * LATENCY + 7 / 8 * 2 * 8192 * 4096 / NVLINK
+    x = 90.0
+    scale = 550e3
     out += label(
         10,
         y,
@@ -570,25 +601,25 @@ def memory() -> str:
         "Activations of Llama 3 8B on a device, over a step: 32 forwards, then 32 backwards",
         "bold",
     )
-    y, blocks, whole = 30, 32, None
+    y = 30
+    blocks = 32
+    whole = None
     for ac in ("none", "op", "full"):
         block = one_block(dp_shard=8, ac=ac)
-        kept, again = (
-            block["activations", 0],
-            block.get(("flops", "recompute"), 0) / block["flops", "forward"],
-        )
+        kept = block["activations", 0]
+        again = block.get(("flops", "recompute"), 0) / block["flops", "forward"]
         whole = whole or kept  # a block's activations without recomputation
-        unit, x, most = (WIDTH - 110) / (blocks * 4.2), 96.0, 0
+        unit = (WIDTH - 110) / (blocks * 4.2)
+        x = 96.0
+        most = 0
         for i in range(2 * blocks):
             forward = i < blocks
             n = i + 1 if forward else 2 * blocks - i
             # in a backward one block is there whole
             held = n * kept + (0 if forward else whole - kept)
-            wide, high, most = (
-                unit * (1 if forward else 2 + again),
-                held / whole / blocks * 84,
-                max(most, held),
-            )
+            wide = unit * (1 if forward else 2 + again)
+            high = held / whole / blocks * 84
+            most = max(most, held)
             out += rect(x, y + 94 - high, wide - 0.6, high, "token" if forward else "kept")
             x += wide
         out += lines(10, y + 66, [f"--ac {ac}"], "bold") + lines(
@@ -610,7 +641,8 @@ def ring() -> str:
     # of each rank, the ranks whose addends are in piece i
     held = [[{letter} for _ in range(4)] for letter in LETTERS]
     says = "Letters: the ranks whose numbers are in a piece; Σ: all four. Framed: the piece that goes to the next rank."
-    out, y = label(10, 20, says), 34
+    out = label(10, 20, says)
+    y = 34
     for step in range(7):
         sent = [(r - step) % 4 if step < 3 else (r + 1 - (step - 3)) % 4 for r in range(4)]
         says = "begin" if step == 0 else f"after step {step}"
@@ -657,7 +689,9 @@ def norm() -> str:
     """The number of ranks holding each part of a gradient: the part's squares are divided by this
     number."""
     stages, layout = built(config(dp_shard=2, tp=2))
-    parameters, out, y = shown_parameters(stages), "", 44
+    parameters = shown_parameters(stages)
+    out = ""
+    y = 44
     for r in range(4):
         place = place_of(layout, r)
         out += label(LEFT + r * 172, 18, f"rank {r}", "title")

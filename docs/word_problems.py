@@ -51,7 +51,9 @@ TEMPLATE = """\
 
 def problem(rng: random.Random) -> tuple[str, str]:
     """(question, answer)."""
-    a, b, c = rng.randint(10, 30), rng.randint(2, 9), rng.randint(2, 9)
+    a = rng.randint(10, 30)
+    b = rng.randint(2, 9)
+    c = rng.randint(2, 9)
     numbers = dict(
         a=a, b=b, c=c, bc=b * c, sum=a + b * c, abc=a + b * c, less=a - c, more=a - c + b
     )
@@ -63,7 +65,9 @@ def problem(rng: random.Random) -> tuple[str, str]:
 def sentence(rng: random.Random) -> str:
     """A text for the base model: sums, stories with and without a sum, and a few questions without
     answers."""
-    a, b, c = rng.randint(10, 100), rng.randint(2, 9), rng.randint(2, 9)
+    a = rng.randint(10, 100)
+    b = rng.randint(2, 9)
+    c = rng.randint(2, 9)
     sums = [
         f"{a} + {b * c} = {a + b * c}",
         f"{a + b * c} - {b * c} = {a}",
@@ -89,14 +93,17 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", required=True, help="folder to write")
-    folder, rng = Path(parser.parse_args().out), random.Random(0)
+    folder = Path(parser.parse_args().out)
+    rng = random.Random(0)
     folder.mkdir(parents=True, exist_ok=True)
     problems = {}
     while len(problems) < 8200:
         question, answer = problem(rng)
         problems[question] = answer
     problems = [dict(question=question, answer=answer) for question, answer in problems.items()]
-    test, chat, train = problems[:200], problems[200:4200], problems[4200:]
+    test = problems[:200]
+    chat = problems[200:4200]
+    train = problems[4200:]
     write_lines(
         folder / "text.jsonl",
         ({"text": "\n".join(sentence(rng) for _ in range(8))} for _ in range(20_000)),

@@ -26,14 +26,14 @@ then they are equal: there the numbers have to be compared with what the docstri
 
 Any repair is right under which every layout trains what plain torch trains on one process.
 """
-PLAIN, TIED, OLMO = (
-    dict(n=4, b=2),
-    dict(n=4, b=2, tie_embeddings=True),
-    dict(n=4, b=2, model="olmo3"),
-)
+PLAIN = dict(n=4, b=2)
+TIED = dict(n=4, b=2, tie_embeddings=True)
+OLMO = dict(n=4, b=2, model="olmo3")
 MOE = dict(model="qwen3", n_experts=8, top_k=2, moe_ffn_dim=32)
-MOE_1, MOE_2 = dict(n=4, b=1, **MOE), dict(n=4, b=2, **MOE)
-ONE, ONE_MOE = (1, {}, PLAIN), (1, {}, MOE_1)
+MOE_1 = dict(n=4, b=1, **MOE)
+MOE_2 = dict(n=4, b=2, **MOE)
+ONE = (1, {}, PLAIN)
+ONE_MOE = (1, {}, MOE_1)
 ZERO_BUBBLE = dict(pp=2, pp_schedule="InterleavedZeroBubble")
 
 

@@ -153,7 +153,8 @@ def with_blanks(source: str, names: tuple[str, ...], what: str) -> str:
 
     what: start of the error's text, such as 'exercise 4'.
     """
-    lines, nodes = source.splitlines(), functions(source)
+    lines = source.splitlines()
+    nodes = functions(source)
     # last function first, so line numbers stay valid
     for name in sorted(names, key=lambda name: -nodes[name].lineno):
         body = nodes[name].body

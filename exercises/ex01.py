@@ -51,7 +51,8 @@ def accumulated() -> dict:
     model, b = Llama3(layouts.config()), layouts.global_batch(0, 4, False)
     pairs = list(zip(b.tokens.split(2), b.labels.split(2)))
     # per forward: sequences; no backward has run yet (right for the first forward only)
-    sizes, waiting = [], []
+    sizes = []
+    waiting = []
 
     def before(module, args, kwargs):
         sizes.append(len(args[0] if args else kwargs["tokens"]))
@@ -69,14 +70,16 @@ def accumulated() -> dict:
 
 def check_accumulate():
     torch.manual_seed(0)
-    model, b = Llama3(layouts.config()), layouts.global_batch(0, 4, False)
+    model = Llama3(layouts.config())
+    b = layouts.global_batch(0, 4, False)
     logits = model(b.tokens).flatten(0, 1)
     want = F.cross_entropy(logits, b.labels.flatten(), ignore_index=IGNORE)
     want.backward()
     gradient = model.norm.weight.grad
     counts = [(labels != IGNORE).sum().item() for labels in b.labels.split(2)]
     got = alone(accumulated)
-    loss, norm = got["loss"], got["gradient"]
+    loss = got["loss"]
+    norm = got["gradient"]
     if norm is None:
         raise Wrong("accumulate leaves no gradient in the parameters: who calls backward()?")
     if max(got["sizes"]) > 2:
@@ -119,7 +122,8 @@ def check_count_tokens():
     for processes, degrees, want, said in COUNTED:
         got = on_ranks(processes, tokens_counted, degrees)
         if got != want:
-            first, mine = want[0][0], [n for _, n in want]
+            first = want[0][0]
+            mine = [n for _, n in want]
             copies = sum(mine) // first  # ranks that have the same tokens
             guess = next(
                 (

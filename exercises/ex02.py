@@ -55,7 +55,8 @@ def expected(name: str, dim: int, ranks: list[int], shape: tuple):
     x, g = ([values(r, size, seed) for r in ranks] for size, seed in ((given, 1), (made, 2)))
     own = lambda t, r: t.chunk(N, dim)[r]  # noqa: E731
     if name == "AllGather":
-        y, total = [torch.cat(x, dim)] * N, sum(g)
+        y = [torch.cat(x, dim)] * N
+        total = sum(g)
         wrong_y = [("in the wrong order: rank 0's part comes first", [torch.cat(x[::-1], dim)] * N)]
         wrong_g = [
             (
@@ -137,7 +138,8 @@ def check_along(name: str, dim: int, groups, shape: tuple, said: str):
 
 
 def check_group(name: str, dim: int, ranks: list[int], got: list, shape: tuple, said: str):
-    N, about = len(ranks), "" if len(ranks) == dist_size(said) else f" {ABOUT_GROUPS}"
+    N = len(ranks)
+    about = "" if len(ranks) == dist_size(said) else f" {ABOUT_GROUPS}"
     (want_y, want_g), wrong_y, wrong_g = expected(name, dim, ranks, shape)
     for kind, method, mine, want, wrong in (
         ("result", "forward", [y for y, _ in got], want_y, wrong_y),

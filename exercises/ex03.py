@@ -35,10 +35,12 @@ def on_a_rank(groups, *sizes):
     """(result, gradient of x, gradient of the shard, bytes kept after the forward, after the
     backward)."""
     group, number = own_group(groups)
-    rank, n = group.rank(), group.size()
+    rank = group.rank()
+    n = group.size()
     x, weight, grad = problem(n, *sizes, number)
     shard = weight.chunk(n)[rank].clone().requires_grad_()
-    x, grad = x.chunk(n)[rank].clone().requires_grad_(), grad.chunk(n)[rank].clone()
+    x = x.chunk(n)[rank].clone().requires_grad_()
+    grad = grad.chunk(n)[rank].clone()
     may_keep = shard.nbytes + x.nbytes  # copies of both
     with Traffic() as traffic:
         y = hand03.ShardedLinear.apply(x, shard, group)
@@ -111,8 +113,10 @@ def check_case(groups, *sizes):
 
 def check_rank(result, given, rank: int, n: int, where: str):
     (y, dx, d_shard, between, after, may_keep), (x, weight, grad) = result, given
-    dw, dws = grad.T @ x, [g.T @ x_ for g, x_ in zip(grad.chunk(n), x.chunk(n))]
-    right_y, right_dx = (x @ weight.T).chunk(n)[rank], (grad @ weight).chunk(n)[rank]
+    dw = grad.T @ x
+    dws = [g.T @ x_ for g, x_ in zip(grad.chunk(n), x.chunk(n))]
+    right_y = (x @ weight.T).chunk(n)[rank]
+    right_dx = (grad @ weight).chunk(n)[rank]
     if y.shape != right_y.shape or not same(y, right_y):
         raise Wrong(
             f"ShardedLinear.forward {where}: the result {tuple(y.shape)} is not x @ weight.T "

@@ -44,7 +44,9 @@ def on_a_rank(groups, *sizes) -> dict[str, torch.Tensor]:
     """The result of ffn, the gradient of each argument on this rank, x after the call (ffn must not
     change x), and the traffic."""
     group, number = own_group(groups)
-    p, tp, rank = problem(*sizes, number), group.size(), group.rank()
+    p = problem(*sizes, number)
+    tp = group.size()
+    rank = group.rank()
     parts = [p[name].chunk(tp, dim)[rank].contiguous() for name, dim in CUT]
     leaves = [t.clone().requires_grad_() for t in (p["x"], *parts)]
     x, *weights = leaves
@@ -73,7 +75,8 @@ def check_split(p, tp: int):
     for rank, parts in enumerate(alone(split_on_ranks, p, tp)):
         for (name, dim), part in zip(CUT, parts, strict=True):
             want = p[name].chunk(tp, dim)[rank]
-            shape, right = tuple(part.shape), tuple(want.shape)
+            shape = tuple(part.shape)
+            right = tuple(want.shape)
             if shape != right:
                 raise Wrong(
                     f"split_weights gives rank {rank} of {tp} a {name} of {shape}, and should "
@@ -101,7 +104,8 @@ def check_gradients(got, leaves, parts, where):
     channels only."""
     for name in NAMES:
         for rank, result in enumerate(got):
-            mine, want = result[name], parts[name][rank]
+            mine = result[name]
+            want = parts[name][rank]
             if mine is None:
                 raise Wrong(
                     f"{name} has no gradient on rank {rank}: is there a way from the result back "
@@ -163,7 +167,9 @@ def check_ranks(got, p, tp: int, where: str):
     parts = {name: leaves[name].grad.chunk(tp, dim) for name, dim in CUT} | {
         "x": [leaves["x"].grad] * tp
     }
-    through, summands = [], []  # through a rank's own channels only: gradient of x, summand of y
+    # through a rank's own channels only: gradient of x, summand of y
+    through = []
+    summands = []
     for rank in range(tp):
         x = p["x"].clone().requires_grad_()
         own = swiglu(x, *(p[name].chunk(tp, dim)[rank] for name, dim in CUT))

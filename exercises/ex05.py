@@ -76,7 +76,8 @@ def check_training(tp: int):
             "T/tp tokens"
         ) from None
     if found := re.search(r"gradient of (\S+) off by (\S+)", difference):
-        name, off = found[1], float(found[2])
+        name = found[1]
+        off = float(found[2])
         raise Wrong(
             f"gradient of {name} is off by {off:.2f} (relative) on tp {tp}: {question_about(name)}"
         )

@@ -25,7 +25,8 @@ import parallel
 from distributed.layout import local_slice
 from models.loss import IGNORE
 
-TP, V = 2, 101
+TP = 2
+V = 101
 CASES = ("usual logits", "logits around 200", "a rank's logits 90 above the other's")
 
 
@@ -44,7 +45,8 @@ def tokens(case: str, N: int, V: int, tp: int, seed=0):
 
 def losses_on_a_rank(groups, case: str, N: int, V: int):
     group, number = own_group(groups)
-    tp, rank = group.size(), group.rank()
+    tp = group.size()
+    rank = group.rank()
     logits, labels = tokens(case, N, V, tp, number)
     begin = rank * V // tp
     with Traffic() as traffic:
@@ -57,7 +59,8 @@ def losses_on_a_rank(groups, case: str, N: int, V: int):
 def usual_mistakes(logits, labels, TP: int) -> list:
     """[(losses of each rank, the mistake in words)]."""
     N, V = logits.shape
-    parts, rows = logits.split(V // TP, 1), torch.arange(N)
+    parts = logits.split(V // TP, 1)
+    rows = torch.arange(N)
     valid = labels != IGNORE
     target = logits[rows, labels.clamp(min=0)]
     tops = [p.amax(1) for p in parts]
@@ -216,7 +219,8 @@ def head_on_a_rank():
 
 def head_problem():
     g = torch.Generator().manual_seed(1)
-    h, weight = torch.randn(2, 4, 8, generator=g), torch.randn(V, 8, generator=g)
+    h = torch.randn(2, 4, 8, generator=g)
+    weight = torch.randn(V, 8, generator=g)
     labels = torch.randint(0, V, (2, 4), generator=g)
     labels[0, 1:3] = labels[1, 3] = IGNORE
     return h, weight, labels

@@ -8,7 +8,12 @@ from feedback import Traffic, Wrong, check_groups, compare, on_ranks, without
 
 import parallel
 
-B, H, G, K, T, CP = 2, 4, 2, 8, 16, 2
+B = 2
+H = 4
+G = 2
+K = 8
+T = 16
+CP = 2
 CHUNK = T // (2 * CP)
 # of each rank
 ROWS = [
@@ -133,7 +138,8 @@ def close(a, b) -> bool:
 
 def check_result(case: str, got: list, whole, mistakes: list):
     for rank, rows in enumerate(ROWS):
-        mine, want = got[rank], whole[:, :, rows]
+        mine = got[rank]
+        want = whole[:, :, rows]
         if mine.shape != want.shape:
             raise Wrong(
                 f"{case}: attend returns {tuple(mine.shape)} on rank {rank} of {CP} and should "
@@ -162,7 +168,8 @@ def check_gradients(case: str, got: list, want: list, own: list):
     """own: the gradients of k and v from the loss of each rank alone."""
     for rank, rows in enumerate(ROWS):
         for i, name in enumerate(("q", "k", "v")):
-            mine, right = got[rank][i], want[i][:, :, rows]
+            mine = got[rank][i]
+            right = want[i][:, :, rows]
             if close(mine, right):
                 continue
             guess = (

@@ -8,7 +8,9 @@ from feedback import Traffic, Wrong, check_groups, compare, on_ranks, without
 import parallel
 from models.attention import causal_attention
 
-B, T, K = 2, 16, 4
+B = 2
+T = 16
+K = 4
 SISTER = "that is exercise 8's way; here each rank attends with some of the heads, over the whole sequence"
 
 
@@ -20,7 +22,8 @@ def problem(H: int, G: int):
 
 def attended(H: int, G: int, scale=None):
     """(result, gradients of q, k and v, traffic of the forward) of this rank's tokens."""
-    cp, rank = dist.get_world_size(), dist.get_rank()
+    cp = dist.get_world_size()
+    rank = dist.get_rank()
     index = parallel.sequence_index(T, cp, rank)
     q, k, v, weights = [x[:, :, index] for x in problem(H, G)]
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -56,14 +59,16 @@ def in_rank_order(q, k, v, cp: int):
 
 def why(outs, q, k, v, whole, unscaled) -> str:
     """The likely mistake, guessed from the numbers in the ranks' results."""
-    cp, G = len(outs), k.shape[1]
+    cp = len(outs)
+    G = k.shape[1]
     if all(
         torch.allclose(out, unscaled[:, :, parallel.sequence_index(T, cp, r)], atol=1e-4)
         for r, out in enumerate(outs)
     ):
         return "attend was given a scale, and the result is that without it"
     for rank, out in enumerate(outs):
-        index, found = parallel.sequence_index(T, cp, rank), places(out, whole)
+        index = parallel.sequence_index(T, cp, rank)
+        found = places(out, whole)
         n = out.shape[1] * out.shape[2]
         if len(found) == n:  # the right numbers in wrong places
             for (h, t), (head, token) in found.items():

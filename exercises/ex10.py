@@ -111,7 +111,8 @@ def check_order():
             raise Wrong(
                 f"order_of_rank: {said}: the ranks wait for each other forever. {stuck(rows)}"
             ) from e
-        best, peaks = (pp - 1) / (n + pp - 1), [peak(row) for row in rows]
+        best = (pp - 1) / (n + pp - 1)
+        peaks = [peak(row) for row in rows]
         wanted = [min(n, pp - rank) for rank in range(pp)]
         numbers = (
             f"bubble {waits:.1%}, most micro-batches in flight {peaks} on ranks 0 to {pp - 1}; "
@@ -135,7 +136,9 @@ def check_order():
 
 def stuck(rows) -> str:
     """Name the action that each rank waits for in a deadlock."""
-    done, left, moved = set(), [list(row) for row in rows], True
+    done = set()
+    left = [list(row) for row in rows]
+    moved = True
     while moved:
         moved = False
         for rank, row in enumerate(left):

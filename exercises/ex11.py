@@ -25,7 +25,8 @@ def ends_after(flags: dict) -> list[tuple[str, float, float]]:
     """(end, gradient before, gradient after the sum), for each end on this rank. Every element of a
     gradient is equal."""
     stages, layout = layouts.build(layouts.config(vocab_size=100, **TIED), flags, 8, 4)
-    pipe, ends = layout.rank % (layout.world_size // layout.pp), []
+    pipe = layout.rank % (layout.world_size // layout.pp)
+    ends = []
     for s in stages:
         weights = {"first": s.tok_embeddings.weight} if s.index == 0 else {}
         if (copy := tied_copy(s)) is not None:

@@ -20,7 +20,8 @@ CASES = [  # rows for each of four experts on rank 0, the same on rank 1; the ca
 def exchanged(table: list[list[int]], group=None) -> dict:
     """Rows (number, expert, 1) go through four experts, two on each rank; expert e multiplies by e
     + 1."""
-    rank, group = dist.get_rank(), group or dist.group.WORLD
+    rank = dist.get_rank()
+    group = group or dist.group.WORLD
     ep = dist.get_world_size(group)
     counts = torch.tensor(table[rank])
     wanted = torch.arange(4).repeat_interleave(counts)

@@ -12,7 +12,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import parallel
 from distributed.layout import Layout, local_slice, local_tensor
 
-TIED, MOE = dict(tie_embeddings=True), dict(model="qwen3", n_experts=8, top_k=2, moe_ffn_dim=32)
+TIED = dict(tie_embeddings=True)
+MOE = dict(model="qwen3", n_experts=8, top_k=2, moe_ffn_dim=32)
 UNEVEN = "Numbers of elements do not tell: parts may be uneven, or empty. Look at the mesh and at the placements"
 LAYOUTS = [  # flags, fields of the model, the layout in words
     ({}, {}, "FSDP on 2 ranks"),
@@ -35,7 +36,9 @@ def gradients_of_a_step(flags: dict, fields: dict):
         layouts.config(**fields), flags, 4, 1 if "n_experts" in fields or "dp_shard" in flags else 2
     )
     if layout.pp == 1:
-        stages[0].index, stages[0].n_stages = 0, 1  # as the stages of a pipeline have
+        # as the stages of a pipeline have
+        stages[0].index = 0
+        stages[0].n_stages = 1
     parallel.forward_backward(
         stages, layouts.local_batch(layouts.global_batch(0, 4, False), layout), layout
     )
@@ -68,7 +71,8 @@ def clipped(flags: dict, fields: dict) -> dict:
     copies = {key for key in whole if key == (last, "tok_embeddings.weight") and last > 0}
     before = {key: local_tensor(grad).clone() for key, grad in grads.items()}
     local = math.sqrt(sum(x.double().square().sum().item() for x in before.values()))
-    norms, scales = [], []
+    norms = []
+    scales = []
     for share in (0.0, 2.0, 0.5):  # max_norm / norm: never clip, nothing to clip, clip
         norm = parallel.clip_grad_norm(stages, share * norms[0] if norms else 0.0, layout)
         if not isinstance(norm, torch.Tensor) or norm.dim():

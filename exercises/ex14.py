@@ -40,7 +40,8 @@ def draw(whole, offset, shape, name="7/blocks.0.wq", std=0.02):
 def whole_drawn() -> dict:
     """A parameter drawn whole on this process, twice, and another one; whether torch's own
     generator was left alone."""
-    shape, zeros = (1000, 40), (0, 0)
+    shape = (1000, 40)
+    zeros = (0, 0)
     state = torch.get_rng_state()
     w = draw(shape, zeros, shape)
     return dict(
@@ -61,7 +62,8 @@ def parts_drawn() -> list:
 
 def check_whole():
     """Check a parameter held whole."""
-    got, shape = alone(whole_drawn), (1000, 40)
+    got = alone(whole_drawn)
+    shape = (1000, 40)
     w = got["w"]
     if w.isnan().any():
         row = w.isnan().any(1).nonzero()[0].item()
@@ -91,7 +93,8 @@ def check_whole():
             "same letters in another "
             "order, and a sum over letters does not see that. A hash does"
         )
-    mean, std = w.mean().item(), w.std().item()
+    mean = w.mean().item()
+    std = w.std().item()
     if not (abs(mean) < 1e-3 and abs(std - 0.02) < 1e-3):
         raise Wrong(
             f"40,000 numbers have mean {mean:.4f} and standard deviation {std:.4f}, and should "

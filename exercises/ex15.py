@@ -129,7 +129,8 @@ def check_case(said, shape, places, parts):
     files = {file: cut(whole, place) for (file, *_), place in zip(pieces, places)}
     for order in (pieces, pieces[::-1]):
         for part in parts:
-            here, want = f"{said}: the part at {part[0]} of shape {part[1]}", cut(whole, part)
+            here = f"{said}: the part at {part[0]} of shape {part[1]}"
+            want = cut(whole, part)
             got, reads, largest = alone(loaded, list(order), files, part)
             if (
                 not isinstance(got, torch.Tensor)
@@ -163,7 +164,8 @@ def check_case(said, shape, places, parts):
 
 
 def check_missing():
-    whole, places = torch.arange(48.0).view(8, 6), grid((8, 6), 2, 2)
+    whole = torch.arange(48.0).view(8, 6)
+    places = grid((8, 6), 2, 2)
     pieces = [(str(i), *place) for i, place in enumerate(places)][:3]  # the piece at (4, 3) is lost
     got, *_ = alone(
         loaded,
@@ -192,7 +194,8 @@ def held(flags: dict) -> dict:
 
 def check_layouts():
     """Load the parts of a real model under tp 2 into FSDP on 2 ranks."""
-    saved, wanted = on_ranks(2, held, dict(tp=2)), on_ranks(2, held, {})
+    saved = on_ranks(2, held, dict(tp=2))
+    wanted = on_ranks(2, held, {})
     for fqn in wanted[0]:
         pieces = [(str(rank), ranks[fqn][0], ranks[fqn][1]) for rank, ranks in enumerate(saved)]
         for rank, (offset, shape, part, _) in enumerate(parts[fqn] for parts in wanted):

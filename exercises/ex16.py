@@ -10,7 +10,8 @@ from feedback import Wrong, alone, on_ranks
 
 import grpo
 
-LOW, HIGH = 0.2, 0.28
+LOW = 0.2
+HIGH = 0.28
 CASES = [  # ratio, advantage, objective, gradient of the objective by lp, the case in words
     (1.0, 1.0, 1.0, 1.0, "the sampler and the model are equal"),
     (1.5, 1.0, 1 + HIGH, 0.0, "a good token that is likely enough already"),
@@ -103,7 +104,8 @@ def check_cases():
 def check_rows():
     """Several tokens and samples: every sampled token has a ratio of its own, the others have none."""
     g = torch.Generator().manual_seed(0)
-    ratios, A = 0.5 + torch.rand(3, 5, generator=g), torch.tensor([[1.0], [-1.0], [0.5]])
+    ratios = 0.5 + torch.rand(3, 5, generator=g)
+    A = torch.tensor([[1.0], [-1.0], [0.5]])
     mask = torch.tensor([[1.0, 1, 1, 1, 1], [0, 0, 1, 1, 0], [0, 1, 1, 1, 0]])
     want = -torch.minimum(ratios * A, ratios.clamp(1 - LOW, 1 + HIGH) * A) * mask
     loss, _ = losses(ratios, A, mask)
@@ -201,7 +203,8 @@ def trained(micro: int) -> dict:
     def losses(kind, lp, old, mu, advantage, mask, n, clip, tis=0.0, sequence_sum=None):
         return hand16.token_losses(lp, old, advantage[:, :1], mask, *clip), torch.zeros_like(mask)
 
-    usual, grpo.policy_loss = grpo.policy_loss, losses
+    usual = grpo.policy_loss
+    grpo.policy_loss = losses
     try:
         trainer = policy.trainer_of(loss="dapo", local_batch_size=micro)
         trainer.train_on(samples())
@@ -223,9 +226,12 @@ def samples():
 def check_trainer():
     """Compare a whole step with plain torch: sample after sample, no micro-batches, no ranks."""
     model, low, high = policy.sharp_model(), *grpo.CLIP["dapo"]
-    total, tokens = 0.0, 0.0
+    total = 0.0
+    tokens = 0.0
     for s in samples():
-        lp, mask, A = policy.full_logprobs(model, s), torch.tensor(s["mask"]), s["advantage"]
+        lp = policy.full_logprobs(model, s)
+        mask = torch.tensor(s["mask"])
+        A = s["advantage"]
         ratio = (lp - torch.tensor(s["logprobs"])).exp()
         total = total - (torch.minimum(ratio * A, ratio.clamp(1 - low, 1 + high) * A) * mask).sum()
         tokens += mask.sum()

@@ -21,7 +21,8 @@ def reduced(groups, N: int):
 
 
 def why(out, xs: list, place: int) -> str:
-    n, chunk = len(xs), len(xs[0]) // len(xs)
+    n = len(xs)
+    chunk = len(xs[0]) // len(xs)
     if torch.allclose(out, xs[place]):
         return "it is this rank's own x: nothing was added"
     whole = sum(xs)
@@ -42,10 +43,8 @@ def check():
     for groups, N in CASES:
         n = len(groups[0])
         for ranks, got in zip(groups, in_groups(groups, reduced, N)):
-            xs, about = (
-                [values(rank, N) for rank in ranks],
-                f" {ABOUT_GROUPS}" if len(groups) > 1 else "",
-            )
+            xs = [values(rank, N) for rank in ranks]
+            about = f" {ABOUT_GROUPS}" if len(groups) > 1 else ""
             for place, (out, x, sent, calls) in enumerate(got):
                 where = f"rank {ranks[place]} of the ring {ranks}, N {N}"
                 if not torch.equal(x, xs[place]):

@@ -6,7 +6,8 @@ import torch
 from feedback import ABOUT_GROUPS, FOUR, ONE_GROUP, TWO_GROUPS, Traffic, Wrong, in_groups, own_group
 
 CASES = [(ONE_GROUP, 6), (FOUR, 16), (TWO_GROUPS, 10)]  # groups, N
-STEPS, LR = 3, 0.1
+STEPS = 3
+LR = 0.1
 # of gradients, near Adam's 1e-8: with larger ones a mean moves the weights as far as a sum
 SMALL = 1e-7
 
@@ -19,7 +20,10 @@ def numbers(N: int, *key: int):
 def trained(groups, N: int):
     """(weight after each step, sizes of the moments, numbers in all collectives, grad unchanged?)."""
     group, number = own_group(groups)
-    weight, rank, weights, untouched = numbers(N, number), torch.distributed.get_rank(), [], True
+    weight = numbers(N, number)
+    rank = torch.distributed.get_rank()
+    weights = []
+    untouched = True
     first, second = hand18.moments(weight, group.rank(), group.size())
     sizes = [x.untyped_storage().nbytes() // x.element_size() for x in (first, second)]
     with Traffic() as traffic:
@@ -35,7 +39,9 @@ def expected(N: int, number: int, ranks: list[int], share=lambda grads: sum(grad
     """The weight after each step of Adam on a single process. share: what is made of the ranks'
     gradients."""
     weight = numbers(N, number)
-    first, second, weights = torch.zeros_like(weight), torch.zeros_like(weight), []
+    first = torch.zeros_like(weight)
+    second = torch.zeros_like(weight)
+    weights = []
     for step in range(1, STEPS + 1):
         hand18.adam(
             weight,

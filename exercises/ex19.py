@@ -5,7 +5,9 @@ import hand19
 import torch
 from feedback import Traffic, Wrong, alone
 
-T, K, V = 5, 4, 3
+T = 5
+K = 4
+V = 3
 CASES = {  # sizes of the blocks, factor of the scores, which keys are seen
     "one block, all keys seen": ((6,), 1.0, "all"),
     "three blocks, all keys seen": ((3, 4, 2), 1.0, "all"),
@@ -20,17 +22,15 @@ CASES = {  # sizes of the blocks, factor of the scores, which keys are seen
 
 def problem(case: str):
     sizes, factor, seen = CASES[case]
-    g, S = torch.Generator().manual_seed(0), sum(sizes)
+    g = torch.Generator().manual_seed(0)
+    S = sum(sizes)
     q, k, v = (
         torch.randn(shape, generator=g, dtype=torch.float64) for shape in ((T, K), (S, K), (S, V))
     )
     if abs(factor) > 100:
-        q, k = (
-            q.abs(),
-            k.abs()
-            * torch.linspace(0.5, 1.5, S, dtype=torch.float64)[:, None].flip(
-                0 if factor > 0 else 1
-            ),
+        q = q.abs()
+        k = k.abs() * torch.linspace(0.5, 1.5, S, dtype=torch.float64)[:, None].flip(
+            0 if factor > 0 else 1
         )
     mask = torch.ones(T, S, dtype=torch.bool)
     if seen == "causal":

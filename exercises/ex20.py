@@ -54,7 +54,8 @@ def check_seconds():
     for ring in RINGS:
         n, n_bytes, latency, bandwidth = ring
         for collective in ("all_gather", "reduce_scatter", "all_reduce"):
-            got, want = alone(predicted, "seconds", collective, *ring), simulated(collective, *ring)
+            got = alone(predicted, "seconds", collective, *ring)
+            want = simulated(collective, *ring)
             if not abs(got - want) <= 1e-9 * want:
                 whole = (n - 1) * (latency + n_bytes / bandwidth)
                 guess = next(
@@ -107,7 +108,8 @@ def check_traffic():
         )
         rest = sum(p.numel() for p in whole.parameters()) - model["n_layers"] * block - embedding
         sizes = (model["n_layers"], block, embedding, rest)
-        got, want = tuple(alone(predicted, "fsdp_traffic", *sizes)), counted(**model)
+        got = tuple(alone(predicted, "fsdp_traffic", *sizes))
+        want = counted(**model)
         for mine, right, what in zip(got, want, ("gathered", "reduced"), strict=True):
             if mine != right:
                 per_block = 2 * block if what == "gathered" else 4 * block
@@ -123,7 +125,8 @@ def check_traffic():
 def check_bound():
     for case in BOUNDS:
         flops, n, gathered, reduced, peak, bandwidth = case
-        arithmetic, network = flops / peak, (n - 1) / n * (gathered + reduced) / bandwidth
+        arithmetic = flops / peak
+        network = (n - 1) / n * (gathered + reduced) / bandwidth
         got, by = alone(predicted, "bound", *case)
         want = (max(arithmetic, network), "arithmetic" if arithmetic >= network else "network")
         if not abs(got - want[0]) <= 1e-9 * want[0] or by != want[1]:

@@ -43,10 +43,8 @@ def train_and_speak(out: str) -> str:
     trained model."""
     import train_llama3
 
-    said, kept = (
-        io.StringIO(),
-        dict(connect=lambda layout, *args, **kwargs: layout, disconnect=lambda: None),
-    )
+    said = io.StringIO()
+    kept = dict(connect=lambda layout, *args, **kwargs: layout, disconnect=lambda: None)
     cfg = train_llama3.Config(
         **FLAGS, out=f"{out}/run", cache_dir=out, data=str(HOUSE / "docs" / "course.md")
     )

@@ -31,7 +31,8 @@ def problem(case: str):
 def given_rows(scores, top_k: int, capacity: int, token_first=False):
     """(experts, rows) by loops. token_first: the common mistake, all choices of a token before
     those of the next."""
-    experts, taken = scores.topk(top_k, dim=1).indices, [0] * scores.shape[1]
+    experts = scores.topk(top_k, dim=1).indices
+    taken = [0] * scores.shape[1]
     rows = torch.full_like(experts, -1)
     order = [(t, k) for k in range(top_k) for t in range(len(scores))]
     for t, k in sorted(order) if token_first else order:
@@ -80,7 +81,8 @@ def students_moe(case: str):
 
 def check_capacity():
     for T, E, top_k, factor in SIZES:
-        got, want = alone(students_capacity, T, E, top_k, factor), math.ceil(factor * T * top_k / E)
+        got = alone(students_capacity, T, E, top_k, factor)
+        want = math.ceil(factor * T * top_k / E)
         if got != want:
             guess = next(
                 (

@@ -29,7 +29,9 @@ stuck_s = 60.0  # must be less than the limit of a check
 # {file: {function: source}}: tests/exercises/test_exercises.py puts answers here; workers run
 # these, not the files' code
 planted = {}
-ONE_GROUP, TWO_GROUPS, FOUR = [[0, 1]], [[0, 2], [1, 3]], [[0, 1, 2, 3]]
+ONE_GROUP = [[0, 1]]
+TWO_GROUPS = [[0, 2], [1, 3]]
+FOUR = [[0, 1, 2, 3]]
 
 
 class Wrong(Exception):
@@ -48,7 +50,8 @@ def replaced(answers: dict[str, dict[str, str]]):
             for name, source in sources.items():
                 *path, last = name.split(".")
                 holder = vars(getattr(module, path[0]) if path else module)
-                function, made = inspect.unwrap(getattr(holder[last], "__func__", holder[last])), {}
+                function = inspect.unwrap(getattr(holder[last], "__func__", holder[last]))
+                made = {}
                 exec(
                     compile(textwrap.dedent(source), f"answer in {file}", "exec"),
                     vars(module),
@@ -58,11 +61,9 @@ def replaced(answers: dict[str, dict[str, str]]):
                 before.append(
                     (function, function.__code__, function.__defaults__, function.__kwdefaults__)
                 )
-                function.__code__, function.__defaults__, function.__kwdefaults__ = (
-                    new.__code__,
-                    new.__defaults__,
-                    new.__kwdefaults__,
-                )
+                function.__code__ = new.__code__
+                function.__defaults__ = new.__defaults__
+                function.__kwdefaults__ = new.__kwdefaults__
         yield
     finally:
         for function, *was in before:
@@ -145,7 +146,10 @@ class Traffic(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.moved, self.calls, self.largest, self.storages = 0, [], 0, []
+        self.moved = 0
+        self.calls = []
+        self.largest = 0
+        self.storages = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]

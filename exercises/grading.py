@@ -28,7 +28,8 @@ def judged(folder, limit: float, memory=0, alone=False, prints=False, only=()) -
     prints: what the student's
     functions print is shown; only: names of functions, the others are the project's own.
     """
-    folder, start = Path(folder).expanduser().resolve(), time.monotonic()
+    folder = Path(folder).expanduser().resolve()
+    start = time.monotonic()
     nonce, (read, write) = secrets.token_hex(16), os.pipe()
     with (
         tempfile.TemporaryDirectory() as clean,

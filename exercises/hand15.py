@@ -12,7 +12,8 @@ def load_part(pieces, read, offset: tuple, shape: tuple):
     once. The whole tensor does not fit into memory. Raises ValueError if the pieces do not cover
     the part.
     """
-    part, there = None, torch.zeros(shape, dtype=torch.bool)
+    part = None
+    there = torch.zeros(shape, dtype=torch.bool)
     for file, start, size in pieces:
         both = [
             (max(o, s), min(o + n, s + m))

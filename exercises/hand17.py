@@ -8,7 +8,8 @@ def shift(x, group):
     """Send x to the next rank of the group, and return what the previous rank has sent: as many
     numbers. The last rank's next is rank 0. All ranks call this function together. Written for you.
     """
-    n, rank = dist.get_world_size(group), dist.get_rank(group)
+    n = dist.get_world_size(group)
+    rank = dist.get_rank(group)
     after, before = (dist.get_global_rank(group, (rank + step) % n) for step in (1, -1))
     received = torch.empty_like(x)
     sends = [
@@ -27,7 +28,8 @@ def ring_all_reduce(x, group):
     Nothing may travel but by shift(), and as little as possible: n - 1 shifts in which sums grow, n
     - 1 in which finished sums go round, each of N/n numbers.
     """
-    n, rank = dist.get_world_size(group), dist.get_rank(group)
+    n = dist.get_world_size(group)
+    rank = dist.get_rank(group)
     pieces = list(x.clone().chunk(n))
     for step in range(n - 1):  # afterwards rank r has the whole sum of piece r + 1
         pieces[(rank - step - 1) % n] += shift(pieces[(rank - step) % n], group)

@@ -30,7 +30,8 @@ def zero1_step(weight, grad, first, second, step: int, lr: float, group):
     sequences. A rank may receive the sum of its part only, and computes adam() for its part only;
     then the new parts go to everyone.
     """
-    n, rank = dist.get_world_size(group), dist.get_rank(group)
+    n = dist.get_world_size(group)
+    rank = dist.get_rank(group)
     mine = weight.chunk(n)[rank].clone()
     total = torch.empty_like(mine)
     reduce_scatter_single(total, grad.contiguous(), group=group)

@@ -15,13 +15,15 @@ def attend_blocks(q, blocks):
     """
     top = q.new_full((q.shape[0], 1), -torch.inf)  # largest score so far
     # sum of exp(score - top), and of the same weights times v
-    total, out = torch.zeros_like(top), 0.0
+    total = torch.zeros_like(top)
+    out = 0.0
     for k, v, mask in blocks:
         scores = (q @ k.T / q.shape[1] ** 0.5).masked_fill(~mask, -torch.inf)
         new = torch.maximum(top, scores.amax(1, keepdim=True))
         # no key seen yet: exp(-inf - 0) is 0, and -inf - -inf would be nan
         safe = torch.where(new.isinf(), 0.0, new)
-        weights, shrink = (scores - safe).exp(), (top - safe).exp()
+        weights = (scores - safe).exp()
+        shrink = (top - safe).exp()
         total = total * shrink + weights.sum(1, keepdim=True)
         out = out * shrink + weights @ v
         top = new

@@ -33,5 +33,6 @@ def bound(
     """(least seconds of a step, "arithmetic" or "network"), if FSDP's transfers over n ranks
     overlap with the arithmetic completely, and latencies are nothing. flops: of one rank in a step;
     peak: FLOPs per second."""
-    arithmetic, network = flops / peak, (n - 1) / n * (gathered + reduced) / bandwidth
+    arithmetic = flops / peak
+    network = (n - 1) / n * (gathered + reduced) / bandwidth
     return max(arithmetic, network), "arithmetic" if arithmetic >= network else "network"

@@ -40,7 +40,8 @@ def moe(x, scores, top_k: int, capacity: int, compute):
     """
     experts, rows = places(scores, top_k, capacity)
     token, choice = (rows >= 0).nonzero(as_tuple=True)  # of each row that is taken
-    expert, row = experts[token, choice], rows[token, choice]
+    expert = experts[token, choice]
+    row = rows[token, choice]
     buffers = x.new_zeros(scores.shape[1], capacity, x.shape[1]).index_put((expert, row), x[token])
     results = compute(buffers)[expert, row] * scores[token, expert, None]
     return torch.zeros_like(x).index_add(0, token, results)

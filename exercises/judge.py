@@ -33,7 +33,9 @@ def students_lines(text: str, clean: str, planted) -> str:
     error = next((line for line in reversed(lines) if line[:1].isalpha()), lines[-1])
     for i in reversed(range(len(lines) - 1)):
         if found := re.search(rf'File "{re.escape(clean)}/(\S+)", line (\d+), in (\S+)', lines[i]):
-            file, line, function = found[1], int(found[2]), found[3]
+            file = found[1]
+            line = int(found[2])
+            function = found[3]
             for first, last, begin in planted.places.get(file, []):
                 if first <= line <= last:
                     return f"{error}\n    {file}, line {line - first + begin}, in {function}\n    {lines[i + 1].strip()}"
@@ -50,7 +52,9 @@ def without_network() -> bool:
     import socket
     import struct
 
-    libc, user, group = ctypes.CDLL(None, use_errno=True), os.getuid(), os.getgid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    user = os.getuid()
+    group = os.getgid()
     # CLONE_NEWNET, for root; others need a user namespace as well
     if libc.unshare(0x40000000) != 0:
         if libc.unshare(0x40000000 | 0x10000000) != 0:
@@ -138,7 +142,8 @@ def verdict_on(work: dict) -> tuple[str, str]:
 
 
 def main():
-    fd, work = int(sys.argv[1]), json.loads(sys.stdin.readline())
+    fd = int(sys.argv[1])
+    work = json.loads(sys.stdin.readline())
     os.set_inheritable(fd, False)  # no worker has this file
     sys.stdin.close()
     nonce = work.pop("nonce")

@@ -258,7 +258,8 @@ def show_list():
 def chosen(args) -> int | None:
     """The exercise that was asked for, or None for a bug or a diff. Raises ValueError unless
     exactly one was asked for."""
-    bug, diff = getattr(args, "bug", None), getattr(args, "diff", None)
+    bug = getattr(args, "bug", None)
+    diff = getattr(args, "diff", None)
     if [args.number, bug, diff].count(None) != 2:
         others = " or --bug N or --diff FILE" * (args.command == "start")
         raise ValueError(f"{args.command} needs the number of an exercise{others}")

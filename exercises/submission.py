@@ -188,13 +188,17 @@ def first_line(node: ast.stmt) -> int:
 def plant(number: int, folder: Path, only=()) -> Planted:
     """The project's files with the student's functions in place of the blanks, or of those in
     `only`. Raises NotWritten or Refused."""
-    planted, same = Planted({}, {}), []
+    planted = Planted({}, {})
+    same = []
     for file, names in COURSE[number].blanks.items():
         if not (names := [name for name in names if not only or name in only]):
             continue
-        text, clean = text_of(folder, file), original(file).read_text()
-        tree, clean_tree = parsed(text, file), ast.parse(clean)
-        found, spots = functions(text), functions(clean)
+        text = text_of(folder, file)
+        clean = original(file).read_text()
+        tree = parsed(text, file)
+        clean_tree = ast.parse(clean)
+        found = functions(text)
+        spots = functions(clean)
         for name in names:
             if name not in found:
                 raise NotWritten(
@@ -228,7 +232,8 @@ def plant(number: int, folder: Path, only=()) -> Planted:
         )
         edits.append((at, at - 1, helpers(tree.body, clean_tree.body)))
         lines, planted.places[file] = clean.splitlines(), []
-        out, at = [], 1
+        out = []
+        at = 1
         for first, last, nodes in sorted(edits, key=lambda edit: edit[:2]):
             out += lines[at - 1 : first - 1]
             indent = (

@@ -47,10 +47,13 @@ def cell(text: str) -> str:
 
 def table(submissions) -> str:
     """The text of tried.md. submissions: see test_exercises.SUBMISSIONS."""
-    out, right, wrong = HEAD, 0, 0
+    out = HEAD
+    right = 0
+    wrong = 0
     for number, exercise in COURSE.items():
         given = answers(number)
-        right, wrong = right + 1 + len(given.RIGHT), wrong + len(given.WRONG)
+        right = right + 1 + len(given.RIGHT)
+        wrong = wrong + len(given.WRONG)
         told = "; ".join(f"“{cell(words)}”" for _, words in given.WRONG)
         out += f"| {number} {exercise.title} | {1 + len(given.RIGHT)} | {len(given.WRONG)} | {told} |\n"
     out += f"| all | {right} | {wrong} | |\n" + CHEATS

@@ -38,10 +38,13 @@ class ShortConv(nn.Module):
 
     def __init__(self, n_heads: int, sizes: tuple[int, ...], size: int):
         super().__init__()
-        self.n_heads, self.sizes = n_heads, sizes
+        self.n_heads = n_heads
+        self.sizes = sizes
         # all queries, all keys, all values
         self.weight = nn.Parameter(torch.empty(n_heads * sum(sizes), 1, size))
-        self.whole, self.parts, self.part = lambda weight: weight, 1, 0
+        self.whole = lambda weight: weight
+        self.parts = 1
+        self.part = 0
 
     def forward(self):
         parts = self.whole(self.weight)[:, 0].split([self.n_heads * size for size in self.sizes])
@@ -130,7 +133,9 @@ def delta_scan(x: Tensor, weight: Tensor, N: int, doc_ids: Tensor | None = None)
     qkv, g, strength = x.split([n, R, R], -1)
     q, k, v = short_conv(qkv, weight.to(x.dtype), doc_ids).split([N, N, n - 2 * N], -1)
     q, k = (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6) for y in (q, k))
-    q, k = q.transpose(1, 2)[:, :, None] * N**-0.5, k.transpose(1, 2)[:, :, None]  # (B, H, 1, T, N)
+    # (B, H, 1, T, N)
+    q = q.transpose(1, 2)[:, :, None] * N**-0.5
+    k = k.transpose(1, 2)[:, :, None]
     v = v.unflatten(-1, (R, -1)).permute(0, 2, 3, 1, 4)  # (B, H, R, T, U)
     # (B, H, R, T, U)
     out = chunked(q, k, v, g.permute(0, 2, 3, 1), strength.permute(0, 2, 3, 1), doc_ids)
@@ -140,7 +145,8 @@ def delta_scan(x: Tensor, weight: Tensor, N: int, doc_ids: Tensor | None = None)
 def short_conv(x: Tensor, weight: Tensor, doc_ids: Tensor | None) -> Tensor:
     """silu of a causal convolution along T; tokens before the document count as 0. x (B, T, H, n),
     weight (H, n, size)."""
-    T, size = x.shape[1], weight.shape[-1]
+    T = x.shape[1]
+    size = weight.shape[-1]
     out = x * weight[..., -1]
     for back in range(1, min(size, T)):
         earlier = F.pad(x[:, :-back], (0, 0, 0, 0, back, 0))
@@ -157,7 +163,9 @@ def chunked(
     """The delta rule, chunk by chunk (arXiv:2412.06464, section 3.3): q, k (B, H, 1, T, N), v (B,
     H, R, T, U), g and strength (B, H, R, T) -> (B, H, R, T, U). Inside a chunk all tokens at once;
     between chunks the state travels."""
-    B, T, rest = len(q), q.shape[-2], -q.shape[-2] % CHUNK
+    B = len(q)
+    T = q.shape[-2]
+    rest = -q.shape[-2] % CHUNK
     # (B, H, R, n, C, N or U)
     q, k, v = (F.pad(y, (0, 0, 0, rest)).unflatten(-2, (-1, CHUNK)) for y in (q, k, v))
     # (B, H, R, n, C)
@@ -183,8 +191,11 @@ def chunked(
     sides = torch.cat([v * strength[..., None], k * (strength * faded)[..., None]], -1)
     solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
     new, of_state = solved.split([v.shape[-1], k.shape[-1]], -1)
-    inside, q, k = q @ k.transpose(-1, -2) * decay, q * faded[..., None], k * left[..., None]
-    state, out = v.new_zeros(*v.shape[:3], k.shape[-1], v.shape[-1]), []
+    inside = q @ k.transpose(-1, -2) * decay
+    q = q * faded[..., None]
+    k = k * left[..., None]
+    state = v.new_zeros(*v.shape[:3], k.shape[-1], v.shape[-1])
+    out = []
     for i in range(v.shape[3]):
         change = new[:, :, :, i] - of_state[:, :, :, i] @ state  # (B, H, R, C, U)
         out.append(q[:, :, :, i] @ state + inside[:, :, :, i] @ change)

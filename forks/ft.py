@@ -113,14 +113,18 @@ class ReplicaGroups:
         logging.getLogger("torchft").setLevel(logging.CRITICAL)
         # weights that came: only read
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        self.cfg, self.layout, self.checkpoints, self.state = cfg, layout, checkpoints, state
+        self.cfg = cfg
+        self.layout = layout
+        self.checkpoints = checkpoints
+        self.state = state
         self.flags = {name: value for name, value in asdict(cfg).items() if name not in OWN_FLAGS}
         self.place = self.n = 0
         self.has_met = self.has_stepped = self.has_left = False
         self.reader = self.next = None
         # A store of its own: torchrun's outlives a restart, and holds the address of the process
         # that died.
-        host, is_first = socket.gethostname(), layout.rank == 0
+        host = socket.gethostname()
+        is_first = layout.rank == 0
         self.store = (
             dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if is_first else None
         )
@@ -188,7 +192,8 @@ class ReplicaGroups:
         if differ := [
             name for name, value in self.flags.items() if value != theirs["flags"].get(name)
         ]:
-            name, there = differ[0], theirs["flags"].get(differ[0])
+            name = differ[0]
+            there = theirs["flags"].get(differ[0])
             raise ValueError(
                 f"--{name} is {self.flags[name]} here and {there} in the groups that are "
                 f"training; {SAME_FLAGS}"
@@ -253,11 +258,9 @@ class ReplicaGroups:
     def batches(self, data):
         """Iterator of this rank's batches from the cursor on: its part of this group's part of the
         live global batch."""
-        layout, samples, size = (
-            self.layout,
-            self.state["samples"],
-            self.n * self.layout.global_batch_size,
-        )
+        layout = self.layout
+        samples = self.state["samples"]
+        size = self.n * self.layout.global_batch_size
         # someone died or came, or a step is done again
         if self.next != (samples, self.place, self.n):
             if self.reader is not None:
@@ -311,7 +314,8 @@ class ReplicaGroups:
             if p.grad is not None
         ] + [loss[:1]]
         while grads:
-            bucket, n = [grads.pop(0)], 0
+            bucket = [grads.pop(0)]
+            n = 0
             while grads and (n := n + bucket[-1].numel()) < BUCKET:
                 bucket.append(grads.pop(0))
             flat = self.sum(torch.cat([grad.flatten().float().cpu() for grad in bucket]) * share)
@@ -330,7 +334,8 @@ class ReplicaGroups:
         agreed = self.manager.should_commit()
         if not agreed and self.layout.rank == 0:
             print(f"step {self.state['step'] + 1}: {why}; the step is done again", flush=True)
-        self.has_met, self.has_stepped = False, self.has_stepped or agreed
+        self.has_met = False
+        self.has_stepped = self.has_stepped or agreed
         return agreed
 
     def leave(self) -> None:

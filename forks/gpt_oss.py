@@ -153,7 +153,9 @@ class Attention(Llama3Attention):
         # -1 is the number of heads on this rank, H/tp: under tensor parallelism each rank computes
         # some of the heads
         q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # (B, T/cp, H/tp, K)
-        sinks, q = self.sinks(q), q.transpose(1, 2)  # (H/tp,), (B, H/tp, T/cp, K)
+        # (H/tp,), (B, H/tp, T/cp, K)
+        sinks = self.sinks(q)
+        q = q.transpose(1, 2)
         k = self.wk(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, G/tp, T/cp, K)
         v = self.wv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, G/tp, T/cp, K)
         out = attend(rotate(q, cos, sin), rotate(k, cos, sin), v, sinks=sinks)  # (B, H/tp, T/cp, K)
@@ -175,12 +177,15 @@ class BiasedExperts(Experts):
 
     def __init__(self, config):
         nn.Module.__init__(self)
-        E, D, F = config.n_experts, config.dim, config.moe_ffn_dim
+        E = config.n_experts
+        D = config.dim
+        F = config.moe_ffn_dim
         self.gate_up = nn.Parameter(torch.empty(E, D, 2 * F))
         self.gate_up_bias = nn.Parameter(torch.empty(E, 2 * F))
         self.down = nn.Parameter(torch.empty(E, F, D))
         self.down_bias = nn.Parameter(torch.empty(E, D))
-        self.spread, self.combine = spread, combine
+        self.spread = spread
+        self.combine = combine
         self.compute = lambda *args, **options: clamped_experts(
             *args, limit=config.swiglu_limit, **options
         )
@@ -195,7 +200,8 @@ def clamped_experts(
         counts, output_size=len(x)
     )
     h = linear(x, gate_up.transpose(1, 2), counts) + gate_up_bias[expert]  # (N*k, 2F)
-    gate, up = h[:, ::2].clamp(max=limit), h[:, 1::2].clamp(-limit, limit)
+    gate = h[:, ::2].clamp(max=limit)
+    up = h[:, 1::2].clamp(-limit, limit)
     return (
         linear((up + 1) * gate * torch.sigmoid(1.702 * gate), down.transpose(1, 2), counts)
         + down_bias[expert]
@@ -281,7 +287,8 @@ class GptOss(Qwen3):
 
     def flops_per_token(self, seq_len: int) -> int:
         """As in Qwen3, without the keys before the window, which half of the layers do not see."""
-        c, sliding = self.config, (self.config.n_layers + 1) // 2
+        c = self.config
+        sliding = (self.config.n_layers + 1) // 2
         unseen = sliding * max(seq_len - c.sliding_window, 0)  # keys, summed over the layers
         return super().flops_per_token(seq_len) - 12 * c.n_heads * c.head_dim * unseen
 

@@ -11,7 +11,9 @@ from distributed.checks import bits_sum
 from training.optim import Guard
 
 # norms to remember; fewest to judge by; standard deviations above their mean of a spike
-WINDOW, LEAST, FAR = 128, 16, 6.0
+WINDOW = 128
+LEAST = 16
+FAR = 6.0
 
 
 class SpikeGuard(Guard):
@@ -24,7 +26,8 @@ class SpikeGuard(Guard):
 
     def __init__(self, optimizers, layout, cfg, start):
         super().__init__(optimizers, layout, cfg, start)
-        self.recent, self.judged = torch.full((WINDOW,), math.nan, device=layout.device), {}
+        self.recent = torch.full((WINDOW,), math.nan, device=layout.device)
+        self.judged = {}
 
     def before_update(self, step, grad_norm):
         mean = self.recent.nanmean()

@@ -193,7 +193,9 @@ class StackedExperts(Experts):
         self.gate_up = nn.Parameter(torch.empty(n_experts, dim, 2 * ffn_dim))
         self.down = nn.Parameter(torch.empty(n_experts, ffn_dim, dim))
         # parallel.compile_blocks compiles them
-        self.compute, self.spread, self.combine = stacked_experts, spread, combine
+        self.compute = stacked_experts
+        self.spread = spread
+        self.combine = combine
 
 
 def stacked_experts(x, counts, gate_up, down, linear=grouped_linear) -> Tensor:
@@ -211,7 +213,8 @@ class MoE(qwen3.MoE):
         self.experts = StackedExperts(config.n_experts, config.dim, config.moe_ffn_dim)
 
     def forward(self, x):
-        B, D = x.shape[0], x.shape[-1]
+        B = x.shape[0]
+        D = x.shape[-1]
         scores = self.router(x).flatten(0, -2)  # (N, E)
         index = self.balance.choose(scores, self.top_k)  # (N, 1)
         weight = scores.gather(1, index).sigmoid()

@@ -72,7 +72,8 @@ class PackedTensors(HFTensors):
             return super().read(name, offset, shape)
         experts, columns = (slice(offset[i], offset[i] + shape[i]) for i in (0, 2))
         # blocks with the wanted rows
-        first, last = offset[1] // BLOCK, -(-(offset[1] + shape[1]) // BLOCK)
+        first = offset[1] // BLOCK
+        last = -(-(offset[1] + shape[1]) // BLOCK)
         whole = from_mxfp4(*(part[experts, columns, first:last] for part in self.handles(name)))
         begin = offset[1] - first * BLOCK
         return whole[:, :, begin : begin + shape[1]].transpose(1, 2)

@@ -28,7 +28,8 @@ class NorMuon(Muon):
         super().step_stack(p, group)
 
     def rescale(self, p, result, first=0):
-        state, update = self.state[p], result.float()
+        state = self.state[p]
+        update = result.float()
         if "row_squares" not in state:  # a matrix; new_zeros of a DTensor is whole on every rank
             state["row_squares"] = p.detach().new_zeros(len(p), dtype=torch.float32)
         squares = local_tensor(state["row_squares"])[first : first + len(result)]

@@ -41,11 +41,9 @@ class Olmo3Config(Llama3Config):
 
         The tables of names are at the end of this file.
         """
-        hf, kinds, ropes = (
-            dict(config_json),
-            config_json.get("layer_types"),
-            config_json.get("rope_parameters") or {},
-        )
+        hf = dict(config_json)
+        kinds = config_json.get("layer_types")
+        ropes = config_json.get("rope_parameters") or {}
         if kinds and kinds != layer_types(len(kinds)):
             raise ValueError(
                 "config.json: layer_types are not three of sliding_attention and one of "
@@ -163,7 +161,8 @@ class Olmo3(Llama3):
     def flops_per_token(self, seq_len: int) -> int:
         """As in Llama 3 with a window in each layer, and the tokens before the window, seen by
         every fourth layer."""
-        c, full = self.config, self.config.n_layers // 4
+        c = self.config
+        full = self.config.n_layers // 4
         return super().flops_per_token(seq_len) + 12 * full * c.n_heads * c.head_dim * max(
             seq_len - c.sliding_window, 0
         )
@@ -176,15 +175,13 @@ class Olmo3(Llama3):
         return super().tp_plan() | norms
 
     def hf_keys(self) -> dict[str, str]:
-        names, norms = (
-            super().hf_keys(),
-            {
-                "attn_norm": "post_attention_layernorm",
-                "attn.q_norm": "self_attn.q_norm",
-                "attn.k_norm": "self_attn.k_norm",
-                "ffn_norm": "post_feedforward_layernorm",
-            },
-        )
+        names = super().hf_keys()
+        norms = {
+            "attn_norm": "post_attention_layernorm",
+            "attn.q_norm": "self_attn.q_norm",
+            "attn.k_norm": "self_attn.k_norm",
+            "ffn_norm": "post_feedforward_layernorm",
+        }
         for i in range(self.config.n_layers):
             names |= {
                 f"blocks.{i}.{ours}.weight": f"model.layers.{i}.{theirs}.weight"

@@ -25,7 +25,8 @@ class QKClip:
     """
 
     def __init__(self, stages, layout, tau: float = 100.0):
-        self.layout, self.tau = layout, tau
+        self.layout = layout
+        self.tau = tau
         self.attns = {i: block.attn for stage in stages for i, block in all_blocks(stage).items()}
         config = stages[0].config
         for i, attn in self.attns.items():
@@ -74,7 +75,9 @@ class QKClip:
         )
         for i, attn in self.attns.items():
             N, P, U, _ = attn.dims
-            gamma, root = gammas[i, :, None], gammas[i, :, None].sqrt()  # (H, 1)
+            # (H, 1)
+            gamma = gammas[i, :, None]
+            root = gammas[i, :, None].sqrt()
             wq = attn.wq_b if hasattr(attn, "wq_b") else attn.wq
             # a logit is q_nope . k_nope + q_rope . k_rope; all heads share k_rope, so its factor
             # goes to q_rope

@@ -96,7 +96,8 @@ class Qwen3NextConfig(Qwen3Config):
 
         The tables of names are at the end of this file.
         """
-        hf, kinds = dict(config_json), config_json.get("layer_types")
+        hf = dict(config_json)
+        kinds = config_json.get("layer_types")
         if kinds and kinds != layer_types(len(kinds)) or hf.get("full_attention_interval", 4) != 4:
             raise ValueError(
                 "config.json: layer_types are not three of linear_attention and one of "
@@ -207,7 +208,9 @@ class DeltaNet(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        H, N, U = config.linear_k_heads, config.linear_k_dim, config.linear_v_dim
+        H = config.linear_k_heads
+        N = config.linear_k_dim
+        U = config.linear_v_dim
         R = config.linear_v_heads // H
         self.sizes = N, N, R * U, R * U  # of each key head: query, key, values, gates of the values
         self.R = R
@@ -338,7 +341,8 @@ class Qwen3Next(Qwen3):
         return plan
 
     def hf_keys(self) -> dict[str, str | list[str]]:
-        names, ffn = super().hf_keys(), {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+        names = super().hf_keys()
+        ffn = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
         shared = {"shared_gate": "shared_expert_gate"} | {
             f"shared.{w}": f"shared_expert.{name}" for w, name in ffn.items()
         }

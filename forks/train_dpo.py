@@ -71,15 +71,13 @@ class Config(
     REFUSED = ("pp", "loss_parallel", "load_only", "exclude_from_loading")  # as in grpo.py
     # dpo: what grpo.py's functions ask a config for, and DPO has no choice about
     clip_low = clip_high = None
-    tis, tis_mode, kl_coef, minibatches, max_new_tokens, temperature, batch_invariant = (
-        0.0,
-        "",
-        0.0,
-        1,
-        1,
-        1.0,
-        False,
-    )
+    tis = 0.0
+    tis_mode = ""
+    kl_coef = 0.0
+    minibatches = 1
+    max_new_tokens = 1
+    temperature = 1.0
+    batch_invariant = False
     # the model: a Hugging Face folder, a run folder's newest checkpoint, or one step folder
     init_from: str = ""
     data: str = ""  # pairs of answers, a .jsonl file
@@ -158,7 +156,9 @@ def split_pair(record: dict) -> tuple:
             min(len(chosen), len(rejected)),
         )
         n -= n > 0 and chosen[n - 1] == " "
-        prompt, chosen, rejected = chosen[:n], chosen[n:], rejected[n:]
+        prompt = chosen[:n]
+        chosen = chosen[n:]
+        rejected = rejected[n:]
     if not all(
         part and type(part) is type(prompt) and isinstance(part, str | list)
         for part in (prompt, chosen, rejected)
@@ -174,10 +174,8 @@ def pair_of(record: dict, text: Text, template) -> list[dict]:
     """[chosen, rejected] as grpo.py's samples. template: of the folder, for messages; plain texts end with the end token."""
     prompt, *answers = split_pair(record)
     if isinstance(prompt, str):
-        begin, ends = (
-            text.ids(prompt, text.bos),
-            [text.ids(answer) + [text.eot] for answer in answers],
-        )
+        begin = text.ids(prompt, text.bos)
+        ends = [text.ids(answer) + [text.eot] for answer in answers]
     else:
         prompt, *answers = (
             [prepare_message(message) for message in part] for part in (prompt, *answers)
@@ -188,7 +186,8 @@ def pair_of(record: dict, text: Text, template) -> list[dict]:
             raise ValueError(
                 f"{template.name} writes the prompt in another way than the whole conversation"
             )
-        begin, ends = text.ids(written), [text.ids(full[len(written) :]) for full in whole]
+        begin = text.ids(written)
+        ends = [text.ids(full[len(written) :]) for full in whole]
     return [
         dict(
             prompt=begin or [text.eot],
@@ -204,7 +203,9 @@ def pair_of(record: dict, text: Text, template) -> list[dict]:
 def read_pairs(cfg: Config) -> tuple[list[list[dict]], Text, str]:
     """(pairs that fit into --seq_len, tokenizer, hash of the pairs). Raises ValueError naming the
     line."""
-    text, template, pairs = Text(cfg.init_from), None, []
+    text = Text(cfg.init_from)
+    template = None
+    pairs = []
     for number, line in enumerate(Path(cfg.data).read_text("utf-8").splitlines(), 1):
         try:
             record = json.loads(line)
@@ -251,7 +252,8 @@ def score_pairs(trainer: Trainer, pairs: list[list[dict]]) -> torch.Tensor:
     """(2, 2 * pairs) fp64: log-likelihood of each answer under the policy and under the reference,
     the same on every rank. The answers keep the policy's log-probabilities, as samples keep their
     sampler's."""
-    samples, layout = sum(pairs, []), trainer.layout
+    samples = sum(pairs, [])
+    layout = trainer.layout
     n = [len(s["ids"]) for s in samples]
     # the last number is for prompts and padding
     table = torch.zeros(2, sum(n) + 1, device=layout.device)
@@ -378,7 +380,8 @@ def main(cfg: Config):
         cfg, cfg.out, modules=[model], optimizer=trainer.optimizer, load_base=base, **about
     )
     state = checkpoints.load() or {"step": 0, "tokens": 0, "policy_version": 0}
-    trainer.policy_version, first = state["policy_version"], state["step"] + 1
+    trainer.policy_version = state["policy_version"]
+    first = state["step"] + 1
     if reference is not None:
         keep_reference(trainer, is_new, about)
     check_replicas([model], layout, flags=asdict(cfg), pairs=data_hash)

@@ -280,7 +280,9 @@ def main(cfg: Config):
     # come together.
     while state["step"] < cfg.steps:
         groups.meet()
-        step, metrics.step, metrics.tokens = state["step"] + 1, state["step"], state["tokens"]
+        step = state["step"] + 1
+        metrics.step = state["step"]
+        metrics.tokens = state["tokens"]
         # of the live global batch's tokens, this group's share
         metrics.flops_per_token = flops_per_token / groups.n
         batch = metrics.start_step(groups.batches(data))

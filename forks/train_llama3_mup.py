@@ -134,7 +134,8 @@ def build_optimizers(stages, cfg: Config) -> list[torch.optim.Optimizer]:
         [adamw(groups, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, cfg.optimizer)] if groups else []
     )
     # mup: every stage has some
-    groups, betas = [{"params": matrices, "weight_decay": cfg.weight_decay}], (cfg.beta1, cfg.beta2)
+    groups = [{"params": matrices, "weight_decay": cfg.weight_decay}]
+    betas = (cfg.beta1, cfg.beta2)
     optimizers.append(adamw(groups, cfg.lr, betas, cfg.eps, cfg.optimizer))
     return optimizers
 

@@ -21,7 +21,9 @@ from forks.olmo3 import FLAVORS, Olmo3
 from tools.run import run
 from train_llama3 import main
 
-train_llama3.FLAVORS, train_llama3.Llama3 = FLAVORS, Olmo3  # what main() looks up
+# what main() looks up
+train_llama3.FLAVORS = FLAVORS
+train_llama3.Llama3 = Olmo3
 
 
 @dataclass(kw_only=True)

@@ -104,7 +104,9 @@ class Adapted(nn.Linear):
     module the compiler would compile each module anew."""
 
     def forward(self, x):
-        y, a, b = super().forward(x), self.lora_a.weight, self.lora_b.weight
+        y = super().forward(x)
+        a = self.lora_a.weight
+        b = self.lora_b.weight
         if not self.lora_scale:  # switched off: see base_model
             return y
         if not isinstance(a, DTensor):

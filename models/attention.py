@@ -28,7 +28,8 @@ def sdpa(
     """
     if sinks is not None:
         return attention_with_sinks(q, k, v, mask, scale, sinks)
-    K, U = q.shape[-1], v.shape[-1]
+    K = q.shape[-1]
+    U = v.shape[-1]
     # Torch takes the first kernel of this list that can compute the attention.
     kernels = [
         SDPBackend.CUDNN_ATTENTION,

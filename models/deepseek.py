@@ -258,7 +258,8 @@ class Attention(nn.Module):
             config.v_head_dim,
             config.kv_lora_rank,
         )
-        H, Q = config.n_heads, config.q_lora_rank
+        H = config.n_heads
+        Q = config.q_lora_rank
         if Q:
             self.wq_a = nn.Linear(config.dim, Q, bias=False)
             self.q_norm = RMSNorm(Q, eps=LATENT_EPS)
@@ -286,7 +287,8 @@ class Attention(nn.Module):
         q_rope = rotate(q_rope, cos, sin, self.interleave)
         c, k_rope = self.wkv_a(x).split([R, P], -1)  # (B, T/cp/tp, R), (B, T/cp/tp, P)
         # k_rope (B, 1, T/cp, P)
-        c, k_rope = self.kv_norm(c), rotate(self.k_rope(k_rope)[:, None], cos, sin, self.interleave)
+        c = self.kv_norm(c)
+        k_rope = rotate(self.k_rope(k_rope)[:, None], cos, sin, self.interleave)
         if attend_cached is None:
             # (B, H/tp, T/cp, N or U)
             k_nope, v = self.wkv_b(c).view(B, T, -1, N + U).transpose(1, 2).split([N, U], -1)
@@ -327,7 +329,8 @@ class MoE(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.config, self.top_k = config, config.top_k
+        self.config = config
+        self.top_k = config.top_k
         self.router = Router(config.dim, config.n_experts)
         self.experts = Experts(config.n_experts, config.dim, config.moe_ffn_dim)
         self.balance = Balance(config.n_experts)
@@ -415,7 +418,8 @@ def shift_targets(
 ) -> tuple[Tensor, Tensor]:
     """(tokens, labels) for MTP, (B, T) each: position i gets token i+1 and label i+1. Call before a
     sequence is split over ranks. The last position of a sequence or document has no label."""
-    next_tokens, next_labels = tokens.roll(-1, 1), labels.roll(-1, 1)
+    next_tokens = tokens.roll(-1, 1)
+    next_labels = labels.roll(-1, 1)
     last = torch.zeros_like(labels, dtype=torch.bool)
     last[:, -1] = True
     if doc_ids is not None:
@@ -442,11 +446,9 @@ class DeepSeek(nn.Module):
         self.mtp_weight = 0.3  # weight of MTP's loss; the recipe's --mtp_weight
         # parallel.py replaces these functions: context_parallel the first, tensor_parallel and
         # compile the other two.
-        self.make_attend, self.token_loss, self.logits = (
-            causal_attention,
-            linear_cross_entropy,
-            F.linear,
-        )
+        self.make_attend = causal_attention
+        self.token_loss = linear_cross_entropy
+        self.logits = F.linear
 
     def forward(
         self,
@@ -539,7 +541,8 @@ class DeepSeek(nn.Module):
 
         MTP counts as an extra layer and a second use of the head.
         """
-        c, embedding = self.config, self.config.vocab_size * self.config.dim
+        c = self.config
+        embedding = self.config.vocab_size * self.config.dim
         n = (
             self.n_active_params()
             - (0 if c.tie_embeddings else embedding)
@@ -618,7 +621,8 @@ class DeepSeek(nn.Module):
                 f"shared.{ours}": f"mlp.shared_experts.{theirs}" for ours, theirs in ffn.items()
             }
         for i in range(c.n_layers + c.mtp_depth):
-            prefix, layer = f"blocks.{i}" if i < c.n_layers else "mtp.block", f"model.layers.{i}"
+            prefix = f"blocks.{i}" if i < c.n_layers else "mtp.block"
+            layer = f"model.layers.{i}"
             table = block | (dense if i < c.n_dense_layers else sparse)
             names |= {
                 f"{prefix}.{ours}.weight": f"{layer}.{theirs}.weight"

@@ -107,8 +107,10 @@ def rope_frequencies(config, K: int, device, truncate=True) -> Tensor:
             for turns in (s.get("beta_fast", 32.0), s.get("beta_slow", 1.0))
         )
         if truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, K - 1)
+            low = math.floor(low)
+            high = math.ceil(high)
+        low = max(low, 0)
+        high = min(high, K - 1)
         keep = 1 - (torch.arange(K // 2, device=device) - low) / max(high - low, 0.001)
     keep = keep.clamp(0, 1)  # 1: stays, 0: slowed down, linear in between
     return (1 - keep) * freq / s["factor"] + keep * freq
@@ -120,11 +122,9 @@ def attention_factors(config) -> tuple[float, float]:
     s = config.rope_scaling
     if s is None or "low_freq_factor" in s:
         return 1.0, 1.0
-    growth, mscale, all_dim = (
-        0.1 * math.log(max(s["factor"], 1)),
-        s.get("mscale", 0),
-        s.get("mscale_all_dim", 0),
-    )
+    growth = 0.1 * math.log(max(s["factor"], 1))
+    mscale = s.get("mscale", 0)
+    all_dim = s.get("mscale_all_dim", 0)
     factor = (growth * mscale + 1) / (growth * all_dim + 1) if mscale and all_dim else growth + 1
     return s.get("attention_factor", factor), (growth * all_dim + 1) ** 2
 

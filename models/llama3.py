@@ -186,11 +186,9 @@ class Llama3(nn.Module):
         )
         # parallel.py replaces these functions: context_parallel the first, tensor_parallel and
         # compile the other two.
-        self.make_attend, self.token_loss, self.logits = (
-            causal_attention,
-            linear_cross_entropy,
-            F.linear,
-        )
+        self.make_attend = causal_attention
+        self.token_loss = linear_cross_entropy
+        self.logits = F.linear
 
     def forward(
         self, tokens, labels=None, positions=None, doc_ids=None, loss_denom=None, cache=None

@@ -51,7 +51,8 @@ def softmax_loss(
 ) -> Tensor:
     """Sum of a chunk's losses in fp32. out (n, V): filled with the gradient of the sum by the
     logits. Compiled by --compile."""
-    V, compiled = weight.shape[0], torch.compiler.is_compiling()
+    V = weight.shape[0]
+    compiled = torch.compiler.is_compiling()
     # (n, V); uncompiled in the memory of their gradient, but a compiled kernel would copy the
     # gradient there
     logits = F.linear(h, weight) if compiled or out is None else torch.mm(h, weight.T, out=out)
@@ -91,7 +92,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         # gradient, and no sum is read and written.
         at_once = wants_w and N <= max(rows, 2 * D)
         total = h.new_zeros((), dtype=torch.float32)
-        dh, dw = torch.empty_like(h) if wants_h else None, None
+        dh = torch.empty_like(h) if wants_h else None
+        dw = None
         dlogits = h.new_empty(N if at_once else rows, len(weight)) if wants_h or wants_w else None
         for begin in range(0, N, rows):
             hc = h[begin : begin + rows]  # (n, D)
@@ -134,7 +136,8 @@ def linear_cross_entropy(
     summand. denom None: no division.
     """
     # ask here: gradients are always off inside a Function
-    flat, gradient = h.reshape(-1, h.shape[-1]), torch.is_grad_enabled()
+    flat = h.reshape(-1, h.shape[-1])
+    gradient = torch.is_grad_enabled()
     total = LinearCrossEntropy.apply(
         flat, weight, labels.reshape(-1), all_reduce, vocab_start, kernel, gradient
     )
@@ -162,7 +165,8 @@ class TokenLogprobs(torch.autograd.Function):
     def chunks(h, weight, labels, temperature, vocab_start, unknown):
         """Yields (rows, fp32 logits (n, V/tp) at the temperature, index of the label (n, 1), label
         on this rank? (n))."""
-        V, size = weight.shape[0], rows_per_chunk(h, weight)
+        V = weight.shape[0]
+        size = rows_per_chunk(h, weight)
         for begin in range(0, h.shape[0], size):
             rows = slice(begin, begin + size)
             local = labels[rows] - vocab_start
@@ -192,7 +196,8 @@ class TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, _):
         h, weight, labels, lse = ctx.saved_tensors
-        dh, dw = torch.empty_like(h), None
+        dh = torch.empty_like(h)
+        dw = None
         for rows, logits, index, mine in TokenLogprobs.chunks(h, weight, labels, *ctx.options):
             # d logprob / d logit = (one_hot(label) - softmax) / temperature
             dlogits = (

@@ -59,7 +59,9 @@ class Experts(nn.Module):
         self.w2 = nn.Parameter(torch.empty(n_experts, dim, ffn_dim))
         self.w3 = nn.Parameter(torch.empty(n_experts, ffn_dim, dim))
         # compiled by parallel.compile_blocks
-        self.compute, self.spread, self.combine = swiglu_experts, spread, combine
+        self.compute = swiglu_experts
+        self.spread = spread
+        self.combine = combine
 
     def forward(self, x: Tensor, counts: Tensor, shared=None, weigh=None) -> Tensor:
         """x (N*k, D) sorted by expert, counts (E,) -> (N*k, D) in the same order. shared, weigh:
@@ -178,7 +180,8 @@ def apply_experts(
     # passes of 64-bit numbers.
     order = experts.turn(index).flatten().short().argsort(stable=True)
     places = inverse(order).view_as(index)  # the row of each copy
-    weigh, for_every_token = cache(weigh), cache(lambda: shared and shared(x))
+    weigh = cache(weigh)
+    for_every_token = cache(lambda: shared and shared(x))
     y = experts(experts.spread(x.flatten(0, -2), order, places), counts, for_every_token, weigh)
     out = experts.combine(y, weigh(), order, places).view_as(x)
     return out + for_every_token() if shared else out
@@ -238,7 +241,8 @@ class Balance(nn.Module):
         self.force = False
         # set if cp and tp ranks share a sequence: the number of parts, and a function that sums
         # over the parts
-        self.parts, self.sum_over_parts = 1, lambda x: x
+        self.parts = 1
+        self.sum_over_parts = lambda x: x
 
     def choose(self, scores: Tensor, k: int, limit=lambda scores: scores) -> Tensor:
         """Indices (N, k) of the chosen experts from the router's scores (N, E); limit: puts -inf at
@@ -263,7 +267,8 @@ class Balance(nn.Module):
         index (N, k)."""
         if self.aux_scale == 0.0 or not torch.is_grad_enabled():
             return x
-        k, E = index.shape[1], self.n_experts
+        k = index.shape[1]
+        E = self.n_experts
         T = self.parts * x.shape[0] // B  # tokens of a whole sequence
         chosen = F.one_hot(index.view(B, -1), E).sum(1).float()  # (B, E)
         f = self.sum_over_parts(chosen) / (T * k)  # no gradient flows through a count

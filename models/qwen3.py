@@ -148,7 +148,8 @@ class MoE(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.top_k, self.norm_topk_prob = config.top_k, config.norm_topk_prob
+        self.top_k = config.top_k
+        self.norm_topk_prob = config.norm_topk_prob
         self.router = Router(config.dim, config.n_experts)
         self.experts = Experts(config.n_experts, config.dim, config.moe_ffn_dim)
         self.balance = Balance(config.n_experts)
@@ -198,11 +199,9 @@ class Qwen3(nn.Module):
         )
         # parallel.py replaces these functions: context_parallel the first, tensor_parallel and
         # compile the other two.
-        self.make_attend, self.token_loss, self.logits = (
-            causal_attention,
-            linear_cross_entropy,
-            F.linear,
-        )
+        self.make_attend = causal_attention
+        self.token_loss = linear_cross_entropy
+        self.logits = F.linear
 
     def forward(
         self, tokens, labels=None, positions=None, doc_ids=None, loss_denom=None, cache=None

@@ -20,7 +20,8 @@ def cpu_seconds() -> float:
     those that it waited for."""
     if not os.path.isdir("/proc/self"):
         return sum(os.times()[:4])
-    children, used = defaultdict(list), {}
+    children = defaultdict(list)
+    used = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             fields = Path("/proc", pid, "stat").read_bytes().rsplit(b") ", 1)[1].split()
@@ -29,7 +30,8 @@ def cpu_seconds() -> float:
         children[int(fields[1])].append(int(pid))
         # utime, stime, and those of the children that were waited for
         used[int(pid)] = sum(map(int, fields[11:15]))
-    total, todo = 0, [os.getpid()]
+    total = 0
+    todo = [os.getpid()]
     while todo:
         pid = todo.pop()
         total += used.get(pid, 0)

@@ -22,5 +22,6 @@ def group(store, rank: int, ranks: int, timeout_s=60.0):
 if __name__ == "__main__":
     from rl import nccl_engine
 
-    nccl_engine.nccl_group, nccl_engine.runs_on_cuda = group, lambda device: True
+    nccl_engine.nccl_group = group
+    nccl_engine.runs_on_cuda = lambda device: True
     runpy.run_path("grpo.py", run_name="__main__")

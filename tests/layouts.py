@@ -40,7 +40,9 @@ from rl.decoding import rollout
 from storage.adapters import is_adapter
 from storage.hf import load_hf, save_hf
 
-LR, STEPS, T = 1e-3, 2, 16
+LR = 1e-3
+STEPS = 2
+T = 16
 SMALL = dict(
     dim=32,
     n_layers=4,
@@ -63,7 +65,8 @@ class Flags(ParallelConfig, ExpertConfig, LaunchConfig, PipelineConfig, Float8Co
 
 MOE = dict(n_experts=8, top_k=2, moe_ffn_dim=32)
 SPARSE = {k: v for k, v in SMALL.items() if k != "ffn_dim"} | MOE
-AUX_COEF, BIAS_RATE = 0.02, 1e-3
+AUX_COEF = 0.02
+BIAS_RATE = 1e-3
 # routers that are sure of what they choose: with the usual 0.02 hundreds of choices would hang on
 # the fourth digit
 for Model in (Qwen3, DeepSeek, GptOss, Llama4, Qwen3Next):
@@ -180,7 +183,8 @@ def global_batch(step: int, n: int, doc_mask: bool) -> Batch:
     for i in range(n):
         labels[i, : (3 * i + step) % T] = IGNORE
     labels[n - 1] = IGNORE
-    positions, doc_ids = torch.arange(T).repeat(n, 1), None
+    positions = torch.arange(T).repeat(n, 1)
+    doc_ids = None
     if doc_mask:
         doc_ids = (torch.rand(n, T, generator=g) < 0.2).long().cumsum(1)
         starts = torch.cat([torch.ones(n, 1, dtype=torch.bool), doc_ids.diff(dim=1) > 0], 1)
@@ -221,7 +225,8 @@ def reference(model_config, n: int, doc_mask=False, lora=None) -> list[dict]:
 
 @functools.cache
 def reference_of(fields: tuple, kind, n: int, doc_mask: bool, lora: tuple) -> list[dict]:
-    model_config, lora = kind(**dict(fields)), dict(lora)
+    model_config = kind(**dict(fields))
+    lora = dict(lora)
     model = initialised(model_config, Flags(**lora), clear_seed(model_config, n, doc_mask, lora))
     margins = watch_margins(model)
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -294,7 +299,8 @@ def clear_seed(model_config, n: int, doc_mask: bool, lora=None) -> int:
 def watch_margins(model) -> list[float]:
     """Fills up with the distance between the last chosen and the first not chosen expert's score,
     of each call."""
-    margins, c = [], model.config
+    margins = []
+    c = model.config
     for balance in balances([model]).values():
 
         def choose(scores, k, limit=lambda scores: scores, usual=balance.choose, bias=balance.bias):
@@ -414,7 +420,8 @@ def run_steps(model_config, flags, n, local_batch_size, doc_mask, seed=None) -> 
         assert all(p.grad is None for _, p in params if not p.requires_grad)
         norm = parallel.clip_grad_norm(stages, 0.5, layout)
         for part, (_, p) in zip(parts, trained):
-            part.grad, p.grad = None if p.grad is None else local_tensor(p.grad), None
+            part.grad = None if p.grad is None else local_tensor(p.grad)
+            p.grad = None
         optimizer.step()
         if getattr(model_config, "n_experts", 0):
             balance_experts(stages, layout, "none" if flags.get("lora_rank") else "bias", BIAS_RATE)
@@ -484,7 +491,9 @@ def compare(processes: int, flags: dict, problem: dict, mutate=None) -> str:
     without inductor."""
     problem = dict(problem)
     mutate = mutate or (without_inductor if "compile" in flags else None)
-    n, b, doc = problem.pop("n"), problem.pop("b"), problem.pop("doc", False)
+    n = problem.pop("n")
+    b = problem.pop("b")
+    doc = problem.pop("doc", False)
     # stages need blocks to share; elsewhere a block of each kind and its neighbour show as much
     if "pp" not in flags:
         problem = {"n_layers": 3 if problem.get("model") == "deepseek" else 2} | problem
@@ -519,7 +528,8 @@ def equals_transformers(ours, model, folder):
     model.zero_grad()
     torch.nn.functional.cross_entropy(want.flatten(0, 1), labels.flatten()).backward()
     ours(tokens, labels, loss_denom=labels.numel()).backward()
-    grads, names = {name: p.grad for name, p in model.named_parameters()}, ours.hf_keys()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    names = ours.hf_keys()
     off = {fqn: relative(p.grad, stacked(grads, names[fqn])) for fqn, p in ours.named_parameters()}
     assert max(off.values()) < 1e-4 and all(p.grad.any() for p in ours.parameters()), off
     save_hf(ours, folder / "ours", dtype=torch.float32)
@@ -559,7 +569,8 @@ def stacked(theirs: dict, names) -> torch.Tensor:
         return theirs[names]
     if names[0] in theirs:
         return torch.stack([theirs[n] for n in names])
-    layer, which = names[0].split(".experts.")[0], names[0].split(".")[-2]
+    layer = names[0].split(".experts.")[0]
+    which = names[0].split(".")[-2]
     if which == "down_proj":
         return theirs[f"{layer}.experts.down_proj"]
     gate, up = theirs[f"{layer}.experts.gate_up_proj"].chunk(2, dim=1)

@@ -10,7 +10,8 @@ def in_pieces(model, rows: list[list[int]], sizes=(), filler=0):
     """([logits (T_i, V) of each row of T_i tokens], the cache). The first forward reads all but the
     last sum(sizes) tokens of each row, padded on the right with `filler`; every further one reads
     the next `size` tokens of all rows."""
-    cache, done = RowCache(len(rows), max(map(len, rows))), [0] * len(rows)
+    cache = RowCache(len(rows), max(map(len, rows)))
+    done = [0] * len(rows)
     logits = [[] for _ in rows]
     for n, size in enumerate([None, *sizes]):
         parts = [

@@ -46,7 +46,8 @@ class SharedLoop(ProcessGroupGloo):
     def __init__(self, store, rank, world_size, timeout):
         SharedLoop.device = SharedLoop.device or ProcessGroupGloo.create_default_device()
         options = ProcessGroupGloo._Options()
-        options._devices, options._timeout = [SharedLoop.device], timeout
+        options._devices = [SharedLoop.device]
+        options._timeout = timeout
         super().__init__(store, rank, world_size, options)
 
 
@@ -90,9 +91,11 @@ class Pool:
     def run(self, function, *args, tries: int = 2) -> list:
         for tasks in self.tasks:
             tasks.put((function, args))
-        out, deadline = {}, time.monotonic() + TIMEOUT_S
+        out = {}
+        deadline = time.monotonic() + TIMEOUT_S
         while len(out) < self.world_size:
-            error, rank = None, "?"
+            error = None
+            rank = "?"
             try:
                 rank, error, out[rank] = self.results.get(timeout=1)
             except queue.Empty:

@@ -21,7 +21,8 @@ from tools.study.report import report_study
 from tools.study.significance import add_looks, interval, t_quantile
 from tools.study.study import APART, DEFAULTS, compare_variant, looks_of, noise_of, winners_of
 
-BASE, OTHER = "base", "other"
+BASE = "base"
+OTHER = "other"
 
 
 def study(seeds=3, until=None, max_seeds=12, names=(BASE, OTHER), steps=20, **settings):
@@ -56,10 +57,8 @@ def lines(final: float, steps=20, speed=100.0, tokens_hash="a", tokens=1000, **e
     """The metrics.jsonl of a run whose loss falls from final + 1 to final."""
     found = []
     for step in range(1, steps + 1):
-        loss, cost = (
-            final + 1 - step / steps,
-            {"tokens_per_second": speed, "step_time_s": 1000 / speed, "memory_gib": 0.5},
-        )
+        loss = final + 1 - step / steps
+        cost = {"tokens_per_second": speed, "step_time_s": 1000 / speed, "memory_gib": 0.5}
         found.append(
             {
                 "step": step,
@@ -116,7 +115,8 @@ def test_one_interval_is_students():
 def test_looks_cost():
     """Each of several looks needs a larger t than a single look after equally many pairs. Equal
     looks cost nothing."""
-    looks, d = add_looks([], 3, 12), list(np.random.default_rng(0).normal(0, 1, 12))
+    looks = add_looks([], 3, 12)
+    d = list(np.random.default_rng(0).normal(0, 1, 12))
     assert (
         [n for n, _ in looks] == list(range(3, 13))
         and looks[-1][1] == 1
@@ -179,7 +179,8 @@ def test_noise_that_was_measured_before(difference, least, most):
 
 
 def test_another_noise_does_not_count():
-    d, looks = [0.1, -0.1, 0.3], add_looks([], 1, 3, least=1)
+    d = [0.1, -0.1, 0.3]
+    looks = add_looks([], 1, 3, least=1)
     assert interval(d, 0.05, looks, NOISE) == interval(d, 0.05, looks)
     # 3.277 x 0.02
     assert interval(d[:1], 0.05, looks, NOISE)[:2] == pytest.approx(
@@ -191,7 +192,8 @@ def test_another_noise_does_not_count():
 def test_a_tuned_comparison_needs_fresh_seeds(seeds, least, most):
     """Equal variants; one is tuned over nine rates that are all equal. On the seeds of the search
     it looks better by chance."""
-    rng, wrong = np.random.default_rng(4), 0
+    rng = np.random.default_rng(4)
+    wrong = 0
     for _ in range(4000):
         cells = rng.normal(0, 0.02, (9, 5))  # (rate, seed): differences from the baseline
         d = cells[cells.mean(1).argmin()] if seeds == "the same" else rng.normal(0, 0.02, 5)
@@ -203,7 +205,8 @@ def test_a_tuned_comparison_needs_fresh_seeds(seeds, least, most):
 def test_the_difference_at_a_larger_size():
     """The line's interval at 10 times the largest size contains the true difference in 95 % of
     ladders."""
-    rng, x = np.random.default_rng(5), np.repeat(np.log([1e5, 3e5, 1e6, 3e6]), 3)
+    rng = np.random.default_rng(5)
+    x = np.repeat(np.log([1e5, 3e5, 1e6, 3e6]), 3)
     lines_at = (
         line_at(x, 0.1 - 0.02 * x + rng.normal(0, 0.01, 12), np.log(3e7), 0.05) for _ in range(2000)
     )
@@ -219,7 +222,8 @@ def test_a_planted_difference_is_found_with_a_third_of_the_runs():
 
     # of the same comparison with other seeds for the variant: Student's t of two samples
     def power(n):
-        a, b = rng.normal(0, 0.07, (2000, n)), rng.normal(0.05, 0.0728, (2000, n))
+        a = rng.normal(0, 0.07, (2000, n))
+        b = rng.normal(0.05, 0.0728, (2000, n))
         s = np.sqrt((a.var(1, ddof=1) + b.var(1, ddof=1)) / n)
         return np.mean(np.abs(b.mean(1) - a.mean(1)) > t_quantile(0.05, 2 * n - 2) * s)
 
@@ -262,7 +266,8 @@ def test_verdicts(tmp_path, capsys, difference, verdict, text):
         (OTHER, i): lines(2 + 0.1 * i + difference + 0.01 * (i - 1), speed=200.0) for i in range(3)
     }
     report_study(write(tmp_path, study(), runs))
-    row, out = row_of(tmp_path), capsys.readouterr().out
+    row = row_of(tmp_path)
+    out = capsys.readouterr().out
     assert row.keys() >= {
         "variant",
         "baseline",
@@ -624,7 +629,8 @@ def test_a_fork_meets_a_commit(tmp_path):
         ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "first"],
     ):
         subprocess.run(["git", *words], cwd=commit, check=True)
-    recipe, model = commit / "train_llama3.py", commit / "models/llama3.py"
+    recipe = commit / "train_llama3.py"
+    model = commit / "models/llama3.py"
     alpha = "    alpha: float = 1.0  # new\n    seed: int"
     (commit / "train_alpha.py").write_text(recipe.read_text().replace("    seed: int", alpha))
     # not committed: the fork alone is worse
@@ -643,7 +649,8 @@ def test_a_fork_meets_a_commit(tmp_path):
         "--budget",
         "tokens=2560",
     ]
-    study, steps = command(tmp_path / "study", *flags), TINY.index("--steps")
+    study = command(tmp_path / "study", *flags)
+    steps = TINY.index("--steps")
     del study[2 + steps : 4 + steps]
     run([*study, "--only", f"old lr=1e-3/{APART}"])
     said = run(study)
@@ -652,7 +659,8 @@ def test_a_fork_meets_a_commit(tmp_path):
     assert [(v["flags"][-2:], v["steps"]) for v in settings["variants"].values()] == 2 * [
         (["--steps=40", "--lr=2e-2"], 40)
     ]
-    row, report = row_of(tmp_path / "study"), (tmp_path / "study/report.md").read_text()
+    row = row_of(tmp_path / "study")
+    report = (tmp_path / "study/report.md").read_text()
     assert row["pairs"] == 2 and row["verdict"] != "identical" and row["difference"] != 0
     assert "+    alpha: float" in report and "+        return h + 0 * self.ffn(" in report
     assert "data:image/png" in (tmp_path / "study/report.html").read_text()

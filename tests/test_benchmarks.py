@@ -211,7 +211,8 @@ def test_the_numbers_of_a_row():
     }
     assert gpu_report.numbers([]) == {}
     base, row = (gpu_report.Row(name, "", "", 1, base) for name, base in (("a", ""), ("b", "a")))
-    base.metrics, row.metrics = found, found | {"tokens_per_second": 150}
+    base.metrics = found
+    row.metrics = found | {"tokens_per_second": 150}
     gpu_report.compare(row, [base, row])
     assert (row.metrics["x_base"], row.metrics["x_base_memory"], row.metrics["x_base_loss"]) == (
         1.5,
@@ -221,7 +222,8 @@ def test_the_numbers_of_a_row():
 
 
 def test_rows_that_do_not_fit_into_the_time_are_not_run(tmp_path, monkeypatch):
-    now, written = [0.0], []
+    now = [0.0]
+    written = []
 
     def execute(row, out, limit):
         now[0] += 50

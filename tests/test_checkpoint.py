@@ -257,7 +257,8 @@ def test_no_permission(tmp_path, capsys):
 
 
 def test_every_flipped_bit_is_noticed(tmp_path):
-    folder, rng = Path(path(save_run(tmp_path, 1, 2), 2)), random.Random(0)
+    folder = Path(path(save_run(tmp_path, 1, 2), 2))
+    rng = random.Random(0)
     files = sorted(folder.iterdir())
     for trial in range(200):
         file = files[trial % len(files)]
@@ -335,7 +336,9 @@ def test_a_restart_by_the_launcher_goes_on_from_the_newest(tmp_path, monkeypatch
 )
 def test_exclude_from_loading(tmp_path, excluded):
     save_run(tmp_path, 2)
-    fresh, start, there = trained(1, 0), everything(*trained(1, 0)), everything(*trained(0, 2))
+    fresh = trained(1, 0)
+    start = everything(*trained(1, 0))
+    there = everything(*trained(0, 2))
     assert saver(*fresh, tmp_path, exclude_from_loading=excluded).load()["step"] == 2
     prefixes = tuple(e.removeprefix("model.").removesuffix(".*") for e in excluded)
     for name, tensor in everything(*fresh).items():
@@ -357,7 +360,8 @@ def test_unknown_exclusion(tmp_path):
 
 def test_a_model_that_does_not_fit_is_untouched(tmp_path):
     save_run(tmp_path, 2)
-    net, optimizers = trained(1, 0)[0], None
+    net = trained(1, 0)[0]
+    optimizers = None
     net.last, net.extra = nn.Linear(24, 8), nn.Linear(2, 2)
     del net.norm
     net.first.bfloat16()
@@ -421,7 +425,8 @@ def test_init_from(tmp_path, capsys):
 def start_run(model_config, seed, out, drawn=None, **flags):
     """(model, Checkpoints) of a start. drawn: a list for the names of all drawn parameters; the
     others are loaded later."""
-    model, draw = on_meta(model_config), parallel.draw_block
+    model = on_meta(model_config)
+    draw = parallel.draw_block
 
     def watched(*args):
         drawn.append(args[-1].split("/")[1])
@@ -455,11 +460,10 @@ def test_only_what_no_checkpoint_overwrites_is_drawn(tmp_path, source, excluded)
     }.get(source, {})
     if source == "Hugging Face":
         save_hf([old], str(tmp_path / "hf"), torch.float32)
-        flags, excluded = (
-            dict(init_from=str(tmp_path / "hf")),
-            [name for name in excluded if name != "optimizer"],
-        )
-    drawn, out = [], tmp_path / ("old" if source == "this run" else "new")
+        flags = dict(init_from=str(tmp_path / "hf"))
+        excluded = [name for name in excluded if name != "optimizer"]
+    drawn = []
+    out = tmp_path / ("old" if source == "this run" else "new")
     fresh = start_run(config(), 5, tmp_path / "other")[0]
     model, checkpoints = start_run(config(), 5, out, drawn, exclude_from_loading=excluded, **flags)
     names = tuple(f"{name.removeprefix('model.')}." for name in excluded)
@@ -481,7 +485,8 @@ def test_weights_that_no_file_has_are_drawn(tmp_path):
     with_mtp = config("deepseek", n_layers=2, mtp_depth=1)
     old = start_run(replace(with_mtp, mtp_depth=0), 3, tmp_path / "old")[0]
     save_hf([old], str(tmp_path / "hf"), torch.float32)
-    everything, drawn = [], []
+    everything = []
+    drawn = []
     fresh = start_run(with_mtp, 5, tmp_path / "other", everything)[0]
     assert set(everything) == {fqn for fqn, p in fresh.named_parameters() if "norm" not in fqn}
     model, checkpoints = start_run(
@@ -524,7 +529,8 @@ def test_a_tokenizer_that_no_checkpoint_can_hold_is_refused_before_training(tmp_
 def test_changed_code_is_told_when_a_run_goes_on(tmp_path, monkeypatch, capsys):
     """A fork in another folder, with a module beside and a module in a folder below; our files are
     elsewhere."""
-    fork, out = tmp_path / "fork", tmp_path / "run"
+    fork = tmp_path / "fork"
+    out = tmp_path / "run"
     (fork / "parts").mkdir(parents=True)
     sources = {
         "my_env.py": "from parts import block\n",
@@ -626,7 +632,8 @@ def two_saves(folder) -> tuple[list, int]:
     this rank saves)"""
     stages, layout = build(config(**SMALL), dict(dp_shard=2), 4, 2)
     optimizer = torch.optim.AdamW([p for stage in stages for p in stage.parameters()])
-    found, make = [], DefaultSavePlanner.create_global_plan
+    found = []
+    make = DefaultSavePlanner.create_global_plan
     with mock.patch.object(
         DefaultSavePlanner, "create_global_plan", autospec=True, side_effect=make
     ) as plans:
@@ -685,12 +692,10 @@ def test_columns_of_a_grid_are_short():
 def test_a_rank_reads_the_rows_of_its_own_shards(monkeypatch, first, shape, found):
     """Of 64 x 3 shards most are looked at in two of seven columns only."""
     grid = np.array([[0, 7, 9, i, j, 10, 32] for i in range(0, 640, 10) for j in range(0, 96, 32)])
-    saved, looked = (
-        dcp.SavedTensor(
-            torch.Size((640, 96)), torch.float32, (["a"], np.array([16])), 192, [*grid.T]
-        ),
-        [],
+    saved = dcp.SavedTensor(
+        torch.Size((640, 96)), torch.float32, (["a"], np.array([16])), 192, [*grid.T]
     )
+    looked = []
     monkeypatch.setattr(
         dcp, "unpack_column", lambda column, at: looked.append(len(at)) or column[at]
     )
@@ -776,7 +781,8 @@ def test_a_checkpoint_does_not_choose_what_is_imported(tmp_path):
 
 def test_command_line(tmp_path, capsys):
     save_run(tmp_path, 2, 4)
-    a, b = path(tmp_path, 2), path(tmp_path, 4)
+    a = path(tmp_path, 2)
+    b = path(tmp_path, 4)
     done = run_program([sys.executable, "checkpoint.py", "diff", a, b])
     assert done.returncode == 1 and "state.json: step is 2 / 4" in done.stdout
     assert "25 of 25 tensors differ, most of all:\n  optimizer." in done.stdout
@@ -880,7 +886,8 @@ TWO = [(2, {}), (2, dict(pp=2))]
 def run_layout(flags, source, target, options):
     """Loads `source` into this layout, trains, saves to `target`; returns {key: hash} of this
     rank's tensors."""
-    steps, mode = options.get("steps", 0), options.get("mode", "off")
+    steps = options.get("steps", 0)
+    mode = options.get("mode", "off")
     model_config = (
         config("qwen3", **MOE)
         if options.get("moe")
@@ -916,7 +923,8 @@ def run_layout(flags, source, target, options):
 
 @pytest.mark.slow
 def test_the_mean_of_sharded_steps_is_that_by_hand(tmp_path, capsys):
-    run, out = str(tmp_path / "run"), str(tmp_path / "mean")
+    run = str(tmp_path / "run")
+    out = str(tmp_path / "mean")
     pool(2).run(run_layout, dict(tp=2), None, run, {"steps": 2, "mode": "thread"})
     steps = [load_model(path(run, step))[0].state_dict() for step in (1, 2)]
     assert checkpoint_commands.main(["average", run, out, "--last", "2"]) == 0
@@ -1021,7 +1029,8 @@ def test_any_expert_layout_continues_any(tmp_path):
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
 @pytest.mark.slow
 def test_tied_embeddings_at_both_ends_of_a_pipeline(tmp_path, schedule):
-    whole, ends = str(tmp_path / "whole"), str(tmp_path / "ends")
+    whole = str(tmp_path / "whole")
+    ends = str(tmp_path / "ends")
     hashes = merged(pool(2).run(run_layout, {}, None, whole, {"steps": 2, "tie": True}))
     got = merged(
         pool(2).run(run_layout, dict(pp=2, pp_schedule=schedule), whole, ends, {"tie": True})
@@ -1032,7 +1041,8 @@ def test_tied_embeddings_at_both_ends_of_a_pipeline(tmp_path, schedule):
 @pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.slow)])
 @pytest.mark.slow
 def test_async_on_several_ranks_while_they_train(tmp_path, mode):
-    sync, background = str(tmp_path / "sync"), str(tmp_path / "async")
+    sync = str(tmp_path / "sync")
+    background = str(tmp_path / "async")
     for target, how in ((sync, "off"), (background, mode)):
         pool(2).run(run_layout, {"tp": 2}, None, target, {"steps": 3, "mode": how})
     assert diff(path(sync, 3), path(background, 3)) == 0
@@ -1045,7 +1055,8 @@ def sharded(out):
 
 
 def save_with_one_failing_rank(out, failing):
-    c, error = sharded(out), OSError(28, "No space left on device")
+    c = sharded(out)
+    error = OSError(28, "No space left on device")
     full_disk = mock.patch.object(
         dcp.import_dcp().FileSystemWriter, "write_data", side_effect=error
     )

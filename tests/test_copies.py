@@ -56,7 +56,8 @@ def definitions(path: str) -> dict[str, tuple[str, str]]:
 
 @pytest.mark.parametrize("original, fork", [*FORKS, *MODELS, ("grpo.py", "forks/train_distill.py")])
 def test_same_name_same_code(original, fork):
-    ours, theirs = definitions(original), definitions(fork)
+    ours = definitions(original)
+    theirs = definitions(fork)
     shared = [n for n in theirs if n in ours and n not in ("Config", "main")]
     assert shared
     other = Path(original).stem.removeprefix("train_")
@@ -94,7 +95,8 @@ def body(path: str) -> list[str]:
 def test_every_difference_says_why(original, fork):
     # with which the comments of a fork begin
     name = Path(fork).stem.removeprefix("train_").removeprefix("llama3_")
-    a, b = body(original), body(fork)
+    a = body(original)
+    b = body(fork)
     for tag, _, _, begin, end in difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
         if tag != "equal":
             first = max(0, begin - 1)

@@ -95,7 +95,8 @@ def wrong(sources: dict[str, str]) -> list[str]:
     errors = []
     for file, asked in graph.items():
         for other in sorted(asked):
-            here, there = room_of(file), room_of(other)
+            here = room_of(file)
+            there = room_of(other)
             if here != there and FLOOR[there] >= FLOOR[here]:
                 errors.append(f"{file} imports {other}, which is not on a lower floor")
     left = {file: asked for file, asked in graph.items() if room_of(file) != "tests"}
@@ -162,7 +163,8 @@ def test_models_know_no_process_groups():
 
 def code_rows(text: str) -> set[int]:
     """Numbers of the lines that hold code: not blank, no comment, no docstring."""
-    documented, holders = set(), (ast.Module, ast.ClassDef, ast.FunctionDef)
+    documented = set()
+    holders = (ast.Module, ast.ClassDef, ast.FunctionDef)
     for node in (
         node
         for node in ast.walk(ast.parse(text))

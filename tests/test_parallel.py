@@ -43,7 +43,8 @@ from models.layers import rotate
 from tools.failure import failed_module
 
 LAYOUTS = layouts_of("layouts")
-MOE, MTP = KINDS["qwen3_moe"], KINDS["mtp"]
+MOE = KINDS["qwen3_moe"]
+MTP = KINDS["mtp"]
 
 
 def axes_of(row) -> list[str]:
@@ -62,7 +63,8 @@ def shows(row) -> set[tuple]:
     """What a row is there for: its axis or its pairs of axes with this kind of model, its other
     flags, its model's fields."""
     _, flags, problem = row
-    kind, axes = problem.get("model", "llama3") + "_moe" * ("n_experts" in problem), axes_of(row)
+    kind = problem.get("model", "llama3") + "_moe" * ("n_experts" in problem)
+    axes = axes_of(row)
     alone = {(kind, axis) for axis in axes} if len(axes) == 1 else set()
     # a Qwen3 without experts is a Llama 3 with norms of heads, which meet all pairs of axes in the
     # rows with experts
@@ -188,10 +190,8 @@ def gradients_between(problem: dict, flags: dict, n: int, b: int):
     seen = []
 
     def look(*args):
-        params, partial_sums = (
-            [p for g in groups for p in g.fsdp_params],
-            [g._partial_reduce_output for g in groups],
-        )
+        params = [p for g in groups for p in g.fsdp_params]
+        partial_sums = [g._partial_reduce_output for g in groups]
         whole = [p.unsharded_accumulated_grad for p in params]
         whole += [p._unsharded_param.grad for p in params if hasattr(p, "_unsharded_param")]
         parts = [*partial_sums, *(p.sharded_param.grad for p in params)]
@@ -308,14 +308,10 @@ def watch_dtypes(seen: dict[str, set], off: dict[str, float]):
             off["norms"] = max(off.get("norms", 0.0), error.max().item())
 
     hook = torch.nn.modules.module.register_module_forward_hook(norm_forward)
-    rotate, sdpa = (
-        watched(llama3.rotate, rotated=[0], angles=[1, 2]),
-        watched(attention.sdpa, attention=[0, 1, 2]),
-    )
-    apply_experts, add_loss = (
-        watched(moe.apply_experts, inputs=[1]),
-        watched(moe.Balance.add_loss, weights=[1]),
-    )
+    rotate = watched(llama3.rotate, rotated=[0], angles=[1, 2])
+    sdpa = watched(attention.sdpa, attention=[0, 1, 2])
+    apply_experts = watched(moe.apply_experts, inputs=[1])
+    add_loss = watched(moe.Balance.add_loss, weights=[1])
     places = [(m, "rotate", rotate) for m in (llama3, qwen3, deepseek)] + [
         (m, "sdpa", sdpa) for m in (attention, parallel)
     ]
@@ -337,7 +333,8 @@ def dtypes_of_a_step(problem: dict, flags: dict) -> tuple[dict, dict, dict]:
         # ones would hide their rounding
         for norm in (m for m in stage.modules() if isinstance(m, torch.nn.RMSNorm)):
             local_tensor(norm.weight.data).uniform_(0.5, 2.0)
-    seen, off = defaultdict(set), {}
+    seen = defaultdict(set)
+    off = {}
     with watch_dtypes(seen, off):
         parallel.forward_backward(stages, local_batch(global_batch(0, n, False), layout), layout)
     grads = {
@@ -379,7 +376,8 @@ def test_what_a_bf16_run_computes_in_fp32(kind, processes, flags):
     experts = "n_experts" in KINDS[kind] or "deepseek" in KINDS[kind].values()
     if not experts and ("ep" in flags or "etp" in flags):
         pytest.skip("has no experts")
-    bf16, fp32 = {torch.bfloat16}, {torch.float32}
+    bf16 = {torch.bfloat16}
+    fp32 = {torch.float32}
     want = {"rotated": bf16, "angles": fp32, "attention": bf16, "norms": bf16}
     if experts:
         want |= {"scores": fp32, "inputs": bf16, "weights": fp32}
@@ -552,7 +550,8 @@ def test_ac_op_keeps_what_is_dear_to_compute_or_send_again(processes, flags, pro
 
 
 def test_ac_op_keeps_float8_matmuls():
-    x, one = torch.randn(16, 16).to(torch.float8_e4m3fn), torch.ones(())
+    x = torch.randn(16, 16).to(torch.float8_e4m3fn)
+    one = torch.ones(())
     forward, recompute = keep_contexts(False)
     with forward:
         kept = torch._scaled_mm(x, x.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
@@ -570,7 +569,8 @@ def test_ac_op_keeps_float8_matmuls():
 
 def where_it_fails(flags: dict) -> str:
     """A fork whose own style leaves a module as it is, with the shape of all heads."""
-    plan, styles = Fork.tp_plan, {"own": parallel.GatherSequence}
+    plan = Fork.tp_plan
+    styles = {"own": parallel.GatherSequence}
     own = lambda self: plan(self) | {"blocks.*.attn.per_head": "own"}  # noqa: E731
     with mock.patch.object(Fork, "tp_plan", own), mock.patch.dict(parallel.TP_STYLES, styles):
         stages, layout = build(ForkConfig(**layouts.SMALL), flags, 4, 4)

@@ -24,7 +24,8 @@ def report_error(error: BaseException) -> int:
     A ValueError before the processes are connected is a user's mistake, shown in one line by rank
     0; later a failure.
     """
-    message, is_known = printable(" ".join(str(error).split())), isinstance(error, ValueError)
+    message = printable(" ".join(str(error).split()))
+    is_known = isinstance(error, ValueError)
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 0 if error.code is None else 1
     if isinstance(error, KeyboardInterrupt):  # before the loop: no step to finish
@@ -53,10 +54,8 @@ def failed_module(error: BaseException) -> str:
         if isinstance(owner := frame.f_locals.get("self"), nn.Module)
     ]
     names = {module: fqn for fqn, module in modules[0].named_modules()} if modules else {}
-    inside, is_mixed = (
-        [module for module in modules if names.get(module)],
-        "Tensor and DTensor" in str(error),
-    )
+    inside = [module for module in modules if names.get(module)]
+    is_mixed = "Tensor and DTensor" in str(error)
     if not inside or names[inside[-1]] == "head":  # the loss multiplies with the rows of a head
         return (
             '; under tp a "head" is given to self.token_loss(..., kernel=YOURS), not called: '

@@ -16,10 +16,8 @@ def run(main, Config) -> None:
     """Parse the command line, run main(cfg), and end the process with a status: 0 done, 75 stopped
     by a signal before the last step, 2 wrong usage, 1 failure. A command line with flags unknown to
     Config goes to tools/reports/options.py: --help, a report in place of training, or a mistake."""
-    status, known = (
-        0,
-        {f"--{no}{field.name}" for field in fields(Config) for no in ("", "no-")} | {"--config"},
-    )
+    status = 0
+    known = {f"--{no}{field.name}" for field in fields(Config) for no in ("", "no-")} | {"--config"}
     asked = {word.split("=")[0] for word in sys.argv[1:] if word.startswith("--") or word == "-h"}
     try:
         check_launcher()

@@ -160,8 +160,13 @@ class Metrics:
         steps: int,
         tokens=0,
     ):
-        self.cfg, self.rank0, self.steps, self.tokens = cfg, layout.rank == 0, steps, tokens
-        self.layout, self.device, self.flops_per_token = layout, layout.device, flops_per_token
+        self.cfg = cfg
+        self.rank0 = layout.rank == 0
+        self.steps = steps
+        self.tokens = tokens
+        self.layout = layout
+        self.device = layout.device
+        self.flops_per_token = flops_per_token
         self.step = first_step - 1  # the last finished step
         peak = (
             peak_flops(torch.cuda.get_device_name(self.device))
@@ -170,14 +175,17 @@ class Metrics:
         )
         self.job_flops = peak and peak * layout.world_size
         self.reset_interval()
-        self.out, self.rank, self.profiler = out, layout.rank, None
+        self.out = out
+        self.rank = layout.rank
+        self.profiler = None
         self.profiled = profiled_steps(cfg.profile) or range(0)
         if cfg.memory_snapshot:
             torch.cuda.memory._record_memory_history()
             torch._C._cuda_attach_out_of_memory_observer(
                 lambda *_: self.dump_memory("out-of-memory")
             )
-        self.writers, self.closers = [], []
+        self.writers = []
+        self.closers = []
         if self.rank0:
             os.makedirs(out, exist_ok=True)
             self.path = os.path.join(out, "metrics.jsonl")
@@ -306,12 +314,15 @@ class Metrics:
         """
         if self.rank0:
             # Reading the loss waits for the device; the wait belongs to the time of the steps.
-            loss, loss_max, grad_norm = float(loss), float(loss_max), float(grad_norm)
+            loss = float(loss)
+            loss_max = float(loss_max)
+            grad_norm = float(grad_norm)
             elapsed = self.step_time + time.perf_counter() - self.step_ended
             n_steps = max(self.n_steps, 1)
             speed = self.n_tokens / elapsed
             mfu = self.flops_per_token * speed / self.job_flops if self.job_flops else None
-            memory, step_time = peak_memory_gib(self.device), elapsed / n_steps
+            memory = peak_memory_gib(self.device)
+            step_time = elapsed / n_steps
             line = dict(
                 step=step,
                 loss=loss,
@@ -322,8 +333,10 @@ class Metrics:
             )
             line |= dict(tokens_per_second=speed, mfu=mfu, memory_gib=memory, step_time_s=step_time)
             # the rank that the others wait for, if that costs them a fifth of their time or more
-            worst, usual = max(self.of_ranks), sorted(self.of_ranks)[(len(self.of_ranks) - 1) // 2]
-            rank, seconds = self.of_ranks.index(worst), (worst - usual) / n_steps
+            worst = max(self.of_ranks)
+            usual = sorted(self.of_ranks)[(len(self.of_ranks) - 1) // 2]
+            rank = self.of_ranks.index(worst)
+            seconds = (worst - usual) / n_steps
             late = (
                 dict(slowest_rank=rank, slowest_host=host_of(rank), slowest_by_s=seconds)
                 if seconds > step_time / 5
@@ -354,10 +367,8 @@ class Metrics:
         across tokenizers;
         val_loss_by_part: of the parts of a mixture."""
         if self.rank0:
-            numbers, parts = (
-                {"val_loss": val_loss, "val_bits_per_byte": val_bits_per_byte},
-                val_loss_by_part or {},
-            )
+            numbers = {"val_loss": val_loss, "val_bits_per_byte": val_bits_per_byte}
+            parts = val_loss_by_part or {}
             by_part = (
                 {"val_loss_by_part": {name: to_json(loss) for name, loss in parts.items()}}
                 if parts
@@ -406,7 +417,10 @@ def loss_curve(lines) -> str:
     if len(train) < 2:
         return "no loss curve: fewer than two training steps were logged"
     steps, losses = zip(*train + val)
-    first, last, low, high = min(steps), max(steps), min(losses), max(losses)
+    first = min(steps)
+    last = max(steps)
+    low = min(losses)
+    high = max(losses)
     grid = [[" "] * 60 for _ in range(12)]
     for points, mark in (train, "."), (val, "o"):
         by_column = {}

@@ -33,7 +33,9 @@ class Muon(torch.optim.Muon):
     found_inf: 0-d tensor, 1.0 to let the next step change nothing; as in torch's fused optimizers.
     """
 
-    found_inf, _step_supports_amp_scaling = None, True  # see optim.py
+    # see optim.py
+    found_inf = None
+    _step_supports_amp_scaling = True
 
     def __init__(self, params, *args, **options):
         # checks the options on a 2-D parameter
@@ -47,7 +49,8 @@ class Muon(torch.optim.Muon):
             for p in params:  # momentum is elementwise: on the shards
                 if p not in self.state or not self.state[p]:
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
-                buffer, grad = local_tensor(self.state[p]["momentum_buffer"]), local_tensor(p.grad)
+                buffer = local_tensor(self.state[p]["momentum_buffer"])
+                grad = local_tensor(p.grad)
                 # gradient := momentum, so that the next line changes nothing
                 if self.found_inf is not None:
                     torch.where(self.found_inf.bool(), buffer, grad, out=grad)
@@ -74,15 +77,19 @@ class Muon(torch.optim.Muon):
             self.move(weight, part, p.shape[1:], group)
 
     def step_same_shape(self, params, group):
-        ranks, rank, process_group = 1, 0, None
+        ranks = 1
+        rank = 0
+        process_group = None
         if isinstance(params[0], DTensor) and params[0].device_mesh["fsdp"].size() > 1:
             process_group = params[0].device_mesh["fsdp"].get_group()
-            ranks, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
+            ranks = dist.get_world_size(process_group)
+            rank = dist.get_rank(process_group)
         for begin in range(0, len(params), ranks):
             chunk = params[begin : begin + ranks]
             mine = torch.zeros(chunk[0].shape, dtype=torch.bfloat16, device=chunk[0].device)
             for i, p in enumerate(chunk):
-                buffer, momentum = self.state[p]["momentum_buffer"], group["momentum"]
+                buffer = self.state[p]["momentum_buffer"]
+                momentum = group["momentum"]
                 update = p.grad.lerp(buffer, momentum) if group["nesterov"] else buffer.clone()
                 # the dtype of Newton-Schulz, and half the bytes
                 update = whole_tensor(update.bfloat16())

@@ -158,7 +158,8 @@ class Guard:
         """Let rank 0 name the parameters without a gradient, and the parameters with a gradient
         that did not move."""
         reached, unreached, moving = self.found
-        self.start, everyone = None, [None] * self.layout.world_size
+        self.start = None
+        everyone = [None] * self.layout.world_size
         still = [fqn for fqn, p, total in moving if bits_sum(p) == total]
         dist.all_gather_object(everyone, (reached, still, unreached, self.random != random_state()))
         # adamw_sr, by chance

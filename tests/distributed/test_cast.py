@@ -18,7 +18,8 @@ from distributed.cast import CastUnit
 from distributed.experts import PARTS
 
 BF16 = dict(compute_dtype="bfloat16")
-MOE, MTP = KINDS["qwen3_moe"], KINDS["mtp"]
+MOE = KINDS["qwen3_moe"]
+MTP = KINDS["mtp"]
 CASES = [
     ({}, BF16),
     # every other combination of dtypes: of compute, parameters and sums
@@ -101,7 +102,8 @@ def everything_of_two_steps(
             assert isinstance(stages[0].blocks["1"].moe.experts, parallel.FSDPModule) == under_fsdp
         if skipping:
             stages[0].blocks["1"].forward = partial(forward, usual=stages[0].blocks["1"].forward)
-        params, seen = dict(stages[0].named_parameters()), []
+        params = dict(stages[0].named_parameters())
+        seen = []
         optimizer = torch.optim.AdamW(params.values(), lr=1e-3)
         for step in range(2):
             loss = parallel.forward_backward(
@@ -168,7 +170,8 @@ def test_experts_that_no_other_rank_has_equal_fsdp_to_the_last_bit(case):
 def memory_of_casts(flags: dict) -> list:
     """Bytes of all casts: ahead of each block's forward and in it, ahead of each block's backward,
     and after the step."""
-    units, seen = [], []
+    units = []
+    seen = []
     made = CastUnit.__init__
 
     def make(unit, *args):

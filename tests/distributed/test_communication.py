@@ -19,7 +19,9 @@ import parallel
 from distributed.launch import set_timeouts
 from tools.reports.dryrun import Watch, totals
 
-L, D, V = SMALL["n_layers"], SMALL["dim"], SMALL["vocab_size"]
+L = SMALL["n_layers"]
+D = SMALL["dim"]
+V = SMALL["vocab_size"]
 
 
 def count(flags, n, b, problem=None):
@@ -158,9 +160,11 @@ def events_of_a_step(flags) -> list[str]:
     """ "gather UNIT" where FSDP asks for a unit's weights and "read" where a layer waits for the
     device, in a second step."""
     stages, layout = build(config(model="qwen3", n_experts=8, top_k=2, moe_ffn_dim=32), flags, 4, 1)
-    batch, events = local_batch(global_batch(0, 4, False), layout), []
+    batch = local_batch(global_batch(0, 4, False), layout)
+    events = []
     parallel.forward_backward(stages, batch, layout)
-    gather, tolist = _fsdp_param_group.foreach_all_gather, torch.Tensor.tolist
+    gather = _fsdp_param_group.foreach_all_gather
+    tolist = torch.Tensor.tolist
 
     def gathers(params, *args):
         fqn = params[0]._param_fqn

@@ -93,7 +93,8 @@ def test_tokens_travel_as_with_plain_indexing(monkeypatch, dtype, k):
         out = function(experts, leaves[0], index, lambda: leaves[1], counts)
         return [out, *torch.autograd.grad(out.float().sin().sum(), leaves)]
 
-    before, ours = results(as_before), results(apply_experts)
+    before = results(as_before)
+    ours = results(apply_experts)
     monkeypatch.setattr(
         models.moe.AddUp,
         "forward",
@@ -161,10 +162,8 @@ def in_two_parts():
 
 @contextmanager
 def once_per_rank():
-    changed, watched = (
-        {"apply_experts": once.apply_once},
-        mock.patch.object(once, "travel_once", wraps=once.travel_once),
-    )
+    changed = {"apply_experts": once.apply_once}
+    watched = mock.patch.object(once, "travel_once", wraps=once.travel_once)
     with (
         mock.patch.dict(vars(qwen3), changed),
         mock.patch.dict(vars(deepseek), changed),
@@ -222,7 +221,8 @@ def moe_layer(top_k=2):
 def test_auxiliary_loss_is_the_formula():
     """coef * E * mean over sequences of sum_e f_e P_e, written out, through a layer whose output is
     ignored."""
-    layer, x = moe_layer(), torch.randn(3, 10, 32)
+    layer = moe_layer()
+    x = torch.randn(3, 10, 32)
     layer.balance.aux_scale = 0.1 / 3
     (layer(x) * 0).sum().backward()
     got = layer.router.weight.grad.clone()
@@ -238,7 +238,8 @@ def test_auxiliary_loss_is_the_formula():
 
 
 def test_load_is_counted_once():
-    layer, x = moe_layer(), torch.randn(2, 10, 32, requires_grad=True)
+    layer = moe_layer()
+    x = torch.randn(2, 10, 32, requires_grad=True)
     for recompute in (False, True):
         layer.balance.load = None
         out = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
@@ -251,7 +252,8 @@ def test_load_is_counted_once():
 
 
 def test_biases_choose_but_do_not_weigh():
-    layer, x = moe_layer(top_k=1), torch.randn(1, 10, 32)
+    layer = moe_layer(top_k=1)
+    x = torch.randn(1, 10, 32)
     layer.norm_topk_prob = False
     layer.balance.bias[2] = 10.0
     out = layer(x)
@@ -262,7 +264,8 @@ def test_biases_choose_but_do_not_weigh():
 
 
 def test_forced_balance_and_statistics():
-    layer, x = moe_layer(), torch.randn(2, 10, 32)
+    layer = moe_layer()
+    x = torch.randn(2, 10, 32)
     layer.balance.force = True
     layer(x)
     assert layer.balance.load.tolist() == [10, 10, 10, 10]

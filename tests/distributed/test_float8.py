@@ -27,7 +27,8 @@ FLOAT8 = [
 def test_float8_stays_near_fp32(recipe, processes, flags):
     """Emulated here. Loss within 1 %, every block's gradients point the same way; and it did
     compute in float8."""
-    want, n_blocks = reference(config(), 8), 0
+    want = reference(config(), 8)
+    n_blocks = 0
     for got in pool(processes).run(train, config(), flags | {"float8": recipe}, 8, 4):
         for g, w in zip(got[:-1], want[:-1], strict=True):
             assert abs(g["loss"] - w["loss"]) < 1e-2 * w["loss"]
@@ -61,7 +62,8 @@ def test_tp_in_float8_computes_what_one_process_does(recipe, equal):
 )
 def test_linears_with_a_bias_keep_it(flags):
     c = config("gpt_oss", head_dim=16, n_layers=1)
-    want, got = reference(c, 4)[0], pool(flags.get("tp", 1)).run(train, c, flags, 4, 4)[0][0]
+    want = reference(c, 4)[0]
+    got = pool(flags.get("tp", 1)).run(train, c, flags, 4, 4)[0][0]
     for fqn in ("blocks.0.attn.wv.bias", "blocks.0.attn.wo.bias"):
         assert layouts.relative(got["grads"][fqn], want["grads"][fqn]) < 0.3
 

@@ -83,7 +83,8 @@ DATA = []  # --data and --cache_dir: a small text, tokenized once
 
 @pytest.fixture(scope="module", autouse=True)
 def text(tmp_path_factory):
-    folder, rng = tmp_path_factory.mktemp("text"), random.Random(0)
+    folder = tmp_path_factory.mktemp("text")
+    rng = random.Random(0)
     words = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 8))) for _ in range(200)]
     (folder / "a.txt").write_text(
         "\n\n".join(" ".join(rng.choices(words, k=60)) for _ in range(300))
@@ -177,7 +178,8 @@ def all_good(out) -> int:
 def fork(folder, lines) -> Path:
     """A copy of the recipe in another folder, with `lines` in every step between the backward and
     the clipping."""
-    source, place = RECIPE.read_text(), "        grad_norm = parallel.clip_grad_norm("
+    source = RECIPE.read_text()
+    place = "        grad_norm = parallel.clip_grad_norm("
     assert source.count(place) == 1
     script = folder / "train_fork.py"
     script.write_text(
@@ -284,7 +286,9 @@ def test_a_run_that_always_fails_at_the_same_step_ends(tmp_path, start):
 @pytest.mark.slow
 def test_chaos(tmp_path, start):
     """kill -9 of everything at random moments, and the same command again until the run is done."""
-    kills, rng, saved = int(os.environ.get("CHAOS_KILLS", 5)), random.Random(0), 0
+    kills = int(os.environ.get("CHAOS_KILLS", 5))
+    rng = random.Random(0)
+    saved = 0
     # the last step in metrics.jsonl: lines that the next start will drop are no sign of its life
     reached = 0
     steps = ["--steps", 40 + 20 * kills]
@@ -305,11 +309,9 @@ def test_chaos(tmp_path, start):
         moment = time.monotonic() + wait
         job.until(lambda moment=moment: time.monotonic() > moment)
         job.kill_everything()
-        continued, before, saved = (
-            re.findall(r"continuing from .*/step-(\d+) ", job.text()),
-            saved,
-            all_good(job.out),
-        )
+        continued = re.findall(r"continuing from .*/step-(\d+) ", job.text())
+        before = saved
+        saved = all_good(job.out)
         reached = max(reached, job.last_step())
         print(f"kill {kill + 1} at step {reached}: the newest checkpoint is that of step {saved}")
         assert saved >= before and continued in ([], [str(before)])
@@ -365,10 +367,8 @@ def test_on_nan_stop(tmp_path):
     out = tmp_path / "run"
     text = finish(out, 1, "--log_every", 0, script=script, status=1)
     good = f"{out}/checkpoints/step-4"
-    last_line, said = (
-        text.splitlines()[-1],
-        "weights unchanged by it, noticed after step 6; last checkpoint:",
-    )
+    last_line = text.splitlines()[-1]
+    said = "weights unchanged by it, noticed after step 6; last checkpoint:"
     assert re.fullmatch(f"error on rank 0: RuntimeError: step 5: .*, {said} {good}", last_line)
     assert all_good(out) == 4
 
@@ -493,7 +493,9 @@ class Nodes:
 
     def __init__(self, start, out, nnodes):
         self.port = free_port()
-        self.start_job, self.out, self.nnodes = start, out, nnodes
+        self.start_job = start
+        self.out = out
+        self.nnodes = nnodes
         self.first = self.start()
         self.first.until(self.has_rendezvous)
         self.second = self.start()
@@ -670,7 +672,8 @@ def by_hand(start, folder, rank: int, port: int, *flags, script=RECIPE, **more) 
 @pytest.mark.slow
 def test_machines_that_differ_do_not_train_together(tmp_path, start, port, what, told):
     """Two machines: each process is the first of its own."""
-    other, flags = tmp_path / "other", []
+    other = tmp_path / "other"
+    flags = []
     if what == "code":
         shutil.copytree(
             REPO,
@@ -681,10 +684,8 @@ def test_machines_that_differ_do_not_train_together(tmp_path, start, port, what,
             file.write("NEW = 1\n")
     elif what == "flag":
         flags = ["--weight_decay", 0.2]
-    script, there = (
-        (other / RECIPE.name if what == "code" else RECIPE),
-        other if what == "out" else tmp_path,
-    )
+    script = other / RECIPE.name if what == "code" else RECIPE
+    there = other if what == "out" else tmp_path
     first = by_hand(start, tmp_path, 0, port, LOCAL_RANK="0")
     second = by_hand(
         start, there, 1, port, *flags, script=script, LOCAL_RANK="0", PYTHONPATH=str(script.parent)

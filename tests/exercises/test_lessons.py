@@ -43,7 +43,8 @@ def test_a_picture_is_what_the_program_does(name):
     ]
     # viewers know no style rules
     assert not [e for e in root.iter() if "class" in e.attrib or "var(" in str(e.attrib)]
-    width, height = float(root.get("width")), float(root.get("height"))
+    width = float(root.get("width"))
+    height = float(root.get("height"))
     boxes = [e for e in root.iter() if e.tag.endswith("rect")]
     assert (boxes[0].get("fill"), float(boxes[0].get("width")), float(boxes[0].get("height"))) == (
         "#ffffff",
@@ -55,7 +56,9 @@ def test_a_picture_is_what_the_program_does(name):
 
 def collected(before: dict) -> dict:
     """What the collectives of distributed/layout.py make of numbers."""
-    group, rank, out = dist.group.WORLD, dist.get_rank(), {}
+    group = dist.group.WORLD
+    rank = dist.get_rank()
+    out = {}
     for name, op in dict(all_gather=AllGather, reduce_scatter=ReduceScatter).items():
         out[name.replace("_", "-")] = op.apply(
             torch.tensor(before[name.replace("_", "-")][rank]), 0, group
@@ -86,7 +89,8 @@ def test_the_code_of_the_course_is_the_code():
     blocks = re.findall(r"```python\n# (\S+)\n(.*?)```", COURSE, re.S)
     assert len(blocks) == COURSE.count("```python") >= 9
     for file, block in blocks:
-        source, at = (REPO / file).read_text(), 0
+        source = (REPO / file).read_text()
+        at = 0
         for piece in re.split(r"^ *\.\.\.\n", block, flags=re.M):
             # the piece, indented as the file has it
             found = [
@@ -220,10 +224,8 @@ def test_the_memory_of_the_example(flags):
 )
 def test_the_worked_examples(shown, flags):
     report = report_of(**EXAMPLE | dict(flavor="70B") | flags)
-    rank, row = (
-        report.ranks[0],
-        next(line for line in COURSE.splitlines() if line.startswith(f"| `{shown}` |")),
-    )
+    rank = report.ranks[0]
+    row = next(line for line in COURSE.splitlines() if line.startswith(f"| `{shown}` |"))
     assert f" {dryrun.human(rank.activations if 'flavor' in flags else rank.peak)} |" in row
 
 

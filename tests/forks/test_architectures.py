@@ -148,15 +148,19 @@ def test_delta_rule_in_chunks_is_the_recurrence(monkeypatch):
     """Token by token, in fp64. Documents end between chunks, inside a chunk, and twice in one
     chunk."""
     monkeypatch.setattr(delta_rule, "CHUNK", 4)
-    B, T, H, R, N, U, g = 2, 15, 2, 2, 3, 5, torch.Generator().manual_seed(0)
+    B = 2
+    T = 15
+    H = 2
+    R = 2
+    N = 3
+    U = 5
+    g = torch.Generator().manual_seed(0)
     x = torch.randn(B, T, H, 2 * N + R * U + 2 * R, generator=g, dtype=torch.float64)
     x[..., -2 * R : -R], x[..., -R:] = -x[..., -2 * R : -R].abs(), x[..., -R:].sigmoid()
     weight = torch.randn(H, 2 * N + R * U, 3, generator=g, dtype=torch.float64)
     docs = torch.tensor([[0] * 4 + [1] * 5 + [2] + [3] * 5, [0] * 15])
-    got, state = (
-        delta_rule.delta_scan(x, weight, N, docs),
-        torch.zeros(B, H, R, N, U, dtype=torch.float64),
-    )
+    got = delta_rule.delta_scan(x, weight, N, docs)
+    state = torch.zeros(B, H, R, N, U, dtype=torch.float64)
     for b, t in ((b, t) for b in range(B) for t in range(T)):
         state[b] *= t > 0 and docs[b, t] == docs[b, t - 1]
         seen = [s for s in range(max(0, t - 2), t + 1) if docs[b, s] == docs[b, t]]
@@ -177,7 +181,9 @@ def in_mxfp4(folder, config) -> dict[str, torch.Tensor]:
     makes of them."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    file, g, meant = folder / "model.safetensors", torch.Generator().manual_seed(2), {}
+    file = folder / "model.safetensors"
+    g = torch.Generator().manual_seed(2)
+    meant = {}
     tensors = load_file(file)
     for name in [name for name in tensors if name.endswith("_proj") and ".experts." in name]:
         E, n_in, n_out = tensors.pop(name).shape
@@ -204,7 +210,8 @@ def test_published_experts_of_four_bits_are_read(tmp_path):
     meant = in_mxfp4(tmp_path, config)
     ours = gpt_oss.GptOss(config)
     load_hf(ours, tmp_path)
-    names, weights = ours.hf_keys(), dict(ours.named_parameters())
+    names = ours.hf_keys()
+    weights = dict(ours.named_parameters())
     found = {names[fqn]: p for fqn, p in weights.items() if names[fqn] in meant}
     assert found.keys() == meant.keys() and len(meant) == 6
     for name, p in found.items():
@@ -212,7 +219,8 @@ def test_published_experts_of_four_bits_are_read(tmp_path):
     for shards in pool(2).run(read_shards, config, tmp_path):
         assert [fqn for fqn, p in weights.items() if not torch.equal(shards[fqn], p)] == []
     file = tmp_path / "model.safetensors"
-    whole, name = load_file(file), "model.layers.0.mlp.experts.gate_up_proj_"
+    whole = load_file(file)
+    name = "model.layers.0.mlp.experts.gate_up_proj_"
     # one line for what does not fit
     for part, change in (("blocks", lambda t: t[:, :-1]), ("scales", lambda t: t.float())):
         save_file(whole | {name + part: change(whole[name + part]).contiguous()}, file)

@@ -25,11 +25,9 @@ pytestmark = pytest.mark.slow
 def student_of(flags):
     """A trainer with a policy and another teacher."""
     trainer = trainer_of(loss="dapo", **flags)
-    trainer.reference, trainer.compares, trainer.__class__ = (
-        trainer_of(seed=1, **flags).model,
-        True,
-        Trainer,
-    )
+    trainer.reference = trainer_of(seed=1, **flags).model
+    trainer.compares = True
+    trainer.__class__ = Trainer
     return trainer
 
 
@@ -41,10 +39,14 @@ def ours(flags, samples):
     "n, flags", [(1, {}), (2, dict(dp_shard=2, pack_tokens=64)), (4, dict(cp=2, tp=2))], ids=str
 )
 def test_gradient_is_that_of_the_reverse_kl(n, flags):
-    student, teacher = sharp_model(), sharp_model(seed=1)
-    samples, surrogate, kl = samples_of(student), 0.0, []
+    student = sharp_model()
+    teacher = sharp_model(seed=1)
+    samples = samples_of(student)
+    surrogate = 0.0
+    kl = []
     for s in samples:
-        lp, q = full_logprobs(student, s), full_logprobs(teacher, s).detach()
+        lp = full_logprobs(student, s)
+        q = full_logprobs(teacher, s).detach()
         surrogate = surrogate + ((lp.detach() - q) * lp).sum()
         kl.append(lp - q)
     surrogate.backward()
@@ -57,7 +59,8 @@ def test_gradient_is_that_of_the_reverse_kl(n, flags):
 
 
 def test_the_policy_comes_nearer_to_the_teacher():
-    trainer, kl = student_of({}), []
+    trainer = student_of({})
+    kl = []
     for i in range(15):
         kl.append(
             trainer.train_on(samples_of(trainer.model, n_prompts=8, group_size=8, seed=i))["kl"]

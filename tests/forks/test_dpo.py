@@ -26,7 +26,8 @@ pytestmark = pytest.mark.slow  # make test has no room for it
 
 def ours(flags, pairs):
     """(numbers of a step, gradient of the mean loss) with a policy and another reference."""
-    trainer, grads = trainer_of(**flags), {}
+    trainer = trainer_of(**flags)
+    grads = {}
     trainer.reference = trainer_of(seed=1, **flags).model
     trainer.optim_step = lambda lr: {
         fqn: grads.update({fqn: g / trainer.denominator}) for fqn, g in gradients(trainer).items()
@@ -49,12 +50,10 @@ def test_loss_and_gradient_are_the_formula(n, flags):
     """As in TRL: -logsigmoid(beta * ((pi+ - pi-) - (ref+ - ref-))) with sums of log-probabilities,
     mean over the pairs."""
     samples = samples_of(sharp_model(), n_prompts=5, group_size=2)
-    pairs, policy, reference, losses = (
-        [samples[i : i + 2] for i in range(0, 10, 2)],
-        sharp_model(),
-        sharp_model(seed=1),
-        [],
-    )
+    pairs = [samples[i : i + 2] for i in range(0, 10, 2)]
+    policy = sharp_model()
+    reference = sharp_model(seed=1)
+    losses = []
     for pair in pairs:
         pi, ref = ([full_logprobs(model, s).sum() for s in pair] for model in (policy, reference))
         losses.append(-torch.nn.functional.logsigmoid(0.3 * ((pi[0] - pi[1]) - (ref[0] - ref[1]))))

@@ -40,7 +40,8 @@ EMA = ["--ema_decay", 0.7, "--eval_ema"]
 
 def test_an_average_by_hand():
     net, optimizers = trained(0, 0)
-    ema, by_hand = Ema(net.parameters(), 0.7), 0
+    ema = Ema(net.parameters(), 0.7)
+    by_hand = 0
     for k in range(1, 7):
         net(torch.randn(4, 24)).square().sum().backward()
         optimizers[0].step()
@@ -84,7 +85,8 @@ def test_continued_on_another_layout_the_average_is_that_of_an_uninterrupted_run
                 "two",
             )
         )
-    one, two = averages(tmp_path / "one"), averages(tmp_path / "two")
+    one = averages(tmp_path / "one")
+    two = averages(tmp_path / "two")
     assert one.keys() == two.keys() and len(one) == 2 * 21
     torch.testing.assert_close(two, one, atol=2e-5, rtol=1e-4)
     train(launch(1, REPO / "train_llama3.py", *FLAGS, "--out", "plain"))

@@ -33,7 +33,8 @@ def test_a_task_in_training_has_the_numbers_of_evaluate(tmp_path):
     def call(processes, *argv):
         run(launch(processes, *argv), tmp_path, env=ENV | {"PYTHONPATH": str(REPO)})
 
-    found, losses = [], []
+    found = []
+    losses = []
     for layout, *task in [
         ("",),
         ("", 1),

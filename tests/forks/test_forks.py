@@ -43,7 +43,8 @@ EXPERTS = SIZES + ",n_experts=4,moe_ffn_dim=32"
 def test_a_fork_trains_exports_continues_and_speaks(tmp_path, fork, sizes, layout):
     from transformers import AutoModelForCausalLM
 
-    script, out = REPO / f"forks/{fork}.py", tmp_path / "run"
+    script = REPO / f"forks/{fork}.py"
+    out = tmp_path / "run"
     common = [*SMALL, "--model_args", sizes, "--out", out]
     said = run(launch(2, script, *common, *layout, "--export_hf", tmp_path / "hf"), tmp_path)
     assert "sample (" in said

@@ -122,7 +122,9 @@ def test_the_batch_follows_from_the_cursor_and_the_live_groups():
     assert next(groups.batches(Numbers())) == [118, 119]
     # the step is done again: nothing is left out
     assert next(groups.batches(Numbers())) == [118, 119]
-    groups.place, groups.n = 0, 1  # both others have died
+    # both others have died
+    groups.place = 0
+    groups.n = 1
     assert next(groups.batches(Numbers())) == [114, 115]
 
 
@@ -132,10 +134,8 @@ def test_gradients_are_weighted_by_tokens():
     dead = []
     pg = SimpleNamespace(abort=lambda: None)
     manager = SimpleNamespace(errored=lambda: bool(dead), should_commit=lambda: not dead, _pg=pg)
-    groups, layout = (
-        object.__new__(ft.ReplicaGroups),
-        SimpleNamespace(world_size=1, data_ranks=1, rank=0),
-    )
+    groups = object.__new__(ft.ReplicaGroups)
+    layout = SimpleNamespace(world_size=1, data_ranks=1, rank=0)
     vars(groups).update(
         manager=manager, layout=layout, n=2, flags={}, state={"step": 0}, has_stepped=False
     )
@@ -222,10 +222,8 @@ def test_two_groups_equal_one_layout(tmp_path):
         tmp_path / "one",
     ]
     run(launch(4, REPO / "train_llama3.py", *FLAGS, "--steps", 20, *layout), cwd=tmp_path)
-    one, two = (
-        train_lines(tmp_path / "one"),
-        [train_lines(tmp_path / f"run/group-{i}") for i in range(2)],
-    )
+    one = train_lines(tmp_path / "one")
+    two = [train_lines(tmp_path / f"run/group-{i}") for i in range(2)]
     assert len(one) == 20 == len(two[0])
     for expected, *found in zip(one, *two, strict=True):
         for line in found:
@@ -262,15 +260,18 @@ def steps_saved(job: Job) -> set[int]:
 
 def longest_pause(job: Job, done, timeout=180) -> float:
     """Seconds that a job took at most between two lines of its log, until done()."""
-    path, begin = job.out / "metrics.jsonl", time.monotonic()
-    written, longest = path.stat().st_mtime_ns, 0.0
+    path = job.out / "metrics.jsonl"
+    begin = time.monotonic()
+    written = path.stat().st_mtime_ns
+    longest = 0.0
     while not done():
         assert job.launcher.poll() is None and time.monotonic() < begin + timeout, job.text()[
             -3000:
         ]
         time.sleep(0.02)
         now = path.stat().st_mtime_ns
-        longest, written = max(longest, (now - written) / 1e9), now
+        longest = max(longest, (now - written) / 1e9)
+        written = now
     return max(longest, time.time() - written / 1e9)
 
 
@@ -299,7 +300,9 @@ def kill_one(w: World, chance: random.Random, from_nothing: bool) -> tuple[int, 
 @needs_torchft
 @pytest.mark.slow
 def test_killed_groups_come_back(tmp_path):
-    chance, kills, pauses = random.Random(0), int(os.environ.get("KILLS", 2)), []
+    chance = random.Random(0)
+    kills = int(os.environ.get("KILLS", 2))
+    pauses = []
     with closing(World(tmp_path, flags=["--checkpoint_every", 10, "--keep_latest_k", 0])) as w:
         for group in range(2):
             w.start(group)

@@ -37,7 +37,8 @@ def wide(Model, Config, dim: int, seed: int, **fields):
     )
     with torch.device("meta"):
         model = Model(Config(**sizes, **fields))
-    model.index, model.n_stages = 0, 1
+    model.index = 0
+    model.n_stages = 1
     model.to_empty(device="cpu")
     init_weights(model, Layout(), seed)
     return model
@@ -45,7 +46,8 @@ def wide(Model, Config, dim: int, seed: int, **fields):
 
 def sizes_of(model, tokens) -> dict[str, float]:
     """Mean absolute activation: of each attention, FFN, block and of the logits."""
-    found, hooks = {}, []
+    found = {}
+    hooks = []
     for fqn, module in model.named_modules():
         if fqn.startswith("blocks.") and fqn.split(".")[-1] in (*"012", "attn", "ffn"):
             keep = lambda m, args, out, fqn=fqn: found.update({fqn: out.abs().mean().item()})  # noqa: E731
@@ -61,13 +63,14 @@ def before_and_after(recipe, Model, Config, dim: int, **fields) -> list[dict[str
     """sizes_of() at the start and after ten steps, each a mean over three seeds."""
     pairs = torch.randint(256, (8, 33), generator=torch.Generator().manual_seed(5))
     pairs[:, 1::2] = pairs[:, :-1:2]  # every second token is the one before it: something to learn
-    tokens, labels, all_found = pairs[:, :-1], pairs[:, 1:], []
+    tokens = pairs[:, :-1]
+    labels = pairs[:, 1:]
+    all_found = []
     for seed in range(3):
-        model, cfg = (
-            wide(Model, Config, dim, seed, **fields),
-            recipe.Config(lr=1e-3, weight_decay=0.0),
-        )
-        optimizers, found = recipe.build_optimizers([model], cfg), [sizes_of(model, tokens)]
+        model = wide(Model, Config, dim, seed, **fields)
+        cfg = recipe.Config(lr=1e-3, weight_decay=0.0)
+        optimizers = recipe.build_optimizers([model], cfg)
+        found = [sizes_of(model, tokens)]
         for _ in range(10):
             model(tokens, labels=labels, loss_denom=labels.numel()).backward()
             set_lr(optimizers, cfg.lr)

@@ -25,11 +25,10 @@ def test_normuon_is_the_formula(monkeypatch):
     monkeypatch.setattr("training.muon.AT_ONCE", 300)  # of the stack, two matrices at a time
     torch.manual_seed(0)
     begin = [torch.randn(shape) for shape in ((8, 24), (24, 8), (8, 24), (3, 8, 16))]
-    params, state = [torch.nn.Parameter(t.clone()) for t in begin], {}
-    optimizer, was = (
-        NorMuon(params, **OPTIONS),
-        [m for t in begin for m in (t if t.dim() == 3 else [t])],
-    )
+    params = [torch.nn.Parameter(t.clone()) for t in begin]
+    state = {}
+    optimizer = NorMuon(params, **OPTIONS)
+    was = [m for t in begin for m in (t if t.dim() == 3 else [t])]
     want = list(was)
     for _ in range(3):
         for p in params:
@@ -66,7 +65,8 @@ def test_polar_express_makes_singular_values_equal():
     )
     update = left @ torch.diag(torch.logspace(-2.5, 0, 16)) @ right
     optimizer = PolarExpress([torch.nn.Parameter(update)])
-    orthogonalize, group = optimizer.orthogonalize, optimizer.param_groups[0]
+    orthogonalize = optimizer.orthogonalize
+    group = optimizer.param_groups[0]
     for found in orthogonalize(update, group), orthogonalize(update.mT[None], group)[0].mT:
         assert ((left.mT @ found.float() @ right.mT).diagonal() - 1).abs().max() < 0.17
 
@@ -107,8 +107,10 @@ def clipped(flags, problem, tau, norm=1.0):
     """Weights and [largest logit, of each head] before and after a clip, of a model whose queries
     are large."""
     stages, layout = build(config(**LATENT | problem), flags, 4, 2)
-    clip, batch = QKClip(stages, layout, tau), local_batch(global_batch(0, 4, True), layout)
-    found, names = [], ("wq.weight", "wq_b.weight", "wkv_b.weight")
+    clip = QKClip(stages, layout, tau)
+    batch = local_batch(global_batch(0, 4, True), layout)
+    found = []
+    names = ("wq.weight", "wq_b.weight", "wkv_b.weight")
     params = {
         fqn: p for stage in stages for fqn, p in stage.named_parameters() if fqn.endswith(names)
     }
@@ -116,7 +118,8 @@ def clipped(flags, problem, tau, norm=1.0):
         p.detach().mul_(1 if "wkv_b" in fqn else 40)
     evaluate(stages, [batch], layout)
     assert clip.logits.isneginf().all()
-    seen, make = [], stages[0].make_attend
+    seen = []
+    make = stages[0].make_attend
     stages[0].make_attend = lambda *args: partial(watched, make(*args), seen)
     for _ in range(2):
         before = {fqn: full(p) for fqn, p in params.items()}
@@ -183,10 +186,8 @@ def test_recipes_are_equal_on_layouts(tmp_path):
     write_copy(tmp_path / "muon.py", "Variants of Muon")
     write_copy(tmp_path / "clip.py", "A clip of attention logits", original="train_deepseek.py")
     flags = [*FLAGS[4:-2], "--steps", 2, "--log_every", 1, "--checkpoint_every", 0]
-    muon, clip = (
-        ["muon.py", *FLAGS[2:4], "--optimizer", "muon"],
-        ["clip.py", "--model_args", MLA, "--qk_clip", 0.01],
-    )
+    muon = ["muon.py", *FLAGS[2:4], "--optimizer", "muon"]
+    clip = ["clip.py", "--model_args", MLA, "--qk_clip", 0.01]
     for argv in [*muon, "--dp_shard", 2], [*clip, "--tp", 2, "--pp", 2]:
         assert "check_parity: equal" in call(tmp_path, 1, *argv, *flags, "--check_parity")
     call(tmp_path, 1, *clip, *flags, "--out", "run")

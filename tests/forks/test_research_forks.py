@@ -192,7 +192,8 @@ def weights(folder) -> dict:
 def differ(a, b) -> dict[str, float]:
     """fqn -> relative difference of a weight in two step folders, of those that are more than
     rounding."""
-    a, b = weights(a), weights(b)
+    a = weights(a)
+    b = weights(b)
     assert a.keys() == b.keys()
     far = {fqn: ((a[fqn] - b[fqn]).norm() / a[fqn].norm()).item() for fqn in a}
     return {fqn: x for fqn, x in far.items() if x > 1e-3}
@@ -346,7 +347,8 @@ def test_doc_mask_names_the_blocks_that_it_does_not_change():
 
 def test_what_is_dropped_depends_on_the_places_the_key_and_the_seed():
     batch = SimpleNamespace(tokens=torch.zeros(2, 3, 8), first=40)
-    x, places = torch.ones(3, 8, 64, requires_grad=True), places_of(batch, 0)[1]
+    x = torch.ones(3, 8, 64, requires_grad=True)
+    places = places_of(batch, 0)[1]
     whole = dropout(x, 0.25, places, "a")
     # as tp and cp cut it
     parts = [dropout(x[:, part], 0.25, places[:, part], "a") for part in (slice(5), slice(5, 8))]
@@ -374,7 +376,8 @@ def test_what_is_dropped_depends_on_the_places_the_key_and_the_seed():
 
 
 def test_a_groups_own_rate_keeps_its_share():
-    p, q = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    p = nn.Parameter(torch.ones(2))
+    q = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.AdamW([{"params": [p]}, {"params": [q], "lr": 0.1}], lr=0.4)
     for lr in 0.4, 0.2, 0.0, 1.0:
         assert set_lr([optimizer], lr) == lr

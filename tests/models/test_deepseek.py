@@ -109,10 +109,8 @@ def theirs(tmp_path_factory):
     @functools.cache
     def make(variant):
         kind = f"Deepseek{variant[:2].upper()}"
-        Config, Model = (
-            getattr(transformers, f"{kind}Config"),
-            getattr(transformers, f"{kind}ForCausalLM"),
-        )
+        Config = getattr(transformers, f"{kind}Config")
+        Model = getattr(transformers, f"{kind}ForCausalLM")
         model = normal(Model(Config(**COMMON | VARIANTS[variant])).float().eval())
         folder = str(tmp_path_factory.mktemp(variant))
         model.save_pretrained(folder)
@@ -258,8 +256,12 @@ def test_group_scores_are_two_in_v3_and_one_in_v2():
 def test_sequence_wise_loss_against_a_loop(case):
     """V3, eq. 17-20: per sequence, from the best scores without biases. V2, eq. 23-25, counts what
     was chosen."""
-    c, alpha, B, T = tiny(**ROUTES[case]), 0.07, 3, 13
-    layer, g = normal(MoE(c), std=0.3), torch.Generator().manual_seed(2)
+    c = tiny(**ROUTES[case])
+    alpha = 0.07
+    B = 3
+    T = 13
+    layer = normal(MoE(c), std=0.3)
+    g = torch.Generator().manual_seed(2)
     layer.balance.bias.normal_(0, 0.3, generator=g).mul_(c.score_func == "sigmoid")
     x = torch.randn(B, T, c.dim, generator=g, requires_grad=True)
     layer.balance.aux_scale = alpha / B
@@ -268,9 +270,12 @@ def test_sequence_wise_loss_against_a_loop(case):
     layer.zero_grad()
     x.grad = None
 
-    loss, E, k = 0.0, c.n_experts, c.top_k
+    loss = 0.0
+    E = c.n_experts
+    k = c.top_k
     for sequence in x:
-        f, P = [0.0] * E, [0.0] * E
+        f = [0.0] * E
+        P = [0.0] * E
         for token in sequence:
             logits = layer.router.weight @ token
             s = logits.sigmoid() if c.score_func == "sigmoid" else logits.softmax(0)
@@ -321,7 +326,8 @@ def test_counts_of_multi_token_prediction_and_flops():
 )
 def test_the_cache_keeps_the_latent_and_gives_the_same_logits(changes):
     model = normal(DeepSeek(tiny(**changes)))
-    c, tokens = model.config, random_tokens(2, 24, seed=3)
+    c = model.config
+    tokens = random_tokens(2, 24, seed=3)
     with torch.no_grad():
         want = model(tokens)
     logits, cache = in_pieces(model, tokens.tolist(), [1] * 15)
@@ -343,13 +349,20 @@ def test_the_cache_keeps_the_latent_and_gives_the_same_logits(changes):
 def mtp_losses(model, tokens, labels, doc_ids):
     """(sum of next-token losses, sum of the losses of the tokens after): arXiv:2412.19437, eq.
     21-25, a document at a time."""
-    D, head, mtp = model.config.dim, model.head.weight, model.mtp
-    embed, first, second = model.tok_embeddings.weight, 0.0, 0.0
+    D = model.config.dim
+    head = model.head.weight
+    mtp = model.mtp
+    embed = model.tok_embeddings.weight
+    first = 0.0
+    second = 0.0
     rms = lambda x, norm: x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight  # noqa: E731
-    w_embed, w_h = mtp.eh_proj.weight[:, :D], mtp.eh_proj.weight[:, D:]
+    w_embed = mtp.eh_proj.weight[:, :D]
+    w_h = mtp.eh_proj.weight[:, D:]
     for row, label, docs in zip(tokens, labels, doc_ids):
         for doc in docs.unique():
-            t, y = row[docs == doc], label[docs == doc]  # y[i] is token i+1, or IGNORE
+            # y[i] is token i+1, or IGNORE
+            t = row[docs == doc]
+            y = label[docs == doc]
             T = len(t)
             angle = torch.arange(T)[:, None] * rope_frequencies(
                 model.config, model.config.qk_rope_head_dim, "cpu"
@@ -409,7 +422,8 @@ def write(folder, c: DeepSeekConfig, tensors: dict, **changes):
 
 def published_tensors(model) -> dict:
     """A model's tensors under the names of published files, experts one by one, contiguous."""
-    state, found = dict([*model.named_parameters(), *model.named_buffers()]), {}
+    state = dict([*model.named_parameters(), *model.named_buffers()])
+    found = {}
     for fqn, names in model.hf_keys().items():
         parts = [state[fqn]] if isinstance(names, str) else state[fqn]
         found |= {
@@ -423,7 +437,9 @@ def test_layers_of_multi_token_prediction_in_files(tmp_path, capsys):
     from transformers import DeepseekV3ForCausalLM
 
     model = normal(DeepSeek(tiny(mtp_depth=1)))
-    c, tensors, tokens = model.config, published_tensors(model), random_tokens(2, 9)
+    c = model.config
+    tensors = published_tensors(model)
+    tokens = random_tokens(2, 9)
     with torch.no_grad():
         want = model(tokens)
     mtp = {n: t for n, t in tensors.items() if n.startswith("model.layers.4.")}
@@ -516,8 +532,12 @@ ODD = dict(
 
 def test_fp8_blocks_of_all_linear_weights(tmp_path):
     """Sizes that are no multiples of 128: the last block of rows and of columns is a part of one."""
-    model, g = normal(DeepSeek(tiny(**ODD))), torch.Generator().manual_seed(4)
-    files, want, n_quantised, n_edges = {}, {}, 0, 0
+    model = normal(DeepSeek(tiny(**ODD)))
+    g = torch.Generator().manual_seed(4)
+    files = {}
+    want = {}
+    n_quantised = 0
+    n_edges = 0
     as_they_are = ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight", "eh_proj.weight")
     for n, t in published_tensors(model).items():
         if t.dim() < 2 or n.endswith(as_they_are):
@@ -557,7 +577,8 @@ def test_fp8_blocks_of_all_linear_weights(tmp_path):
 def test_the_kernel_gets_heads_of_one_size(monkeypatch):
     """Flash kernels take one size; beyond 256 there is none, and the generator's latents are
     compared as they are."""
-    seen, usual = [], F.scaled_dot_product_attention
+    seen = []
+    usual = F.scaled_dot_product_attention
     monkeypatch.setattr(
         F,
         "scaled_dot_product_attention",

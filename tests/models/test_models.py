@@ -177,7 +177,8 @@ def test_initial_weights_are_those_of_earlier_versions(flavor, changes):
         if "norm" in fqn.split(".")[-2]:
             assert (p == 1).all()
             continue
-        size, draws = 1 if p.dim() == 3 else 1024, []
+        size = 1 if p.dim() == 3 else 1024
+        draws = []
         for b in range(-(-len(p) // size)):
             seed = int.from_bytes(hashlib.sha256(f"3/{fqn}/{b}".encode()).digest()[:7], "little")
             draws.append(
@@ -199,7 +200,8 @@ def test_initial_weights_are_those_of_earlier_versions(flavor, changes):
 def test_blocks_are_drawn_side_by_side(monkeypatch):
     """Two threads on two cores: each call waits until the other is there too. Four cores of two
     processes are two as well."""
-    both, draw = threading.Barrier(2, timeout=30), parallel.draw_block
+    both = threading.Barrier(2, timeout=30)
+    draw = parallel.draw_block
     monkeypatch.setattr(parallel, "draw_block", lambda *args: (both.wait(), draw(*args)))
     for cores, processes in ((2, 1), (4, 2)):
         monkeypatch.setattr(parallel, "usable_cores", lambda cores=cores: cores)
@@ -410,11 +412,13 @@ def test_host_memory_is_that_of_the_tightest_control_group(monkeypatch):
 @pytest.mark.slow
 def test_attention_has_a_first_kernel_and_compiles_into_one_graph(monkeypatch):
     """cuDNN's kernel comes first while we attend, and torch's own order counts again afterwards."""
-    order, real = (
-        lambda: _cur_sdpa_kernel_backends(with_priority=True),
-        F.scaled_dot_product_attention,
-    )
-    before, seen = order(), []
+
+    def order():
+        return _cur_sdpa_kernel_backends(with_priority=True)
+
+    real = F.scaled_dot_product_attention
+    before = order()
+    seen = []
     q, k, v = (torch.randn(2, heads, 8, 16, requires_grad=True) for heads in (4, 2, 2))
     with monkeypatch.context() as patch:
         patch.setattr(
@@ -432,7 +436,8 @@ def slow_attention(q, k, v, may_look, scale=None):
     """softmax(q k' scale) v, one query at a time. q (B, H, T, K); k, v (B, G, S, K); may_look(b, t,
     s)."""
     B, H, T, K = q.shape
-    G, S = k.shape[1], k.shape[2]
+    G = k.shape[1]
+    S = k.shape[2]
     out = torch.zeros_like(q)
     for b in range(B):
         for h in range(H):
@@ -501,7 +506,8 @@ def test_row_cache_against_slow_attention():
     """The second row has two tokens and three columns of padding in the first forward; its next
     tokens overwrite these."""
     q, k, v = random_qkv(4, 2)
-    wanted, cache = slow_attention(q, k, v, lambda b, t, s: s <= t, 0.3), RowCache(2, 11)
+    wanted = slow_attention(q, k, v, lambda b, t, s: s <= t, 0.3)
+    cache = RowCache(2, 11)
     for columns in [
         [range(5), [0, 1, 8, 9, 10]],
         [[5], [2]],
@@ -537,7 +543,8 @@ def test_row_cache_against_slow_attention():
 def test_what_the_padding_holds_never_matters(changes):
     """test_generate.py compares padded rows with full forwards; here: their logits are the same
     bits whatever was padded."""
-    model, tokens = tiny(**changes), random_tokens(2, 12)
+    model = tiny(**changes)
+    tokens = random_tokens(2, 12)
     rows = [tokens[0].tolist(), tokens[1, :7].tolist()]
     logits = [in_pieces(model, rows, [1, 3], filler)[0] for filler in (0, 41)]
     assert all(torch.equal(a, b) for a, b in zip(*logits))
@@ -591,7 +598,8 @@ def test_rope_is_that_of_transformers(name, head_dim, factor):
 
 def test_positions_may_be_given():
     """The same positions by default, for all rows, or row by row; only distances count."""
-    model, tokens = tiny(), random_tokens(2, 16)
+    model = tiny()
+    tokens = random_tokens(2, 16)
     logits = model(tokens)
     assert torch.equal(model(tokens, positions=torch.arange(16)[None]), logits)
     assert torch.equal(model(tokens, positions=torch.arange(16).repeat(2, 1)), logits)
@@ -676,10 +684,8 @@ WANTED = dict(
     ],
 )
 def test_from_hf(hf, changes):
-    got, wanted = (
-        Llama3Config.from_hf(HF | hf),
-        Llama3Config(**WANTED | dict(rope_theta=5e5) | changes),
-    )
+    got = Llama3Config.from_hf(HF | hf)
+    wanted = Llama3Config(**WANTED | dict(rope_theta=5e5) | changes)
     assert repr(got) == repr(wanted)  # 10000 is not 10000.0 in the config.json of a run
 
 
@@ -879,12 +885,10 @@ def test_vocab_parallel_loss(monkeypatch, dtype):
     then combines."""
     monkeypatch.setitem(models.loss.CHUNK_ELEMENTS, "cpu", 1)
     h, weight, labels = loss_problem(dtype=dtype)
-    meeting, offered, losses, grads = (
-        threading.Barrier(2, timeout=30),
-        [None, None],
-        [None, None],
-        [None, None],
-    )
+    meeting = threading.Barrier(2, timeout=30)
+    offered = [None, None]
+    losses = [None, None]
+    grads = [None, None]
 
     def rank(r):
         def all_reduce(x, op):
@@ -894,10 +898,8 @@ def test_vocab_parallel_loss(monkeypatch, dtype):
             meeting.wait()
             return both.amax(0) if op == "max" else both.sum(0)
 
-        own_h, own_w = (
-            h.detach().clone().requires_grad_(),
-            weight.detach()[r * 166 : (r + 1) * 166].clone().requires_grad_(),
-        )
+        own_h = h.detach().clone().requires_grad_()
+        own_w = weight.detach()[r * 166 : (r + 1) * 166].clone().requires_grad_()
         losses[r] = linear_cross_entropy(own_h, own_w, labels, 500, all_reduce, r * 166)
         grads[r] = torch.autograd.grad(losses[r], (own_h, own_w))
 
@@ -954,7 +956,8 @@ def test_norm_and_rotation_equal_torch(dtype):
     for ours, plain, w, w_exact in cases:
         mine = x.to(dtype).requires_grad_()
         true = mine.detach().double().requires_grad_()
-        got, want = ours(mine), plain(true)
+        got = ours(mine)
+        want = plain(true)
         got.backward(grad.to(dtype)), want.backward(grad.to(dtype).double())
         pairs = [(got, want), (mine.grad, true.grad)] + (
             [(w.grad, w_exact.grad)] if w is not None else []
@@ -966,9 +969,11 @@ def test_norm_and_rotation_equal_torch(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_loss_needs_less_than_a_third_of_the_memory(dtype):
     """On the meta device, for sizes are all that counts here: chunks as on a GPU."""
-    N, V = 16384, 128256
+    N = 16384
+    V = 128256
     with torch.device("meta"):
-        h, weight = torch.empty(N, 256, dtype=dtype), torch.empty(V, 256, dtype=dtype)
+        h = torch.empty(N, 256, dtype=dtype)
+        weight = torch.empty(V, 256, dtype=dtype)
         labels = torch.empty(N, dtype=torch.int64)
     h.requires_grad_(), weight.requires_grad_()
     peaks = []

@@ -33,9 +33,14 @@ class Unit:
 def units_of(log: list[str]) -> list[Unit]:
     """The units of a rank, from its log, each with what it waits for on its own device."""
     # what comes next on a stream, after an event or on a communicator waits for these units
-    tails, events, comms = {}, {}, {}
+    tails = {}
+    events = {}
+    comms = {}
     host: set[Unit] = set()  # and whatever comes next at all
-    units, meetings, open_groups, unit = [], Counter(), 0, None
+    units = []
+    meetings = Counter()
+    open_groups = 0
+    unit = None
     for line in log:
         kind = line.split(" ", 1)[0]
         if kind == "nccl":
@@ -46,7 +51,8 @@ def units_of(log: list[str]) -> list[Unit]:
             elif call := CALL.match(line):
                 unit = unit or Unit()
                 add_call(unit, line, call, meetings)
-                comm, stream = call[2], call[8]
+                comm = call[2]
+                stream = call[8]
                 unit.after |= host | tails.get(stream, set()) | comms.get(comm, set())
                 # a call of a group that is still open is a part of this unit: so nothing waits for
                 # the unit yet
@@ -87,8 +93,11 @@ def add_call(unit: Unit, line: str, call: re.Match, meetings: Counter) -> None:
 def play(logs: list[list[str]]) -> list[str]:
     """What is wrong: a text for each rank that hangs, and for each meeting to which ranks bring
     different things."""
-    ranks, wrong = [units_of(log) for log in logs], []
-    came, brought, done = Counter(), {}, set()
+    ranks = [units_of(log) for log in logs]
+    wrong = []
+    came = Counter()
+    brought = {}
+    done = set()
     waiting = [(rank, unit) for rank, units in enumerate(ranks) for unit in units]
     begun: set[Unit] = set()
     progress = True

@@ -65,9 +65,11 @@ def run(device, tmp_path, row: str, *more, **options):
     """The row's run, with `more` flags."""
     name, n, *flags = row.split()
     if name == "grpo":
-        recipe, brief = ["grpo.py"], GRPO.split()
+        recipe = ["grpo.py"]
+        brief = GRPO.split()
     elif name in ("generate", "evaluate"):
-        recipe, brief = [f"{name}.py", "--checkpoint", base_folder("lora", f"{tmp_path}/base")], []
+        recipe = [f"{name}.py", "--checkpoint", base_folder("lora", f"{tmp_path}/base")]
+        brief = []
     else:
         sequences = 4 if "--pp" in flags else 2
         recipe = MODELS["lora" if name in BASES else name]

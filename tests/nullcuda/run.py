@@ -130,7 +130,8 @@ def run_case(**options):
     """Answer to a request {"argv": [...], "nproc": 1, ... as the options above, "env": {...}}:
     {"statuses": [per rank], "texts": [what each rank printed], "seconds": ...}."""
     # a TemporaryDirectory would be removed at the end of each fork
-    began, folder = time.monotonic(), tempfile.mkdtemp()
+    began = time.monotonic()
+    folder = tempfile.mkdtemp()
     pids = fork_case(options, lambda rank: f"{folder}/{rank}")
     statuses = wait_for(pids, options.get("timeout", 600))
     texts = [Path(folder, str(rank)).read_text(errors="replace") for rank in range(len(pids))]

@@ -151,10 +151,8 @@ def test_weights_go_to_the_workers_of_a_server(tmp_path):
     """Rank 0 of three joins as vLLM's workers do, with an all-reduce of one number, and broadcasts
     what was announced."""
     said = dict(program(SENDS, log=tmp_path / "log"))
-    join, update = (
-        said["/init_weight_transfer_engine"]["init_info"],
-        said["/update_weights"]["update_info"],
-    )
+    join = said["/init_weight_transfer_engine"]["init_info"]
+    update = said["/update_weights"]["update_info"]
     assert (
         join["rank_offset"],
         join["world_size"],

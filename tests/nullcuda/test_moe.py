@@ -34,7 +34,8 @@ def test_what_is_computed_while_rows_travel(device, tmp_path, recipe, forward, b
     """Matmuls between an exchange of bf16 rows (type 9) and the wait for it, of a layer's four
     exchanges in the forward: two parts there, two parts home; in the backward as well. A part's
     experts multiply three times, and so do shared experts."""
-    step, found = device.run(tmp_path, *recipe, "--ep", 2, nproc=2, empty_weights=True).step(2), []
+    step = device.run(tmp_path, *recipe, "--ep", 2, nproc=2, empty_weights=True).step(2)
+    found = []
     for i in [
         i for i, line in enumerate(step) if line == "nccl group_end" and "type=9" in step[i - 1]
     ]:

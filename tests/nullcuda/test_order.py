@@ -103,10 +103,8 @@ def test_the_order_on_a_stream_and_on_a_communicator():
     # on two streams nobody waits
     assert not play([[first(0), second(0, 2)], [second(1), first(1, 2)]])
     # one communicator has one order, whatever the streams
-    a, b = (
-        [call("send", 0, 1), call("recv", 0, 1, stream=2)],
-        [call("send", 1, 0), call("recv", 1, 0, stream=2)],
-    )
+    a = [call("send", 0, 1), call("recv", 0, 1, stream=2)]
+    b = [call("send", 1, 0), call("recv", 1, 0, stream=2)]
     assert len(play([a, b])) == 2
 
 

@@ -38,7 +38,8 @@ NOTHING = [
 
 def waits(log: list[str]) -> dict[int, int]:
     """Step -> how often the host waited, from its beginning to that of the next one."""
-    found, step = {}, 0
+    found = {}
+    step = 0
     for line in log:
         if line.startswith("mark step "):
             step = int(line.split()[2])

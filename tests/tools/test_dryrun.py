@@ -91,7 +91,8 @@ def test_dry_run_equals_gloo(row):
     )
     for pp_rank, rank in enumerate(report.ranks):
         real = everyone[pp_rank * processes // len(report.ranks)]
-        first, step = real["first"], rank.step
+        first = real["first"]
+        step = rank.step
         for key in ("parameters", "gradients", "optimizer"):
             assert step[key] == first[key], key
         counts = dryrun.totals({key[1:]: n for key, n in step.items() if key[0] == "moved"})
@@ -111,7 +112,8 @@ def test_another_plan_is_another_report(monkeypatch, left_out):
     """A norm without style is refused. A FFN that every tp rank holds whole, for T/tp tokens, has
     more bytes."""
     recipe = importlib.import_module("train_llama3")
-    cfg, plan = config("train_llama3", dict(tp=2, dp_shard=2)), recipe.Llama3.tp_plan
+    cfg = config("train_llama3", dict(tp=2, dp_shard=2))
+    plan = recipe.Llama3.tp_plan
     before = dryrun.make_report(recipe.main, cfg).ranks[0].step
     whole = (
         {f"blocks.*.ffn.w{i}": "sequence_linear" for i in (1, 2, 3)} if left_out == "ffn" else {}
@@ -165,7 +167,9 @@ def test_tokens_travel_in_parts_on_gpus(ep, parts):
 
 def test_bound_counts_causal_attention_at_half():
     report = report_of(seq_len=256, local_batch_size=1)
-    layers, heads, head_dim = 5, 4, 16
+    layers = 5
+    heads = 4
+    head_dim = 16
     attention = 12 * layers * heads * head_dim * 256**2  # 4 in the forward, 8 in the backward
     assert report.least_flops == pytest.approx(
         report.ranks[0].flops("forward", "backward") - attention / 2
@@ -207,7 +211,10 @@ def test_every_way_to_save_memory_shows():
 @pytest.mark.slow
 def test_compiled_blocks_keep_no_silu():
     """The compiler recomputes a single activation of a block: silu's result, (B, T, F)."""
-    B, T, F, layers = 4, 64, 128, 5
+    B = 4
+    T = 64
+    F = 128
+    layers = 5
     for flags, kept in ({}, layers), (dict(ac="selective"), 2), (dict(ac="full"), 0):
         eager, compiled = (
             report_of(**flags, compile=on).ranks[0].activations for on in (False, True)
@@ -216,7 +223,8 @@ def test_compiled_blocks_keep_no_silu():
 
 
 def test_a_peak_fits_up_to_the_last_byte(capsys):
-    report, cfg = report_of(dp_shard=1), config("train_llama3", dict(dp_shard=1))
+    report = report_of(dp_shard=1)
+    cfg = config("train_llama3", dict(dp_shard=1))
     for peak, verdict in [
         (80e9, "80 GB: fits, 141 GB: fits, 192 GB: fits"),
         (80e9 + 1, "80 GB: does not fit, 141 GB: fits"),
@@ -316,10 +324,8 @@ def test_too_few_layers_are_refused_unless_there_is_a_page():
 # ---------------------------------------------------------------- docs/parallelism.md
 
 GUIDE = REPO / "docs" / "parallelism.md"
-BEGIN, END = (
-    "<!-- support matrix: PYTHONPATH=.:tests python tests/tools/test_dryrun.py -->\n",
-    "<!-- end -->\n",
-)
+BEGIN = "<!-- support matrix: PYTHONPATH=.:tests python tests/tools/test_dryrun.py -->\n"
+END = "<!-- end -->\n"
 FEATURES = {
     "FSDP": lambda f, p, fsdp: fsdp > 1,
     "replicas": lambda f, p, fsdp: f.get("dp_replicate", 1) > 1,
@@ -420,11 +426,9 @@ if __name__ == "__main__":
 def test_best_layouts_are_dry_runs_of_their_flags(monkeypatch, capsys):
     """The table's peak is that of a dry run of its flags; slow links, or a small device, give
     another table."""
-    main, cfg, found = (
-        importlib.import_module("train_qwen3").main,
-        config("train_qwen3", dict(tp=2, model_args=MOE)),
-        [],
-    )
+    main = importlib.import_module("train_qwen3").main
+    cfg = config("train_qwen3", dict(tp=2, model_args=MOE))
+    found = []
     monkeypatch.setattr(best, "SHOWN", 3)
     monkeypatch.setattr(best, "MOST_RUNS", 3)
     for speed, bounds in (1e15, {"arithmetic"}), (1e6, {"tp", "efsdp"}):

@@ -83,13 +83,16 @@ def test_the_page_knows_what_a_real_rank_holds(row):
     between blocks."""
     recipe, flags = recipe_of(dict(dp_shard=1) | row[1], row[2])
     real = pool(4).run(really_held, recipe, flags)
-    cfg, main, pp = config(recipe, flags), importlib.import_module(recipe).main, flags.get("pp", 1)
+    cfg = config(recipe, flags)
+    main = importlib.import_module(recipe).main
+    pp = flags.get("pp", 1)
     for rank in range(4):
         # the first rank of a pipeline rank: enough to compute the parts of the others
         if rank % (4 // pp) == 0:
             with dryrun.dry_world(main, cfg, rank // (4 // pp)) as (stages, _, layout):
                 pass
-        parameters, place = shown_parameters(stages), place_of(layout, rank)
+        parameters = shown_parameters(stages)
+        place = place_of(layout, rank)
         said = {name: [held_part(p, place)] * 4 for name, p in parameters.items()}
         tokens = tokens_of(layout, place, cfg.seq_len)
         assert said == real[rank]["held"]
@@ -115,7 +118,9 @@ class Page(html.parser.HTMLParser):
 
     def __init__(self, text: str):
         super().__init__()
-        self.open, self.tags, self.texts = [], [], []
+        self.open = []
+        self.tags = []
+        self.texts = []
         self.feed(text)
         assert not self.open, self.open
         self.data = json.loads(re.search(r'type="application/json">(.*?)</script>', text, re.S)[1])
@@ -137,7 +142,8 @@ class Page(html.parser.HTMLParser):
 
 
 def page_of(recipe: str, flags: dict, counted=True) -> tuple[str, Page, object]:
-    main, cfg = importlib.import_module(recipe).main, config(recipe, dict(dp_shard=1) | flags)
+    main = importlib.import_module(recipe).main
+    cfg = config(recipe, dict(dp_shard=1) | flags)
     report = make_report(main, cfg)
     text = make_page(
         cfg, report, count_block(main, cfg) if counted else None, "python the <command> & more"
@@ -189,7 +195,8 @@ def test_the_page(recipe, flags):
         ]
         for look in ("whole", "kept", "gathered", "token")
     }
-    n, held = layout.world_size, sum(len(shown_parameters(rank.stages)) for rank in report.ranks)
+    n = layout.world_size
+    held = sum(len(shown_parameters(rank.stages)) for rank in report.ranks)
     assert len(areas["whole"]) == n * (len(tensors) + 1 + 2)  # 2 in the legends
     assert len(areas["kept"]) == len(areas["gathered"]) == n * held // layout.pp + n
     # without legends

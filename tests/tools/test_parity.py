@@ -40,7 +40,8 @@ def test_both_halves_of_check_parity_are_given_no_flag_in_vain(tmp_path, monkeyp
         "--export_hf new --export_dtype bfloat16 --exclude_from_loading head --load_step 3 "
         "--model_args dim=32"
     ).split()
-    cfg, halves = parse_config(Fork, argv), []
+    cfg = parse_config(Fork, argv)
+    halves = []
     (tmp_path / "checkpoints" / "step-3").mkdir(parents=True)
     cfg.out = str(tmp_path)  # with a checkpoint, so that --exclude_from_loading has an effect
 
@@ -91,7 +92,8 @@ def test_both_halves_of_check_parity_are_given_no_flag_in_vain(tmp_path, monkeyp
 )
 def test_check_parity_needs_something_to_compare(argv, same, monkeypatch):
     """A process compared with itself would hide every mistake of a recipe."""
-    cfg, started = parse_config(train_llama3.Config, argv.split()), []
+    cfg = parse_config(train_llama3.Config, argv.split())
+    started = []
     run = lambda command, **kwargs: started.append(command) or mock.Mock(returncode=0)  # noqa: E731
     monkeypatch.setattr(tools.parity.check_parity.subprocess, "run", run)
     monkeypatch.setattr(tools.parity.check_parity, "read_records", lambda out: [{"gradient": {}}])

@@ -43,7 +43,9 @@ def step_with_seams(model_config, flags, n, local_batch_size, doc_mask=False, mu
 def where(processes: int, flags: dict, problem: dict, mutate=None) -> str:
     """The report: "no difference at N seams ..." or "first difference: ..."."""
     problem = dict(problem)
-    n, b, doc = problem.pop("n"), problem.pop("b"), problem.pop("doc", False)
+    n = problem.pop("n")
+    b = problem.pop("b")
+    doc = problem.pop("doc", False)
     config = layouts.config(**problem)
     one = pool(1).run(step_with_seams, config, {}, n, n, doc)
     layout = pool(processes).run(step_with_seams, config, flags, n, b, doc, mutate)
@@ -62,10 +64,8 @@ def test_where_names_the_function_that_is_broken(name):
     mutant, row = MUTANTS[name]
     text = where(*row, mutate=mutant)
     _, seam, function = NAMED[name]
-    first, look = (
-        text.splitlines()[0],
-        next(line for line in text.splitlines() if line.startswith("look at")),
-    )
+    first = text.splitlines()[0]
+    look = next(line for line in text.splitlines() if line.startswith("look at"))
     assert first.startswith("first difference: ") and seam in first and function in look, text
 
 

@@ -25,7 +25,9 @@ from tools.parity.where import Seam, factor_of, module_around, report_seams
 from tools.reports.costs import tensors_in
 from tools.reports.stop_main import do_nothing, stop_main
 
-BATCH, LENGTH = 3, 128  # of the random tokens: long enough to see a wrong rotation
+# of the random tokens: long enough to see a wrong rotation
+BATCH = 3
+LENGTH = 128
 # Relative, in fp32. Two correct implementations order sums differently, and raise theta to powers
 # in different ways.
 APART = dict(forward=1e-4, logits=1e-4, loss=1e-5, gradient=5e-4)
@@ -69,7 +71,8 @@ def pair_modules(keys: dict) -> dict[str, str]:
     """{our module: theirs} from hf_keys(): modules with a weight, and modules around them that hold
     the same weights."""
     # {module: their names of the weights inside}
-    inside_ours, inside_theirs = defaultdict(set), defaultdict(set)
+    inside_ours = defaultdict(set)
+    inside_theirs = defaultdict(set)
     for ours, theirs in keys.items():
         for name in [theirs] if isinstance(theirs, str) else theirs:
             for parent in parents(ours):
@@ -136,7 +139,9 @@ def compare(phase: str, name: str, got: Tensor | None, want: Tensor, lost: str =
 
 def compare_with_transformers(ours, theirs) -> tuple[list[Seam], dict]:
     """(seams in order, {our module: theirs})."""
-    g, config, keys = torch.Generator().manual_seed(0), ours.config, ours.hf_keys()
+    g = torch.Generator().manual_seed(0)
+    config = ours.config
+    keys = ours.hf_keys()
     T = min(LENGTH, config.max_seq_len)
     tokens, labels = (
         torch.randint(0, config.vocab_size, (BATCH, T), generator=g) for _ in range(2)
@@ -199,7 +204,8 @@ def check_against(main, cfg, folder: str) -> int:
             "--against compares the model on one process with transformers'; leave "
             f"{', '.join(axes)} out"
         )
-    ours, theirs = our_model(main, cfg, folder), their_model(folder)
+    ours = our_model(main, cfg, folder)
+    theirs = their_model(folder)
     text, status = report_against(*compare_with_transformers(ours, theirs), type(theirs).__name__)
     print(text, flush=True)
     return status

@@ -18,33 +18,32 @@ from flags.config import FROM_FILE, no_effect, spell, unmet_needs
 from tools.reports.stop_main import stop_main
 from training.metrics import read_lines
 
-STEPS, RECORD = 3, "_record"  # RECORD: appended to --out, the folder of a half's gradients
+# RECORD: appended to --out, the folder of a half's gradients
+STEPS = 3
+RECORD = "_record"
 # In fp32, from the first step on. Every mistake of tests/test_mutants.py is far above these
 # tolerances. Updates get more room than gradients because AdamW divides a gradient by its own size:
 # the rounding of a tiny gradient moves a weight as far as a large gradient does. Differences of
 # updates are relative to the update, not to the weight, or a small learning rate would hide the
 # optimizer.
-LOSS_TOLERANCE, NORM_TOLERANCE, GRADIENT_TOLERANCE, WEIGHT_TOLERANCE, UPDATE_TOLERANCE = (
-    1e-5,
-    2e-5,
-    1e-4,
-    5e-4,
-    0.01,
-)
+LOSS_TOLERANCE = 1e-5
+NORM_TOLERANCE = 2e-5
+GRADIENT_TOLERANCE = 1e-4
+WEIGHT_TOLERANCE = 5e-4
+UPDATE_TOLERANCE = 0.01
 # After the first update the weights differ by rounding, and the gradients by more: multiply the
 # tolerances of step 1 by LATER. Muon makes small directions as large as the others; how other
 # optimizers (OTHERS) answer to rounding is unknown. With experts there is no limit: because of
 # rounding a router may send a token to another expert.
-LATER, OTHERS = {"adamw": 10, "muon": 100}, 1000
+LATER = {"adamw": 10, "muon": 100}
+OTHERS = 1000
 
 
 def without_refused(cfg, flags: dict, model_config) -> dict:
     """The flags of a half, plus the default of every flag that these flags make ineffective, and so
     refused."""
-    flags, defaults = (
-        {name: value for name, value in flags.items() if hasattr(cfg, name)},
-        type(cfg)(),
-    )
+    flags = {name: value for name, value in flags.items() if hasattr(cfg, name)}
+    defaults = type(cfg)()
     while True:  # a default may make another flag ineffective
         half = replace(cfg, **flags)
         degrees = {axis: getattr(half, axis) for axis in AXES}
@@ -133,7 +132,8 @@ def run_half(name: str, flags: dict, where: bool = False) -> int:
     error line of a failed run.
     where: record all operations of the first step (tools/parity/operations.py), not the gradients of all
     steps."""
-    processes, n = math.prod(flags[axis] for axis in AXES), flags["steps"]
+    processes = math.prod(flags[axis] for axis in AXES)
+    n = flags["steps"]
     print(
         f"check_parity: {n} step{'s' * (n > 1)} on {name} ({processes} "
         f"process{'es' * (processes > 1)}) ...",
@@ -214,7 +214,8 @@ def read_records(out: str) -> list[dict]:
     lines = [line for line in read_lines(os.path.join(out, "metrics.jsonl")) if "loss" in line]
     steps = []
     for n in range(STEPS):
-        parts, line = read_parts(out, str(n), "clip_grad_norm"), lines[n]
+        parts = read_parts(out, str(n), "clip_grad_norm")
+        line = lines[n]
         step = {
             "loss": line["loss"],
             "norm": line["grad_norm"],
@@ -286,7 +287,8 @@ def print_comparison(one: list[dict], layout: list[dict], later: float = 1) -> i
     step 1 and the first
     update.
     """
-    first, compared = "", set()
+    first = ""
+    compared = set()
     room = UPDATE_TOLERANCE * (1 if later <= LATER["adamw"] else 10)
     # what an optimizer has changed, by step; step 3 sees the update from the gradients of step 2
     changes = (
@@ -301,7 +303,9 @@ def print_comparison(one: list[dict], layout: list[dict], later: float = 1) -> i
         " worst gradient / worst update by the step before (step 1: worst weight)",
     )
     for n, (a, b) in enumerate(zip(one, layout, strict=True), 1):
-        problems, worst, slack = [], {}, 1 if n == 1 else later
+        problems = []
+        worst = {}
+        slack = 1 if n == 1 else later
         if a["hash"] != b["hash"]:
             problems.append("the tokens of the global batch")
         problems += [

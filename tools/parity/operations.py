@@ -49,7 +49,9 @@ class Seams:
     """
 
     def __init__(self):
-        self.records, self.rows, self.about = [], [], {}
+        self.records = []
+        self.rows = []
+        self.about = {}
         self.micro, self.path, self.calls, self.hooks = 0, [], Counter(), ExitStack()
         self.gradients_seen = set()
 
@@ -169,7 +171,8 @@ def seams_of_a_step(folder: str = ""):
     Enter after any change to parallel.py that the report shall show, and before a recipe imports
     from parallel. When the next step begins, a file FOLDER/seams-<rank>.pt is written: a recipe's
     process gives no sign before its end."""
-    seams, state = Seams(), {"stages": None}
+    seams = Seams()
+    state = {"stages": None}
     real = {
         name: getattr(parallel, name)
         for name in ("forward_backward", "inputs", "count_tokens", "clip_grad_norm")
@@ -258,10 +261,8 @@ def gradients_of_all_steps(folder: str):
     @wraps(real)
     def record_and_clip(*args, **kwargs):
         given = inspect.signature(real).bind(*args, **kwargs).arguments
-        layout, named = (
-            given["layout"],
-            {fqn: t for stage in given["stages"] for fqn, t in named_tensors(stage).items()},
-        )
+        layout = given["layout"]
+        named = {fqn: t for stage in given["stages"] for fqn, t in named_tensors(stage).items()}
         parameters = {fqn: p for fqn, p in named.items() if isinstance(p, nn.Parameter)}
         step = dict(
             gradient={fqn: whole(p.grad) for fqn, p in parameters.items() if p.grad is not None},

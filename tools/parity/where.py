@@ -149,7 +149,8 @@ def pieces_of(parts: list[dict]) -> dict[tuple, list[Piece]]:
 
 def as_rows(piece: Piece) -> Tensor | None:
     """The tensor as (rows, ...), from (B, T, ...) or (B * T, ...); None for a tensor without rows."""
-    x, n = piece.tensor, len(piece.rows)
+    x = piece.tensor
+    n = len(piece.rows)
     if x.dim() == 0 or x.shape[0] % n:
         return None
     return x if x.shape[0] == n else x.unflatten(0, (n, -1))
@@ -197,7 +198,8 @@ def factor_of(pairs: list[tuple[Tensor, Tensor]]) -> float | None:
 def compare_parts(one: list[Piece], layout: list[Piece]):
     """(error of each rank, pairs of parts) of pieces with an offset, such as parameters; None if
     shapes differ."""
-    whole, pairs = one[0].tensor, []
+    whole = one[0].tensor
+    pairs = []
     for piece in layout:
         part = tuple(
             slice(o, o + n) for o, n in zip(piece.offset or (), piece.tensor.shape, strict=False)
@@ -211,15 +213,14 @@ def compare_parts(one: list[Piece], layout: list[Piece]):
 def compare_rows(one: list[Piece], layout: list[Piece], degrees: dict, T: int, is_gradient: bool):
     """(error of each rank, pairs of parts) of activations under the best placement; None if no
     placement fits the shapes."""
-    parts, locals_ = [as_rows(p) for p in one], [as_rows(p) for p in layout]
+    parts = [as_rows(p) for p in one]
+    locals_ = [as_rows(p) for p in layout]
     if any(
         x is None or x.shape[1:] != side[0].shape[1:] for side in (parts, locals_) for x in side
     ):
         return None
-    whole, index = (
-        torch.cat(parts),
-        {key: i for i, key in enumerate(key for p in one for key in p.rows)},
-    )
+    whole = torch.cat(parts)
+    index = {key: i for i, key in enumerate(key for p in one for key in p.rows)}
     candidates = []
     for place in placements(whole.shape, locals_[0].shape, degrees["cp"], degrees["tp"], T):
         pairs = []
@@ -254,8 +255,10 @@ def errors_by_rank(pairs, layout: list[Piece], whole: Tensor) -> dict[int, float
 
 def compare_seams(one: list[dict], layout: list[dict]) -> list[Seam]:
     """All seams in the order of execution."""
-    degrees, T = layout[0]["degrees"], one[0]["seq_len"]
-    ours, theirs = pieces_of(one), pieces_of(layout)
+    degrees = layout[0]["degrees"]
+    T = one[0]["seq_len"]
+    ours = pieces_of(one)
+    theirs = pieces_of(layout)
     first_of_data = [
         p
         for p in layout
@@ -268,7 +271,9 @@ def compare_seams(one: list[dict], layout: list[dict]) -> list[Seam]:
     if {key for part in layout for key in part["rows"]} - set(expected):
         return seams
     for (phase, name, call), pieces in ours.items():
-        others, note, tolerance = theirs.get((phase, name, call), []), "", TOLERANCES[phase]
+        others = theirs.get((phase, name, call), [])
+        note = ""
+        tolerance = TOLERANCES[phase]
         if phase == "backward":
             forward = theirs.get(("forward", name, call), [])
             have = {(p.rank, tuple(p.rows)) for p in others}  # a missing gradient counts as zero
@@ -277,7 +282,8 @@ def compare_seams(one: list[dict], layout: list[dict]) -> list[Seam]:
                 for p in forward
                 if (p.rank, tuple(p.rows)) not in have
             ]
-            others, note = others + lost, "no gradient arrives" if lost else ""
+            others = others + lost
+            note = "no gradient arrives" if lost else ""
         if phase == "loss":  # the sum over ranks, as in reduce_loss
             pieces, others = (
                 [Piece(0, None, None, sum(p.tensor for p in ps))] for ps in (pieces, others)
@@ -338,7 +344,8 @@ def report_seams(found: list[Seam], than: str, look) -> tuple[str, int]:
             else "all are equal to the last bit"
         )
         return "\n".join([f"no difference{than} at {len(seams)} seams; {largest}", *rest]), 0
-    before, after = seams[: seams.index(first)], seams[seams.index(first) + 1 :]
+    before = seams[: seams.index(first)]
+    after = seams[seams.index(first) + 1 :]
     factor = (
         f", {first.factor:.4g} times what it should be"
         if first.factor and abs(first.factor - 1) > 1e-3

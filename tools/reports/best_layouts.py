@@ -27,11 +27,14 @@ from tools.reports.stop_main import stop_main
 from training.metrics import peak_flops
 
 # layouts in the table; dry runs; devices with fast links to each other
-SHOWN, MOST_RUNS, NODE = 10, 30, 8
+SHOWN = 10
+MOST_RUNS = 30
+NODE = 8
 # GB (10^9 bytes) of a device; bytes/s in one direction inside of a node (NVLink), and to other
 # nodes (400 Gbit/s)
 MACHINES = {"H100": (80, 450e9, 50e9), "H200": (141, 450e9, 50e9), "B200": (192, 900e9, 50e9)}
-STATE, BESIDE = ("parameters", "gradients", "optimizer"), ("fsdp", "efsdp", "dp_replicate")
+STATE = ("parameters", "gradients", "optimizer")
+BESIDE = ("fsdp", "efsdp", "dp_replicate")
 
 
 def legal_layouts(cfg, n: int, model_config, options: dict) -> list:
@@ -39,7 +42,8 @@ def legal_layouts(cfg, n: int, model_config, options: dict) -> list:
     gave are kept. options: of check_layout."""
     total = cfg.local_batch_size * n if cfg.global_batch_size == -1 else cfg.global_batch_size
     axes = ["pp", "dp_replicate", "cp", "tp"] + ["ep"] * (getattr(model_config, "n_experts", 0) > 0)
-    axes, found = [axis for axis in axes if axis not in given_flags(cfg)], []
+    axes = [axis for axis in axes if axis not in given_flags(cfg)]
+    found = []
     for degrees in product([d for d in range(1, n + 1) if n % d == 0], repeat=len(axes)):
         flags = dict(zip(axes, degrees))
         if n % math.prod(degree for axis, degree in flags.items() if axis != "ep"):
@@ -77,7 +81,8 @@ def bound_of(parts: dict[str, float]) -> str:
 
 def seconds_per_byte(c, machine: str) -> dict[str, float]:
     """{axis: seconds per byte of a gathered tensor}: each of n ranks receives (n - 1) / n of it."""
-    data, ep = c.dp_shard * c.cp, vars(c).get("ep", 1)
+    data = c.dp_shard * c.cp
+    ep = vars(c).get("ep", 1)
     spans = {  # axis: (ranks, devices from the first of its ranks to the last)
         "tp": (c.tp, c.tp),
         "cp": (c.cp, c.cp * c.tp),
@@ -95,14 +100,10 @@ def seconds_per_byte(c, machine: str) -> dict[str, float]:
 
 def measured(report, c, machine: str) -> Counter:
     """The parts of a dry run."""
-    compute, waits = (
-        report.least_flops / peak_flops(machine),
-        bubble(simulate(report.rows, report.cost)),
-    )
-    parts, cost = (
-        Counter({"arithmetic": compute * (1 - waits), "pipeline": compute * waits}),
-        seconds_per_byte(c, machine),
-    )
+    compute = report.least_flops / peak_flops(machine)
+    waits = bubble(simulate(report.rows, report.cost))
+    parts = Counter({"arithmetic": compute * (1 - waits), "pipeline": compute * waits})
+    cost = seconds_per_byte(c, machine)
     for rank in report.ranks:
         mine = Counter()
         for (_, _, axis, op, size), number in [
@@ -117,12 +118,10 @@ def measured(report, c, machine: str) -> Counter:
 
 def estimated(c, model_config, plain, machine: str) -> tuple[float, dict[str, float]]:
     """(bytes, parts) of a layout. plain: dry run of FSDP over all devices, with one sequence each."""
-    rank, split, ep, cost = (
-        plain.ranks[0],
-        c.cp * c.tp * c.pp,
-        vars(c).get("ep", 1),
-        seconds_per_byte(c, machine),
-    )
+    rank = plain.ranks[0]
+    split = c.cp * c.tp * c.pp
+    ep = vars(c).get("ep", 1)
+    cost = seconds_per_byte(c, machine)
     sequences = c.global_batch_size // (c.dp_replicate * c.dp_shard)  # of a data rank
     at_once = c.local_batch_size if c.pp == 1 else min(c.pp * c.pp_microbatch_size, sequences)
     state = sum(rank.step[name] for name in STATE) * c.dp_replicate
@@ -162,7 +161,8 @@ def print_best(main, cfg, n: int, machine: str) -> int:
     """Prints the table, and returns the exit status. Raises ValueError if no layout is legal, or
     none fits."""
     (_, model_config), options = stop_main(main, replace(cfg), "check_layout")
-    found, limit = legal_layouts(cfg, n, model_config, options), MACHINES[machine][0] * 1e9
+    found = legal_layouts(cfg, n, model_config, options)
+    limit = MACHINES[machine][0] * 1e9
     if not found:
         raise ValueError(
             f"--best {n}: no layout of {n} devices is legal with these flags; a dry run of one "
@@ -171,18 +171,17 @@ def print_best(main, cfg, n: int, machine: str) -> int:
     flags = dict.fromkeys((*AXES, "ep"), 1) | dict(
         dp_shard=n, local_batch_size=1, global_batch_size=n
     )
-    plain, rows, peaks = (
-        make_report(main, replace(cfg, **without_refused(cfg, flags, model_config))),
-        [],
-        [],
-    )
+    plain = make_report(main, replace(cfg, **without_refused(cfg, flags, model_config)))
+    rows = []
+    peaks = []
     guesses = [(*estimated(c, model_config, plain, machine), c) for c in found]
     guesses.sort(
         key=lambda guess: (guess[0] > limit, least(guess[1]) if guess[0] <= limit else guess[0])
     )
     for i, (_, _, c) in enumerate(guesses[:MOST_RUNS], 1):
         report = make_report(main, c)
-        parts, peak = measured(report, c, machine), max(rank.peak for rank in report.ranks)
+        parts = measured(report, c, machine)
+        peak = max(rank.peak for rank in report.ranks)
         peaks.append(peak)
         if peak <= limit:
             given = [

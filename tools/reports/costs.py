@@ -166,7 +166,8 @@ class Watch(TorchDispatchMode):
 
     def take_peak(self) -> int:
         """Return the peak since the last call, and start again."""
-        peak, self.peak = self.peak, self.live
+        peak = self.peak
+        self.peak = self.live
         return peak
 
 

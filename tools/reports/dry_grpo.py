@@ -49,7 +49,8 @@ def observe_update(model, optimizer, layout, cfg, held: int) -> Phase:
     state. In a pipeline as many forwards wait for their backwards as there are stages from this one
     on."""
     B, T = (1, cfg.pack_tokens) if cfg.pack_tokens else (cfg.local_batch_size, cfg.seq_len)
-    T, logprobs = -(-T // pieces(layout)) * pieces(layout), model.token_loss
+    T = -(-T // pieces(layout)) * pieces(layout)
+    logprobs = model.token_loss
     model.token_loss = lambda *given: logprobs(*given)[0].sum()
     found = observe(
         [model],
@@ -72,9 +73,12 @@ def observe_rollout(model, layout, cfg, beside: int, samplers: int) -> Phase:
     """Whole weights, as many rows as run at once, and their prompts: the longest that leave room
     for --max_new_tokens.
     beside: bytes held beside the parameters. samplers: ranks that share the prompts of a step."""
-    width, mesh, watch = layout.tp, layout.mesh["tp"] if layout.tp > 1 else None, DryWatch(layout)
+    width = layout.tp
+    mesh = layout.mesh["tp"] if layout.tp > 1 else None
+    watch = DryWatch(layout)
     n = max(1, min(cfg.rollout_rows // cfg.group_size, -(-cfg.prompts_per_step // samplers)))
-    length, rows = max(1, cfg.seq_len - cfg.max_new_tokens), n * cfg.group_size
+    length = max(1, cfg.seq_len - cfg.max_new_tokens)
+    rows = n * cfg.group_size
     with watch, whole_weights(model):
         cache = RowCache(rows, -(-(cfg.seq_len + width) // KEY_BUCKET) * KEY_BUCKET)
         slots = torch.arange(rows).view(n, cfg.group_size)
@@ -97,7 +101,10 @@ def observe_phases(main, cfg) -> tuple:
     """(layout, parameters of the whole model, bytes of a trainer's parameters, reference and
     optimizer, {name: Phase}). Of a pipeline the bytes are those of the first stage, and each stage
     has an update."""
-    phases, held, numel, engine = {}, [], {}, "any" if cfg.gen_ranks else cfg.engine
+    phases = {}
+    held = []
+    numel = {}
+    engine = "any" if cfg.gen_ranks else cfg.engine
     with tempfile.TemporaryDirectory() as out:  # main makes the folder, and writes its tokenizer
         # with an engine the trainers are those of --gen_ranks, and may be a pipeline
         trainers = replace(
@@ -117,14 +124,15 @@ def observe_phases(main, cfg) -> tuple:
                 phases[name] = observe_update(model, optimizer, layout, cfg, parameters + reference)
                 held.append((parameters, reference, optimizer_state([optimizer])))
                 numel |= {fqn: p.numel() for fqn, p in model.named_parameters()}
-        name, samplers, beside, sampling = "rollout", layout.data_ranks, sum(held[0][1:]), trainers
+        name = "rollout"
+        samplers = layout.data_ranks
+        beside = sum(held[0][1:])
+        sampling = trainers
         if cfg.gen_ranks:  # a process of its own, with the whole model in the dtype of its products
-            name, samplers, beside, alone = (
-                "generator",
-                cfg.gen_ranks,
-                0,
-                dict.fromkeys((*AXES, "ep", "etp"), 1),
-            )
+            name = "generator"
+            samplers = cfg.gen_ranks
+            beside = 0
+            alone = dict.fromkeys((*AXES, "ep", "etp"), 1)
             sampling = replace(
                 trainers, engine="", param_dtype=str(layout.compute_dtype)[6:], **alone
             )

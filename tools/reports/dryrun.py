@@ -45,7 +45,8 @@ class DryWatch(Watch):
 
     def __init__(self, layout):
         super().__init__(layout)
-        self.rows, self.pieces = 1, 1
+        self.rows = 1
+        self.pieces = 1
 
     def run(self, func, *args, **kwargs):
         # models.moe.Balance.count
@@ -71,7 +72,9 @@ class DryWatch(Watch):
             return args[0].clone()
         # torch's own rule for the shape accepts bf16 only
         if func is torch.ops.aten._grouped_mm.default:
-            x, w, experts = args[0], args[1], kwargs.get("offs", args[2] if len(args) > 2 else None)
+            x = args[0]
+            w = args[1]
+            experts = kwargs.get("offs", args[2] if len(args) > 2 else None)
             return x.new_empty(
                 (x.shape[0], w.shape[-1])
                 if w.dim() == 3
@@ -117,7 +120,9 @@ def build(main, cfg, connect, **stand_ins):
         )
     stages, [layout] = made["modules"], layouts
     if layout.pp == 1:
-        stages[0].index, stages[0].n_stages = 0, 1  # as a pipeline's stages have
+        # as a pipeline's stages have
+        stages[0].index = 0
+        stages[0].n_stages = 1
     return stages, made["optimizer"], layout
 
 
@@ -333,7 +338,8 @@ def observe(stages, optimizers, layout, seq_len: int, n: int, watch: Watch) -> C
         doc_ids=None,
     )
     params = [p for stage in stages for p in stage.parameters()]
-    out, had = Counter(parameters=size_of(params)), optimizer_state(optimizers)
+    out = Counter(parameters=size_of(params))
+    had = optimizer_state(optimizers)
     with stages_followed(stages, layout, watch, out) as (peaks, mark), watch:
         parallel.forward_backward(stages, batch, layout)
         mark()
@@ -449,7 +455,8 @@ class Report:
 
 
 def make_report(main, cfg) -> Report:
-    ranks, first = [], {}
+    ranks = []
+    first = {}
     for pp_rank in range(max(1, cfg.pp)):
         with dry_world(main, cfg, pp_rank) as (stages, optimizers, layout):
             n = n_microbatches(layout) if layout.pp > 1 else layout.accumulation
@@ -504,7 +511,8 @@ def human(n: float) -> str:
 
 
 def print_report(cfg, report: Report, machine: str) -> None:
-    layout, ranks = report.layout, report.ranks
+    layout = report.layout
+    ranks = report.ranks
     print(
         f"dry run: {report.n_params:,} parameters | {layout} = {layout.world_size:,} "
         f"device{'s' * (layout.world_size > 1)} | {str(layout.compute_dtype)[6:]} compute | "
@@ -566,10 +574,8 @@ def print_report(cfg, report: Report, machine: str) -> None:
         )
     print(table(lines) if len(lines) > 1 else "none")
 
-    whole, lost = (
-        sum(r.flops("forward", "backward", "recompute") for r in ranks),
-        sum(r.flops("recompute") for r in ranks),
-    )
+    whole = sum(r.flops("forward", "backward", "recompute") for r in ranks)
+    lost = sum(r.flops("recompute") for r in ranks)
     print()
     if layout.pp > 1:
         order = cfg.pp_schedule_csv or cfg.pp_schedule

@@ -36,13 +36,15 @@ def draw_mesh(layout, peers: list[int]) -> str:
     ranks, cut = shown_ranks(layout)
     groups = {axis: found[0] for axis, found in axis_groups(layout).items()}
     # of a panel, which is a pipeline rank
-    wide, high = len(ranks[0]) * SIDE + 10, len(ranks[0][0]) * SIDE + 30
+    wide = len(ranks[0]) * SIDE + 10
+    high = len(ranks[0][0]) * SIDE + 30
     across = max(1, 840 // wide)
     shown = f" (shown: {cut})" if cut else ""
     out = svg.label(10, 24, f"{layout}: {layout.world_size:,} devices, by rank", "title")
     out += svg.label(10, 44, f"columns: dp_replicate x dp_shard, rows: cp x tp{shown}")
     for i, panel in enumerate(ranks):
-        left, top = 10 + i % across * wide, 74 + i // across * high
+        left = 10 + i % across * wide
+        top = 74 + i // across * high
         out += svg.label(left, top - 6, f"pp {i}", "small") if layout.pp > 1 else ""
         for d, column in enumerate(panel):
             for j, rank in enumerate(column):
@@ -52,7 +54,9 @@ def draw_mesh(layout, peers: list[int]) -> str:
                     if rank in group and (axis != "pp" or i in peers)
                 ]
                 shared = ["compute"] if rank == 0 else shared or ["idle"]
-                x, y, stripe = left + d * SIDE, top + j * SIDE, (SIDE - 2) / len(shared)
+                x = left + d * SIDE
+                y = top + j * SIDE
+                stripe = (SIDE - 2) / len(shared)
                 out += "".join(
                     svg.rect(x + k * stripe, y, stripe, SIDE - 2, axis)
                     for k, axis in enumerate(shared)

@@ -78,7 +78,8 @@ def run_report(main, Config, argv=None) -> int:
         return 0
     Reports, report = (ReportConfig, report_or_train) if is_recipe else (PlotConfig, train)
     if "update_policy" in main.__globals__:
-        Reports, report = GrpoReports, report_grpo_or_train
+        Reports = GrpoReports
+        report = report_grpo_or_train
     given = vars(parse_config(with_report_flags(Config, Reports), argv))
     options = Reports(**{field.name: given[field.name] for field in fields(Reports)})
     return report(
@@ -130,7 +131,8 @@ def panels_of(lines) -> list[tuple[str, dict]]:
 def report_or_train(main, cfg, options: ReportConfig) -> int:
     """Run the reports of the options, or train if there are none. Returns the exit status. Raises
     ValueError."""
-    launched, shows = "RANK" in os.environ, options.dry_run or options.explain
+    launched = "RANK" in os.environ
+    shows = options.dry_run or options.explain
     refuse(
         [
             *((True, text) for text in no_effect(options, SimpleNamespace(**vars(options)))),

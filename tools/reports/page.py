@@ -16,7 +16,9 @@ from tools.reports.dryrun import human
 from tools.reports.schedule import DOES, bubble, duration, simulate
 
 # width and height of a tensor's cell in the picture, and the picture's width
-CELL, PITCH, WIDTH = 143, 190, 860
+CELL = 143
+PITCH = 190
+WIDTH = 860
 
 
 def draw_grid(layout, ranks) -> str:
@@ -57,7 +59,8 @@ def draw_holding(shapes: dict, parameters: dict, layout, place: dict, seq_len: i
         ],
     )
     for i, (name, shape) in enumerate(shapes.items()):
-        x, y = i % (WIDTH // CELL) * CELL, 30 + i // (WIDTH // CELL) * PITCH
+        x = i % (WIDTH // CELL) * CELL
+        y = 30 + i // (WIDTH // CELL) * PITCH
         w, h = svg.box_size(shape, longest)
         if name in parameters:
             part = parts.held_part(parameters[name], place)
@@ -66,10 +69,12 @@ def draw_holding(shapes: dict, parameters: dict, layout, place: dict, seq_len: i
             )
             says = svg.words_for(part, shape).split(", ")
         else:
-            out, says = out + svg.rect(x, y, w, h, "whole"), ["not on this rank"]
+            out = out + svg.rect(x, y, w, h, "whole")
+            says = ["not on this rank"]
         out += svg.label(x, y + h + 15, name.removesuffix(".weight"), "small bold")
         out += svg.lines(x, y + h + 30, [" x ".join(f"{n:,}" for n in shape), *says], "small")
-    n, y = layout.global_batch_size, y + PITCH + 50
+    n = layout.global_batch_size
+    y = y + PITCH + 50
     out += svg.label(
         0,
         y - 38,
@@ -86,7 +91,8 @@ def draw_holding(shapes: dict, parameters: dict, layout, place: dict, seq_len: i
             ("whole", "tokens of other ranks"),
         ],
     )
-    high, mine = min(112, max(28, 14 * n)), parts.tokens_of(layout, place, seq_len)
+    high = min(112, max(28, 14 * n))
+    mine = parts.tokens_of(layout, place, seq_len)
     says = [
         f"sequences {spans([mine['sequences']])}",
         f"positions {spans(mine['between'])}",
@@ -103,7 +109,8 @@ def spans(parts: list[tuple[int, int]]) -> str:
 
 def rank_sections(layout, report, ranks, seq_len: int) -> str:
     """HTML: for each shown rank a hidden section with place, memory and holding."""
-    out, parameters = "", [parts.shown_parameters(rank.stages) for rank in report.ranks]
+    out = ""
+    parameters = [parts.shown_parameters(rank.stages) for rank in report.ranks]
     shapes = {name: tuple(p.shape) for found in parameters for name, p in found.items()}
     for pp, columns in enumerate(ranks):
         rank = report.ranks[pp]
@@ -132,7 +139,8 @@ def list_ticks(times, owner: dict[int, int], size: str) -> list[dict]:
     pipeline rank."""
     found = []
     for t in range(round(duration(times))):
-        now, sent = ["waits"] * len(times), []
+        now = ["waits"] * len(times)
+        sent = []
         for rank, row in enumerate(times):
             for start, end, kind, stage, m in row:
                 if start <= t < end:
@@ -164,10 +172,8 @@ def make_page(cfg, report, counted, command: str) -> str:
             explain.list_collectives(counted[3]), ("attention", "experts" if has_experts else "FFN")
         )
         traffic = figure(svg.TIP + drawn, height, "what travels when")
-    times, owner = (
-        simulate(report.rows),
-        {i: pp for pp, rank in enumerate(report.ranks) for i in rank.ids},
-    )
+    times = simulate(report.rows)
+    owner = {i: pp for pp, rank in enumerate(report.ranks) for i in rank.ids}
     size = (
         cfg.pp_microbatch_size
         * cfg.seq_len
@@ -175,10 +181,8 @@ def make_page(cfg, report, counted, command: str) -> str:
         // layout.tp
         * report.ranks[0].stages[0].config.dim
     )
-    ticks, unit = (
-        list_ticks(times, owner, human(size * layout.compute_dtype.itemsize)),
-        (WIDTH - 60) / duration(times),
-    )
+    ticks = list_ticks(times, owner, human(size * layout.compute_dtype.itemsize))
+    unit = (WIDTH - 60) / duration(times)
     picture, height = svg.schedule(times)
     picture += svg.rect(58, -3, unit, height + 2, "mark", id="now") + svg.schedule_legend(
         58, height + 18, times

@@ -49,12 +49,10 @@ def simulate(rows, cost=lambda kind, stage: 2 if kind == "B" else 1) -> list[lis
     """Per rank (start, end, kind, stage, micro-batch): an action starts after the previous action
     of the row and after its inputs."""
     last = max(stage for row in rows for _, stage, _ in row)
-    done, times, waiting, clock = (
-        {},
-        [[] for _ in rows],
-        [list(row) for row in rows],
-        [0] * len(rows),
-    )
+    done = {}
+    times = [[] for _ in rows]
+    waiting = [list(row) for row in rows]
+    clock = [0] * len(rows)
     while any(waiting):
         moved = False
         for rank, row in enumerate(waiting):

@@ -188,8 +188,11 @@ def timeline(moved, names: tuple[str, str], width=860) -> tuple[str, int]:
     """(SVG, height): a band for each phase, time from left to right, a row for each axis. moved:
     from list_collectives;
     names: for the two halves of a block."""
-    slots, y, out = {"forward": FORWARD, "recompute": FORWARD, "backward": BACKWARD}, 0, ""
-    left, step = 92, (width - 92) / 8
+    slots = {"forward": FORWARD, "recompute": FORWARD, "backward": BACKWARD}
+    y = 0
+    out = ""
+    left = 92
+    step = (width - 92) / 8
     for phase, places in slots.items():
         rows = [m for m in moved if m[0] == phase]
         if not rows and phase != "forward":
@@ -210,8 +213,10 @@ def timeline(moved, names: tuple[str, str], width=860) -> tuple[str, int]:
             for _, _, op, n, size, _ in (m for m in rows if m[1] == axis):
                 key = axis, op, "forward" if phase == "recompute" else phase
                 what, where, _ = MOVES.get(key, (axis, ["after"], ""))
-                where, name = where[:n], op.replace("_", "-")
-                each, here = n // len(where), human(size / len(where))
+                where = where[:n]
+                name = op.replace("_", "-")
+                each = n // len(where)
+                here = human(size / len(where))
                 says = (
                     [f"{name} x {each}", what, f"{here} in all"] if each > 1 else [name, what, here]
                 )
@@ -228,15 +233,18 @@ def timeline(moved, names: tuple[str, str], width=860) -> tuple[str, int]:
 def schedule(times, width=860, left=58, height=26) -> tuple[str, int]:
     """(SVG, height): a row per pipeline rank, a box with the micro-batch's number per forward or
     backward. Boxes with a thick edge belong to a rank's second stage."""
-    end, n = duration(times), len(times)
-    unit, out = (width - left - 2) / end, ""
+    end = duration(times)
+    n = len(times)
+    unit = (width - left - 2) / end
+    out = ""
     for rank, row in enumerate(times):
         y = rank * (height + 4)
         out += label(0, y + 18, f"pp {rank}", "bold") + rect(
             left, y, width - left - 2, height, "idle"
         )
         for a, b, kind, stage, m in row:
-            w, thick = (b - a) * unit, {"stroke_width": 2.5} if stage >= n else {}
+            w = (b - a) * unit
+            thick = {"stroke_width": 2.5} if stage >= n else {}
             out += rect(
                 left + a * unit + thick.get("stroke_width", 1) / 2,
                 y + 1,

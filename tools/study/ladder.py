@@ -28,10 +28,13 @@ def report_ladder(folder, sizes: list[str], to: float | None) -> None:
         values_of(study, read_runs(study, Path(folder, size)))
         for study, size in zip(studies, sizes)
     ]
-    base, names = studies[0]["baseline"], list(studies[0]["variants"])
+    base = studies[0]["baseline"]
+    names = list(studies[0]["variants"])
     N = [study["variants"][base]["parameters"] for study in studies]
     to = to or 10 * max(N)
-    rows, said, alpha = [], [], ALPHA / max(len(names) - 1, 1) / (len(sizes) + 1)
+    rows = []
+    said = []
+    alpha = ALPHA / max(len(names) - 1, 1) / (len(sizes) + 1)
     for name in names:
         for size, n in zip(sizes, N):
             verdicts = read_json(folder, size, "verdicts.json")
@@ -111,7 +114,8 @@ def line_at(x: list[float], d: list[float], at: float, alpha: float) -> tuple[fl
     """(value, low, high) at `at` of the straight line through the points (x, d), by least squares;
     the interval is right in 1 - alpha of cases if the points lie on a line but for equal,
     independent, normal noise. x: three points or more."""
-    x, d = np.asarray(x, float), np.asarray(d, float)
+    x = np.asarray(x, float)
+    d = np.asarray(d, float)
     slope, offset = np.polyfit(x, d, 1)
     residual = math.sqrt(np.sum((d - offset - slope * x) ** 2) / (len(x) - 2))
     half = (
@@ -138,15 +142,18 @@ def fit_sizes(sizes: list[float], losses: list[float]) -> dict:
         x = (N / N.min()) ** -a
         slope, E = np.polyfit(x, L, 1)
         if E < 0:
-            slope, E = (x @ L) / (x @ x), 0.0
+            slope = (x @ L) / (x @ x)
+            E = 0.0
         return np.sum((E + slope * x - L) ** 2), E, slope
 
     exponents = np.geomspace(1e-3, 4, 2000)
     errors, offsets, slopes = np.array([fit(a) for a in exponents]).T
-    best, dof = int(errors.argmin()), len(L) - 3
+    best = int(errors.argmin())
+    dof = len(L) - 3
     a, E, slope = float(exponents[best]), float(offsets[best]), float(slopes[best])
     inside = exponents[errors <= errors[best] * (1 + t_quantile(ALPHA, dof) ** 2 / dof) + 1e-18]
-    low, high = float(inside.min()), float(inside.max())
+    low = float(inside.min())
+    high = float(inside.max())
     residuals = (L - E - slope * (N / N.min()) ** -a).tolist()
     return {
         "E": E,

@@ -44,7 +44,8 @@ def verdicts(study: dict, runs: dict) -> list[dict]:
     unknown. level: of the interval. died, baseline_died: seeds with the worst value. budget: of
     each run, as typed; null: the recipe's steps.
     differences: of the pairs, in the order of seeds."""
-    values, rows = values_of(study, runs), []
+    values = values_of(study, runs)
+    rows = []
     sign = -1 if study["best"] == "high" and study["reach"] is None else 1
     for name, (d, (low, high, level), _) in look_at_all(study, runs).items():
         verdict = (
@@ -92,11 +93,9 @@ def sentence(row: dict, study: dict, d: list[float]) -> str:
         if row["metric"] in ("loss", "val_loss")
         else row["metric"]
     )
-    name, base, pairs = (
-        row["variant"],
-        row["baseline"],
-        f"{row['pairs']} pair{'s' * (row['pairs'] != 1)}",
-    )
+    name = row["variant"]
+    base = row["baseline"]
+    pairs = f"{row['pairs']} pair{'s' * (row['pairs'] != 1)}"
     verb = {"better": "beats", "worse": "is worse than"}.get(row["verdict"])
     if row["verdict"] == "identical":
         return f"{name} and {base} are identical in every logged step ({pairs})"
@@ -127,7 +126,8 @@ def sentence(row: dict, study: dict, d: list[float]) -> str:
     if len(d) < 2:
         return f"{name}: no difference from {base} found; one of {hidden:.2g} {unit} could hide ({interval})"
     # left: the share of the next look
-    left, wish = (1 + LATER - looks_of(study)[-1][1]) / 2, study["until"] or hidden / 2
+    left = (1 + LATER - looks_of(study)[-1][1]) / 2
+    wish = study["until"] or hidden / 2
     enough = seeds_to_show(wish, d, ALPHA * left / study["comparisons"] / study["sizes"])
     more = (
         f"about {max(enough - len(d), 1)} more seeds would show"
@@ -140,7 +140,8 @@ def sentence(row: dict, study: dict, d: list[float]) -> str:
 
 def comparison(study: dict, runs: dict, rows: list[dict]) -> list[list[str]]:
     """Header and a row per variant: mean, difference, and costs."""
-    values, by_name = values_of(study, runs), {row["variant"]: row for row in rows}
+    values = values_of(study, runs)
+    by_name = {row["variant"]: row for row in rows}
     lines = [
         [
             "variant",
@@ -161,10 +162,8 @@ def comparison(study: dict, runs: dict, rows: list[dict]) -> list[list[str]]:
             for key, value in by_name.get(name, {"pairs": "baseline"}).items()
             if value is not None
         }
-        mine, both = (
-            [value for (n, _), value in values.items() if n == name],
-            pairs_of(study, values, name),
-        )
+        mine = [value for (n, _), value in values.items() if n == name]
+        both = pairs_of(study, values, name)
         trained = [
             line
             for (n, _), found in runs.items()
@@ -176,7 +175,8 @@ def comparison(study: dict, runs: dict, rows: list[dict]) -> list[list[str]]:
         def show(text, *keys, row=row):
             return text.format(*map(row.get, keys)) if row.keys() >= {*keys} else ""
 
-        dead, noise = sum(map(math.isinf, mine)), len(both) > 1 and np.isfinite(both).all()
+        dead = sum(map(math.isinf, mine))
+        noise = len(both) > 1 and np.isfinite(both).all()
         lines.append(
             [
                 name,
@@ -234,12 +234,11 @@ def curves_of(study: dict, runs: dict) -> list[tuple[str, dict]]:
     their pairs."""
     found = {run: curve(lines, study["metric"]) for run, lines in runs.items()}
     found = {run: (x, y) for run, (x, y) in found.items() if len(x)}
-    curves, differences = {}, {}
+    curves = {}
+    differences = {}
     for name in study["variants"]:
-        mine, both = (
-            [points for (n, _), points in found.items() if n == name],
-            pairs_of(study, found, name),
-        )
+        mine = [points for (n, _), points in found.items() if n == name]
+        both = pairs_of(study, found, name)
         if mine:
             curves[f"{name} ({len(mine)} seeds)"] = mine
         # where one of a pair has no point, on the line between its points
@@ -320,10 +319,12 @@ def appendix(study: dict, folder: Path, runs: dict) -> list[str]:
         f"command: `{study['command']}`",
         *(f"{key}: {', '.join(sorted(values))}" for key, values in facts.items()),
     ]
-    base, texts = study["variants"][study["baseline"]], {}
+    base = study["variants"][study["baseline"]]
+    texts = {}
     for name, variant in study["variants"].items():
         found.append(f"{name}: `{shlex.join(['python', variant['recipe'], *variant['flags']])}`")
-        recipe, fork = Path(base["file"]), Path(variant["file"])
+        recipe = Path(base["file"])
+        fork = Path(variant["file"])
         # the recipes may have different names, the other files do not
         for file in variant["files"].keys() - {"torch"}:
             old = recipe.name if file == fork.name else file
@@ -366,7 +367,9 @@ def report_study(folder) -> bool:
     folder, study = Path(folder), read_study(folder)
     runs, study["looks"] = read_runs(study, folder), looks_of(study)
     write_file(folder / "study.json", json.dumps(study, indent=1).encode())
-    rows, looks, values = verdicts(study, runs), look_at_all(study, runs), values_of(study, runs)
+    rows = verdicts(study, runs)
+    looks = look_at_all(study, runs)
+    values = values_of(study, runs)
     said = study["tuned"] + [sentence(row, study, looks[row["variant"]][0]) for row in rows]
     if study["noise"]:
         said.append(

@@ -17,10 +17,8 @@ from tools.study.study import FAILED, folder_of, has_died, is_finished, lines_of
 def start_run(
     study: dict, name: str, seed: int, folder: Path, gpus: list[int] | None
 ) -> subprocess.Popen:
-    variant, env = (
-        study["variants"][name],
-        dict(os.environ, OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1")),
-    )
+    variant = study["variants"][name]
+    env = dict(os.environ, OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1"))
     torchrun = [
         "-m",
         "torch.distributed.run",
@@ -92,7 +90,9 @@ def run_all(study: dict, folder: Path, todo: list[tuple], stopping: list) -> Non
     if study["only"] and asked and not todo:
         sys.exit(print(f"--only {study['only']}: finished before"))
     # a run's slot tells its GPUs
-    waiting, running, slots = list(todo), {}, list(range(study["jobs"]))
+    waiting = list(todo)
+    running = {}
+    slots = list(range(study["jobs"]))
     began = time.monotonic()
     if todo:
         print(
@@ -102,7 +102,8 @@ def run_all(study: dict, folder: Path, todo: list[tuple], stopping: list) -> Non
         while (waiting or running) and not stopping:
             while waiting and slots:
                 name, seed = key = waiting.pop(0)
-                slot, place = slots.pop(0), folder_of(folder, name, seed)
+                slot = slots.pop(0)
+                place = folder_of(folder, name, seed)
                 gpus = (
                     range(slot * study["nproc"], (slot + 1) * study["nproc"])
                     if study["gpus"]
@@ -119,7 +120,8 @@ def run_all(study: dict, folder: Path, todo: list[tuple], stopping: list) -> Non
                     seconds=round((time.monotonic() - began) / (len(todo) - rest) * rest)
                 )
                 slots.insert(0, slot)
-                lines, end = lines_of(folder, *key), "done"
+                lines = lines_of(folder, *key)
+                end = "done"
                 if process.returncode or not is_finished(lines, study["variants"][key[0]]):
                     end = f"failed: {last_line(place)}"
                     if "is in use by process" not in end:  # another --only makes the same run

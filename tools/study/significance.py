@@ -40,10 +40,8 @@ def add_looks(looks: list, first: int, most: int, least: int = 2) -> list:
     """The looks of a study with those of a new plan, after first, first + 1, ... most pairs. Pairs
     that an earlier plan has looked at cost nothing. least: pairs that say anything."""
     pairs, spent = looks[-1] if looks else (0, 0.0)
-    share, new = (
-        (1 + LATER - spent) / 2 if looks else 1.0,
-        range(max(first, pairs + 1, least), most + 1),
-    )
+    share = (1 + LATER - spent) / 2 if looks else 1.0
+    new = range(max(first, pairs + 1, least), most + 1)
     return looks + [
         [n, spent + share * (1 if n == most else (i + 1) / len(new) / 2)] for i, n in enumerate(new)
     ]
@@ -67,14 +65,13 @@ def interval(
     of d. Noise of d above
     twice the other study's is another noise: then d counts alone.
     """
-    n, shares = len(d), dict(looks)
+    n = len(d)
+    shares = dict(looks)
     level = 1 - alpha * (
         shares.get(n, 1) - max((share for pairs, share in looks if pairs < n), default=0)
     )
-    own, extra = (
-        float(np.std(d, ddof=1)) if n > 1 and np.isfinite(d).all() else 0.0,
-        noise["df"] if noise else 0,
-    )
+    own = float(np.std(d, ddof=1)) if n > 1 and np.isfinite(d).all() else 0.0
+    extra = noise["df"] if noise else 0
     extra = extra if noise and own <= 2 * noise["sd"] else 0
     if (
         n not in shares

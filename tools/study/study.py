@@ -84,12 +84,15 @@ def read_runs(study: dict, folder) -> dict[tuple[str, int], list[dict]]:
     by other code than a variant's "files", {file: sha256}, the code that trains now. An unfinished
     run without a checkpoint starts from zero.
     """
-    found, configs, texts = {}, [], {}
+    found = {}
+    configs = []
+    texts = {}
     for name, variant in study["variants"].items():
         for seed in range(
             study["first_seed"], study["first_seed"] + max(study["seeds"], study["max_seeds"])
         ):
-            run, lines = folder_of(folder, name, seed), lines_of(folder, name, seed)
+            run = folder_of(folder, name, seed)
+            lines = lines_of(folder, name, seed)
             finished = is_finished(lines, variant)
             if finished or (run / FAILED).exists():
                 found[name, seed] = lines if finished else []
@@ -160,7 +163,8 @@ def has_died(lines: list[dict], metric: str) -> bool:
 def metric_of(lines: list[dict], study: dict) -> float | None:
     """The number that a run is judged by: the last one, or the tokens until --reach; the worst, inf
     or -inf, if the run died or never got to --reach; None if unknown."""
-    reach, sign = study["reach"], 1 if study["best"] == "low" else -1
+    reach = study["reach"]
+    sign = 1 if study["best"] == "low" else -1
     worst = math.inf if reach is not None else sign * math.inf
     if has_died(lines, study["metric"]):
         return worst
@@ -219,10 +223,8 @@ def compare_variant(
     seed from --seeds to --max_seeds; a decided variant runs no more, and its verdict stays. tried:
     finished and failed runs.
     """
-    D, alpha = (
-        study["until"] or 0,
-        ALPHA / max(study["comparisons"] - len(identical), 1) / study["sizes"],
-    )
+    D = study["until"] or 0
+    alpha = ALPHA / max(study["comparisons"] - len(identical), 1) / study["sizes"]
     for seeds in range(study["seeds"], max(study["seeds"], study["max_seeds"] if D else 0) + 1):
         missing = [
             (n, i) for i in range(seeds) for n in (study["baseline"], name) if (n, i) not in tried
@@ -256,7 +258,8 @@ def identical_variants(study: dict, runs: dict) -> set[str]:
 
 def look_at_all(study: dict, runs: dict) -> dict[str, tuple]:
     """{variant: compare_variant(...)}"""
-    values, identical = values_of(study, runs), identical_variants(study, runs)
+    values = values_of(study, runs)
+    identical = identical_variants(study, runs)
     return {
         name: compare_variant(study, values, name, identical, runs.keys())
         for name in study["variants"]
@@ -286,7 +289,9 @@ def winners_of(
     are missing, or if all values of a variant died.
     """
     runs = read_runs(study, folder)
-    values, best, said = values_of(study, runs), {}, []
+    values = values_of(study, runs)
+    best = {}
+    said = []
     grid = sorted(cells, key=lambda cell: float(cell.partition("=")[2]))
     sign = 1 if study["best"] == "low" or study["reach"] is not None else -1
     for name in names:
@@ -321,7 +326,8 @@ def noise_of(folder: str, args, baseline: dict) -> dict:
     variants, and the degrees of freedom. Raises ValueError for another metric, or another recipe or
     size than the baseline's, a variant. Other flags are the user's affair."""
     study = read_study(folder)
-    theirs, mine = study["variants"][study["baseline"]] | study, baseline | vars(args)
+    theirs = study["variants"][study["baseline"]] | study
+    mine = baseline | vars(args)
     for key in (
         "metric",
         "reach",
