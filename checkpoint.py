@@ -74,6 +74,7 @@ from storage.provenance import (
     summarize_code,
 )
 from storage.saved import check_excluded, check_fit, choose_step, commit_step, split_twins
+from storage.source_tokenizer import begins_as_folder, describe_ends, generation_of_run
 
 # folders left by a process killed while saving or deleting
 LEFTOVER = re.compile(r"step-\d+\.tmp-.*|trash-.*")
@@ -176,7 +177,9 @@ class Checkpoints:
         source: str,
         tokenizer_file: str | None = None,
         load_base=None,
+        learnt: list[int] | None = None,
     ):
+        """learnt: the ids that end a text in the data; None: the token between documents."""
         self.cfg = cfg
         self.out = out
         self.modules = modules
@@ -228,6 +231,14 @@ class Checkpoints:
         self.tokenizer = self.together(
             lambda: tokenizer_and_beside(tokenizer_file) if reads else {}
         )
+        self.begins = self.on_rank_0(lambda: begins_as_folder(out, cfg))
+        self.generation, new = self.on_rank_0(
+            lambda: generation_of_run(out, cfg, tokenizer_file, learnt) if reads else (None, [])
+        )
+        if self.generation is not None and reads:
+            self.tokenizer["generation_config.json"] = json_bytes(self.generation)
+        if new:
+            self.say(describe_ends(tokenizer_file, new))
         self.numbers = OptimizerNumbers(self.optimizers, known)
         buffers = {
             fqn: t
@@ -271,6 +282,8 @@ class Checkpoints:
         self.finish_flight()
         # Turned into text now, because the loop may change `state` while the background thread
         # writes.
+        if self.begins:  # a run from a folder begins texts as the folder does
+            state = state | {"bos": True}
         about = dict(step=step, model_only=model_only, identity=self.identity, state=state)
         about |= self.on_rank_0(
             merge_numbers,
@@ -341,6 +354,7 @@ class Checkpoints:
                     self.cfg.export_hf,
                     getattr(torch, self.cfg.export_dtype),
                     tokenizer_file=self.tokenizer_file,
+                    generation=self.generation,
                 )
             except Failed as error:
                 raise RuntimeError(f"--export_hf {self.cfg.export_hf}: {error}") from None

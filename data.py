@@ -30,7 +30,8 @@ import torch
 from corpus.cache import cache_folder, cached_corpus
 from corpus.mixture import parse_mixture, take_turns
 from corpus.shards import MASKED, array_of, check_arrays, is_shards, opened_array, read_index
-from corpus.tokenizer import bytes_of_tokens, find_tokenizer, load_tokenizer
+from corpus.special import TextSource, find_tokenizer
+from corpus.tokenizer import bytes_of_tokens, load_tokenizer
 from flags.config import Need, flag, own_rank
 from flags.files import sha256_file
 
@@ -315,6 +316,10 @@ class TokenData:
         n = min(n_sequences, self.n_val_samples)
         return [(self, permute(np.arange(n), self.n_val_samples, "validation"))] if n else []
 
+    def learnt_ends(self) -> list[int]:
+        """The ids that end a text in these data: what a model learns to end with."""
+        return [self.eot]
+
     def epochs(self, samples: int) -> dict:
         """For metrics.jsonl: epochs of each part of a mixture in the first `samples` sequences of a
         run."""
@@ -460,6 +465,9 @@ class MixedData(TokenData):
             for found in part.val_sets(int(n))
         ]
 
+    def learnt_ends(self) -> list[int]:
+        return list(dict.fromkeys(i for part in self.parts for i in part.learnt_ends()))
+
     def epochs(self, samples: int) -> dict:
         return {
             "data_epochs": {
@@ -470,19 +478,22 @@ class MixedData(TokenData):
 
 
 def open_data(
-    cfg: DataConfig, seq_len: int, tokenizer: str = "", Chats: type | None = None
+    cfg: DataConfig,
+    seq_len: int,
+    tokenizer: TextSource = TextSource(),  # noqa: B008  (immutable)
+    Chats: type | None = None,
 ) -> TokenData:
     """The data of --data; text is tokenized first. Raises ValueError with one line for every
     mistake of a user.
 
-    tokenizer: for text without --tokenizer; "": train one on the text. Chats: class for
+    tokenizer: for text without --tokenizer; without a folder: train one on the text. Chats: class for
     conversations, sft.chat_data.ChatData;
     None: refuse conversations. Needs no process group: ranks that call together wait until one rank
     has filled the cache."""
     data = open_parts(cfg, "--data", cfg.data, seq_len, tokenizer, Chats)
     if cfg.val_data:
         data.validation = open_parts(
-            cfg, "--val_data", cfg.val_data, seq_len, tokenizer or data.tokenizer_file or "", Chats
+            cfg, "--val_data", cfg.val_data, seq_len, tokenizer.or_of(data), Chats
         )
         check_same_ids({f"--data {cfg.data}": data, f"--val_data {cfg.val_data}": data.validation})
         data.n_val_samples = data.validation.n_val_samples
@@ -490,7 +501,7 @@ def open_data(
 
 
 def open_parts(
-    cfg: DataConfig, flag: str, named: str, seq_len: int, tokenizer: str, Chats: type | None
+    cfg: DataConfig, flag: str, named: str, seq_len: int, tokenizer: TextSource, Chats: type | None
 ) -> TokenData:
     """Data of --data or --val_data (flag): one source, or the parts of a mixture."""
     parts, found = parse_mixture(named, flag), {}
@@ -501,7 +512,7 @@ def open_parts(
             flag == "--val_data",
         )
         found[part.name] = open_part(cfg, what, part, seq_len, tokenizer, all_val, Chats)
-        tokenizer = tokenizer or found[part.name].tokenizer_file or ""
+        tokenizer = tokenizer.or_of(found[part.name])
     if parts[0].name == "":
         return found[""]
     check_same_ids({f"{flag} {name}": data for name, data in found.items()})
@@ -529,7 +540,7 @@ def open_part(
     what: str,
     part,
     seq_len: int,
-    tokenizer: str,
+    tokenizer: TextSource,
     all_val: bool,
     Chats: type | None,
 ) -> TokenData:
@@ -545,7 +556,8 @@ def open_part(
     )
     try:
         if not is_shards(part.path):
-            folder = cached_corpus(part.path, cfg.tokenizer or tokenizer, cfg.cache_dir, no_chats)
+            source = tokenizer._replace(folder=cfg.tokenizer or tokenizer.folder)
+            folder = cached_corpus(part.path, source, cfg.cache_dir, no_chats)
         else:
             folder = Path(part.path)
             if (

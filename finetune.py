@@ -266,6 +266,8 @@ def main(cfg: Config):
         # finetune: with LoRA a checkpoint holds the adapters, and names the folder of the frozen
         # weights
         load_base=partial(load_base, stages, cfg) if cfg.lora_rank else None,
+        # finetune: what ends the answers is an end of the model
+        learnt=data.learnt_ends(),
     )
     state = checkpoints.load() or {"step": 0, "samples": 0, "tokens": 0}
     # ranks with the same weights, data or flags must agree, or training would silently drift apart

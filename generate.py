@@ -16,7 +16,8 @@ from typing import Literal
 
 import torch
 
-from corpus.tokenizer import ChatConfig, encoding_of, load_tokenizer
+from corpus.special import ids_of
+from corpus.tokenizer import ChatConfig, load_tokenizer
 from distributed.refusals import refuse
 from flags.config import Parser, parse_config, usage_error
 from flags.files import printable, read_json, step_folders
@@ -139,15 +140,14 @@ def continue_texts(
 ) -> list[str]:
     """The model's continuation of each text.
 
-    bos: begin each text with the tokenizer's first token; False, because our training text has no
-    such token. chat: from
-    open_chat(); the texts are questions then.
+    bos: begin each text with what the tokenizer puts before a text; False, because our training text
+    has no such token. chat: from open_chat(); the texts are questions then.
     """
     prompts = [chat(text) for text in texts] if chat else texts
     # markers in a template are tokens, in other texts plain text
     tokenizer.encode_special_tokens = chat is None
     # an empty text begins a document, after the end of another
-    prompts = [encoding_of(tokenizer, text, bos and not chat).ids or ends[:1] for text in prompts]
+    prompts = [ids_of(tokenizer, text, bos and not chat) or ends[:1] for text in prompts]
     return [
         printable(tokenizer.decode(ids))
         for ids in generate(model, prompts, max_new_tokens, eot=ends, **options)
@@ -179,9 +179,8 @@ def print_sample(run: str, n_params: int, data=None):
             from storage.prompt import open_chat
 
             chat = open_chat(run, ChatConfig(chat=True))
-        (text,) = continue_texts(
-            model, tokenizer, ends, [prompt], length, chat=chat, temperature=0.8, top_p=0.95
-        )
+        options = dict(bos=has_bos(run), chat=chat, temperature=0.8, top_p=0.95)
+        (text,) = continue_texts(model, tokenizer, ends, [prompt], length, **options)
         said = f"{prompt}\n\n{text}" if is_chat else f"{prompt}{text}"
         print(
             f"checkpoint: {step_folders(run)[0][1]}\nsample (for others: {command}):\n\n{said}",

@@ -29,7 +29,8 @@ from corpus.shards import (
     write_index,
     write_shard,
 )
-from corpus.tokenizer import BESIDE, BPE_VOCAB, EOT_NAMES, files_beside, load_tokenizer
+from corpus.special import EOT_NAMES
+from corpus.tokenizer import BESIDE, BPE_VOCAB, files_beside, load_tokenizer
 from flags.config import own_rank
 from flags.files import sha256_file, write_file
 
@@ -223,10 +224,21 @@ def cut_at_lines(split: str, text: str, closed: bool, size: int = 1 << 16):
         start = stop
 
 
-def tokenize_text(piece: Piece, tokenizer, eot: int):
-    """Yields (split, ids, mask, whether a document ends) for each segment; eot follows the last
-    segment of a document."""
-    found = read_documents(piece, tokenizer.id_to_token(eot))
+def begins_document(piece: Piece, eot_text: str) -> bool:
+    """Whether a document begins with the piece: in a .txt the piece before may end inside of one."""
+    if piece.start == 0 or format_of(piece.path) == ".jsonl":
+        return True
+    start = max(0, piece.start - len(eot_text.encode()))
+    before = b"".join(read_chunks(piece._replace(start=start, end=piece.start)))
+    return before.endswith(eot_text.encode())
+
+
+def tokenize_text(piece: Piece, tokenizer, eot: int, begin: list[int] = ()):
+    """Yields (split, ids, mask, whether a document ends) for each segment; begin: ids before the
+    first segment of a document, eot follows the last."""
+    eot_text = tokenizer.id_to_token(eot)
+    found = read_documents(piece, eot_text)
+    begins = bool(begin) and begins_document(piece, eot_text)
     # 4 MB of text at once: as Encoding objects they take 200 MB
     while group := list(islice(found, 64)):
         encodings = tokenizer.encode_batch_fast(
@@ -234,6 +246,9 @@ def tokenize_text(piece: Piece, tokenizer, eot: int):
         )
         for (split, _, closed), encoding in zip(group, encodings):
             ids = encoding.ids + [eot] * closed
+            if begin and begins:
+                ids = [*begin, *ids]
+            begins = closed
             yield split, ids, [1] * len(ids), closed
 
 
@@ -264,11 +279,17 @@ def tokenize_chats(piece: Piece, tokenizer_file: Path, skipped: list | None):
                 yield split_of(piece, line), ids, mask, len(ids) > 0
 
 
-def tokenize_documents(piece: Piece, tokenizer_file: Path, eot: int, skipped: list | None = None):
-    """tokenize_chats or tokenize_text, depending on the file."""
+def tokenize_documents(
+    piece: Piece,
+    tokenizer_file: Path,
+    eot: int,
+    skipped: list | None = None,
+    begin: list[int] = (),
+):
+    """tokenize_chats or tokenize_text, depending on the file. A chat template begins its own texts."""
     if is_chat(piece.path, piece.text_column):
         return tokenize_chats(piece, tokenizer_file, skipped)
-    return tokenize_text(piece, load_tokenizer(tokenizer_file), eot)
+    return tokenize_text(piece, load_tokenizer(tokenizer_file), eot, begin)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -324,6 +345,8 @@ def tokenize_piece(
         source.get("chat_template"),
     )
     made_from = cache_name(piece, text.st_size, text.st_mtime_ns, source["tokenizer"], eot, chat)
+    if source.get("begin"):
+        made_from = cache_name(made_from, source["begin"])
     # no note, or a damaged one
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         known = json.loads(note.read_bytes())
@@ -340,7 +363,7 @@ def tokenize_piece(
         [],
     )
     for split, ids, mask, closed in tokenize_documents(
-        piece, tokenizer_file, eot, skipped if skip_bad else None
+        piece, tokenizer_file, eot, skipped if skip_bad else None, source.get("begin", ())
     ):
         tokens[split].append(np.array(ids, dtype))
         documents[split] += closed
@@ -369,6 +392,7 @@ def build_shards(
     text_column="text",
     skip_bad=0,
     share=(0, 1),
+    begin: list[int] = (),
 ):
     """Tokenizes text files into a folder of token shards. After an interruption, the same call
     keeps finished pieces.
@@ -377,8 +401,8 @@ def build_shards(
     `tokenizers` library.
     skip_bad: leave out at most so many bad conversations; skipped.txt lists them. share (i, n):
     make every n-th piece from
-    number i on, and no index.json; a call for all pieces keeps the pieces of the shares. Raises
-    ValueError."""
+    number i on, and no index.json; a call for all pieces keeps the pieces of the shares. begin: ids
+    before each document of text. Raises ValueError."""
     tokenizer_file, eot, vocab_size = tokenizer
     pieces = cut_into_pieces(paths, load_tokenizer(tokenizer_file).id_to_token(eot), text_column)
     source = {
@@ -386,6 +410,8 @@ def build_shards(
         "tokenizer": sha256_file(tokenizer_file),
     }
     source |= {"text_column": text_column} if text_column != "text" else {}
+    if begin:
+        source["begin"] = list(begin)
     if chats := [path for path in paths if is_chat(path, text_column)]:
         if other := next((path for path in paths if path not in chats), None):
             raise ValueError(

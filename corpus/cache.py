@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 from corpus.shards import cache_name
-from corpus.tokenizer import BPE_VOCAB, files_beside, find_tokenizer, tokenizer_path
+from corpus.special import TextSource, find_tokenizer, prefix_ids
+from corpus.tokenizer import BPE_VOCAB, added_beside, files_beside, load_tokenizer, tokenizer_path
 from distributed.agree import brief
 from flags.config import own_rank
 from flags.files import sha256_file
@@ -54,12 +55,14 @@ def cache_folder(cache_dir: str) -> Path:
     ).absolute()
 
 
-def cached_corpus(data: str, tokenizer: str, cache_dir: str, no_chats: str = "") -> Path:
+def cached_corpus(data: str, source: TextSource, cache_dir: str, no_chats: str = "") -> Path:
     """The folder of token shards for a text, made on first use. The name has a hash of path, size
     and time of each file, so that a later start does not read the text. Of the tokenizer's small
     files the contents count, because every checkpoint has a copy under another path. no_chats: the
     error for a recipe that trains on text only."""
     cache, rules, left_out = cache_folder(cache_dir), BPE_VOCAB, []
+    tokenizer = source.folder  # a folder or a tokenizer.json
+    begin = []  # ids before each document
     if data == "stdlib":
         paths = stdlib_files()
     else:
@@ -69,6 +72,10 @@ def cached_corpus(data: str, tokenizer: str, cache_dir: str, no_chats: str = "")
     if tokenizer:
         file = tokenizer_path(tokenizer)
         rules = sha256_file(file), sorted(files_beside(file).items())
+        begin = prefix_ids(load_tokenizer(file)) if source.begins else []
+        # only what was not known to earlier versions, whose folders are found again by their names
+        if more := [part for part in (begin, added_beside(file)) if part]:
+            rules = (*rules, more)
     stats = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     folder = (
         cache
@@ -110,5 +117,5 @@ def cached_corpus(data: str, tokenizer: str, cache_dir: str, no_chats: str = "")
             paths = [collect_stdlib(paths, cache / "stdlib.jsonl")]
         if not tokenizer:
             train_tokenizer(paths, folder / "tokenizer.json")
-        build_shards(paths, find_tokenizer(tokenizer or str(folder)), folder)
+        build_shards(paths, find_tokenizer(tokenizer or str(folder)), folder, begin=begin)
     return folder

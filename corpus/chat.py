@@ -383,7 +383,7 @@ def tokens_and_mask(
     last character the first: both as in transformers. Unlike transformers, a blank outside of all
     offsets does not end the answer."""
     text, spans = assistant_spans(conversation, template)
-    encoding = encoding_of(tokenizer, text, False)
+    encoding = encoding_of(tokenizer, text)
     before = [0, *(end for _, end in encoding.offsets)]  # where the token before each token ends
     mask = [
         int(any(first < end and start < last and done < end for start, end in spans))

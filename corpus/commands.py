@@ -12,11 +12,13 @@ from corpus.chat import chat_tokenizer
 from corpus.files import text_files
 from corpus.mixture import FORMATS
 from corpus.shards import find_damage, is_shards, read_index
-from corpus.tokenizer import BPE_VOCAB, EOT_NAMES, find_tokenizer, load_tokenizer
+from corpus.special import EOT_NAMES, TextSource, find_tokenizer
+from corpus.tokenizer import BPE_VOCAB, load_tokenizer
 from flags.config import Parser, usage_error
 from flags.files import check_local
 
 GREEN, PLAIN = "\033[32m", "\033[0m"
+UNDERLINED, NO_LINE = "\033[4m", "\033[24m"
 
 
 # -------------------------------------------------------- show: documents as training will see them
@@ -32,12 +34,20 @@ def documents_of(path: Path, tokenizer_file: Path, eot: int, text_column: str = 
 
 
 def colour_text(ids: list[int], mask: list[int], tokenizer) -> str:
-    """The text of the tokens, those with a loss in green. Characters that would command the
-    terminal are shown as U+FFFD."""
+    """The text of the tokens, those with a loss in green. Markers that are one id, such as
+    <|im_end|>, are underlined: without the line they are several tokens, letters to the model.
+    Characters that would command the terminal are shown as U+FFFD."""
+    markers = tokenizer.get_added_tokens_decoder()
+    # a run: whether it has a loss, and the place of a marker, because each has a line of its own
+    kinds = [
+        (has_loss, n if i in markers else -1) for n, (has_loss, i) in enumerate(zip(mask, ids))
+    ]
     text = ""
-    for has_loss, run in groupby(zip(mask, ids), key=lambda token: token[0]):
+    for (has_loss, marker), run in groupby(zip(kinds, ids), key=lambda token: token[0]):
         part = tokenizer.decode([i for _, i in run], skip_special_tokens=False)
         part = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", part)
+        if marker >= 0:
+            part = f"{UNDERLINED}{part}{NO_LINE}"
         text += f"{GREEN}{part}{PLAIN}" if has_loss else part
     return text
 
@@ -47,7 +57,12 @@ def show_documents(paths: list[Path], tokenizer: str, n: int, text_column: str):
     file, eot, _ = find_tokenizer(tokenizer)
     documents = chain.from_iterable(documents_of(path, file, eot, text_column) for path in paths)
     for number, (ids, mask) in enumerate(islice(documents, max(n, 1)), 1):
-        print(f"--- document {number}: {len(ids):,} tokens, {sum(mask):,} with a loss (green)")
+        markers = chat_tokenizer(file).get_added_tokens_decoder()
+        n_markers = sum(i in markers for i in ids)
+        print(
+            f"--- document {number}: {len(ids):,} tokens, {sum(mask):,} with a loss (green), "
+            f"{n_markers:,} of them markers with an id of their own (underlined)"
+        )
         print(colour_text(ids, mask, chat_tokenizer(file)))
 
 
@@ -156,7 +171,7 @@ def main(about: str = ""):
         if args.command == "show":
             return show_documents(paths, args.tokenizer, args.n, args.text_column)
         folder = (
-            cached_corpus("stdlib", "", args.cache_dir)
+            cached_corpus("stdlib", TextSource(), args.cache_dir)
             if args.command == "stdlib"
             else Path(args.out)
         )

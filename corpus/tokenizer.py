@@ -1,8 +1,9 @@
-"""Tokenizers: tokenizer.json and the files beside it, the tokens that end a text, and text shown
-while it is generated."""
+"""Tokenizers: tokenizer.json and the files beside it, which name more tokens. corpus/special.py says
+which ids begin, end and pad a text."""
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -13,7 +14,6 @@ from distributed.agree import reason
 from flags.files import HF_LIMIT, HF_LIMITS, hf_file, hub_hint, read_json
 
 BPE_VOCAB = 4096  # ids of a tokenizer of our own
-EOT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 # Files beside tokenizer.json in a Hugging Face folder: special tokens, chat template, and the ids
 # that end an answer
 BESIDE = (
@@ -45,15 +45,114 @@ def load_tokenizer(file: Path):
         )
     tokenizer.no_truncation()  # some tokenizer.json cut every text at 512 tokens
     tokenizer.no_padding()
+    add_tokens_beside(tokenizer, os.path.dirname(file) or ".")
     tokenizer.encode_special_tokens = True  # "<|endoftext|>" inside a document is text, not its end
     return tokenizer
 
 
-def encoding_of(tokenizer, text: str, bos: bool):
-    """The tokens of a text, with places in the text. bos: add the tokenizer's tokens for begin and
-    end."""
+# --- Tokens that only the files beside tokenizer.json name ---
+FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
+
+
+def listed_tokens(folder: str) -> dict[int, dict]:
+    """{id: AddedToken's fields} of added_tokens_decoder in tokenizer_config.json. Raises ValueError."""
+    listed = read_beside(folder, "tokenizer_config.json").get("added_tokens_decoder") or {}
+    found = {}
     try:
-        return tokenizer.encode(text, add_special_tokens=bos)
+        for key, token in listed.items():
+            fields = {name: token[name] for name in (*FLAGS, "special") if name in token}
+            if not isinstance(token["content"], str) or not token["content"]:
+                raise TypeError("a content is no text")
+            found[int(key)] = {"content": token["content"], **fields}
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{folder}/tokenizer_config.json: added_tokens_decoder must be {{id: token}} ({error!r})"
+        ) from None
+    return dict(sorted(found.items()))
+
+
+def named_tokens(folder: str) -> list[str]:
+    """The texts of the special tokens that the files beside tokenizer.json name without an id: eos,
+    pad and others, then additional_special_tokens. In the order in which transformers adds them."""
+    names = read_special_tokens(folder)
+    found = [names[f"{name}_token"] for name in STANDARD if f"{name}_token" in names]
+    for file in special_files(folder):
+        content = read_beside(folder, file)
+        for key in ("additional_special_tokens", "extra_special_tokens"):
+            others = content.get(key) or []
+            if isinstance(others, dict):
+                others = list(others.values())
+            found += [text for text in map(text_of_token, others) if text]
+    return list(dict.fromkeys(found))
+
+
+def rows_in_model(folder: str) -> int | None:
+    """The number of ids that the model of a folder knows: of Hugging Face, of token shards, or a step
+    of ours. None where nothing says it."""
+    for name in ("state.json", "index.json", "config.json"):
+        with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
+            content = read_json(folder, name)
+            if name == "state.json":
+                content = content["identity"]["model"]
+            return int(content["vocab_size"])
+    return None
+
+
+def add_tokens_beside(tokenizer, folder: str) -> None:
+    """Adds the tokens that tokenizer_config.json or special_tokens_map.json name, and tokenizer.json
+    lacks, as transformers adds them: otherwise <|im_end|> would be eight tokens. Raises ValueError
+    where the two files give a token different ids."""
+    from tokenizers import AddedToken
+
+    file = f"{folder}/tokenizer_config.json"
+    known = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
+    for number, fields in listed_tokens(folder).items():
+        content = fields["content"]
+        there, other = tokenizer.token_to_id(content), tokenizer.id_to_token(number)
+        if there not in (None, number) or other not in (None, content):
+            raise ValueError(
+                f"{file} says that id {number} is {content!r}, but in tokenizer.json "
+                f"{content!r} is {there} and {number} is {other!r}; correct added_tokens_decoder"
+            )
+        token = AddedToken(**fields)
+        if content in known:
+            # tokenizer.json decides whether a token counts as special
+            token.special = known[content].special
+            if all(getattr(token, flag) == getattr(known[content], flag) for flag in FLAGS):
+                continue
+        tokenizer.add_tokens([token])
+        if tokenizer.token_to_id(content) != number:
+            raise ValueError(
+                f"{file} says that {content!r} is id {number}, but tokenizer.json ends before: it "
+                f"would be id {tokenizer.token_to_id(content)}; name the ids between in "
+                "added_tokens_decoder"
+            )
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    for content in named_tokens(folder):
+        if content in known:
+            continue
+        # A padding token often has no row in the model. Transformers gives it an id with which the
+        # model crashes; here it stays text.
+        rows = rows_in_model(folder)
+        if tokenizer.token_to_id(content) is None and rows is not None:
+            if max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1 >= rows:
+                continue
+        tokenizer.add_tokens([AddedToken(content, special=True)])
+        known.add(content)
+
+
+def added_beside(file: Path) -> list[tuple[int, str]]:
+    """[(id, text)] of the tokens that a tokenizer.json has only by the files beside it."""
+    own = {token["content"] for token in read_json(file).get("added_tokens") or []}
+    tokens = load_tokenizer(file).get_added_tokens_decoder()
+    return [(i, token.content) for i, token in sorted(tokens.items()) if token.content not in own]
+
+
+def encoding_of(tokenizer, text: str):
+    """The tokens of a text, with places in the text, and without tokens for begin and end. Raises
+    ValueError where the library fails."""
+    try:
+        return tokenizer.encode(text, add_special_tokens=False)
     except BaseException as error:
         # the library panics if a regular expression of a stranger's tokenizer.json gives up
         if type(error).__name__ != "PanicException":
@@ -88,32 +187,6 @@ def tokenizer_and_beside(file: str) -> dict[str, bytes]:
     """{name: content} of a tokenizer.json and of the Hugging Face files beside, so that to_hf can
     write all again."""
     return {"tokenizer.json": tokenizer_path(file).read_bytes()} | files_beside(file)
-
-
-def find_tokenizer(path: str, eot: str = ""):
-    """(tokenizer.json, eot id, vocab size) for a tokenizer.json or its folder. eot: text of the
-    token, "": look for it."""
-    file = tokenizer_path(path)
-    files_beside(file)  # raises for links elsewhere and absurd sizes
-    tokenizer, names = load_tokenizer(file), [eot] if eot else list(EOT_NAMES)
-    if not eot and (eos := read_special_tokens(str(file.parent)).get("eos_token")):
-        names.append(eos)
-    # a BPE may know "</s>" as HTML
-    special = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    eot_id = next(
-        (tokenizer.token_to_id(name) for name in names if name in special or name == eot), None
-    )
-    if eot_id is None:
-        raise ValueError(
-            f"--tokenizer {path}: has none of {', '.join(names)} to end a text; use data.py "
-            "prepare --eot TOKEN"
-        )
-    vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-    if vocab_size > 1 << 24:  # a broken file: the model would get a row for every id
-        raise ValueError(
-            f"--tokenizer {path}: its ids go up to {vocab_size - 1}; need ids below {1 << 24}"
-        )
-    return file, eot_id, vocab_size
 
 
 def bytes_of_tokens(tokenizer_json: bytes, vocab_size: int):
@@ -168,18 +241,35 @@ def check_hf_tokenizer(folder: str, vocab_size: int) -> str | None:
     return path
 
 
+# The names of special tokens that transformers knows, in its order
+STANDARD = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+
+
+def text_of_token(token) -> str | None:
+    """The text of a special token, which files write as a text or as {"content": text}."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def special_files(folder: str) -> list[str]:
+    """The files that name special tokens, the stronger last. As in transformers, which no longer
+    writes special_tokens_map.json, that file counts only where tokenizer_config.json has no
+    added_tokens_decoder."""
+    if "added_tokens_decoder" in read_beside(folder, "tokenizer_config.json"):
+        return ["tokenizer_config.json"]
+    return ["tokenizer_config.json", "special_tokens_map.json"]
+
+
 def read_special_tokens(folder: str) -> dict[str, str]:
-    """{name, such as eos_token: text} of the special tokens in a folder's tokenizer_config.json."""
-    tokens = {
-        name: token
-        for name, token in read_beside(folder, "tokenizer_config.json").items()
-        if name.endswith("_token")
-    }
-    texts = {
-        name: token.get("content") if isinstance(token, dict) else token
-        for name, token in tokens.items()
-    }
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
+    """{name, such as eos_token: text} of the special tokens that tokenizer_config.json and
+    special_tokens_map.json of a folder name."""
+    found = {}
+    for file in special_files(folder):
+        for name, token in read_beside(folder, file).items():
+            text = text_of_token(token)
+            if name.endswith("_token") and text is not None:
+                found[name] = text
+    return found
 
 
 def read_chat_template(folder: str, name: str = "default") -> str | None:

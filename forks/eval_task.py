@@ -2,13 +2,15 @@
 benchmark's learning curve. docs/fork_me.md has the lines for a recipe. (For the loss on a text
 there is --val_data.)"""
 
+from functools import partial
 from itertools import chain
 from types import SimpleNamespace
 
 from torch import nn
 
 import evaluate
-from corpus.tokenizer import encoding_of, load_tokenizer
+from corpus.special import ids_of
+from corpus.tokenizer import load_tokenizer
 
 
 def open_eval_task(cfg, model_config, data) -> tuple[list, list]:
@@ -26,7 +28,7 @@ def open_eval_task(cfg, model_config, data) -> tuple[list, list]:
             "--no-loss_parallel"
         )
     tokenizer = load_tokenizer(data.tokenizer_file)
-    ids = lambda string, bos=False: encoding_of(tokenizer, string, bos).ids  # noqa: E731
+    ids = partial(ids_of, tokenizer)
     text = SimpleNamespace(ids=ids, chat=None, bos=False, first=data.eot)
     groups = evaluate.requests_of(evaluate.Config(), kind, text, lines, 0)
     if evaluate.cut_requests(

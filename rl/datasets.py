@@ -31,7 +31,8 @@ from torch import Tensor
 
 from corpus.files import unpacked
 from corpus.mixture import PACKED, format_of
-from corpus.tokenizer import check_hf_tokenizer, encoding_of, load_tokenizer, read_special_tokens
+from corpus.special import ids_of, prefix_ids
+from corpus.tokenizer import check_hf_tokenizer, load_tokenizer, read_special_tokens
 from distributed.refusals import refuse
 from flags.config import Need, flag
 from flags.files import step_folders
@@ -313,14 +314,17 @@ class Text:
                         "give the old ALPHABET or data, or use --out NEW"
                     )
         self.eot = self.ends[0]
-        bos = (
-            self.tokenizer.token_to_id(read_special_tokens(source).get("bos_token", ""))
-            if self.bos
-            else None
-        )
-        self.first = self.eot if bos is None else bos  # the token before the beginning of a text
+        # the token before the beginning of a text
+        self.first = self.first_id(source) if self.bos else self.eot
         # markers in a template are tokens, in other texts plain text
         self.tokenizer.encode_special_tokens = not self.chat
+
+    def first_id(self, source: str) -> int:
+        """The last id that the tokenizer puts before a text, else its bos_token, else the end."""
+        if prefix := prefix_ids(self.tokenizer):
+            return prefix[-1]
+        bos = self.tokenizer.token_to_id(read_special_tokens(source).get("bos_token", ""))
+        return self.eot if bos is None else bos
 
     def save(self):
         """Write the tokenizer of characters into the run's folder, over the file of an earlier
@@ -344,11 +348,12 @@ class Text:
         ]
 
     def ids(self, text: str, bos: bool = False) -> list[int]:
+        """The ids of a text. bos: with what the tokenizer puts before a text, never after it."""
         if self.alphabet and (other := set(text) - set(self.alphabet)):
             raise ValueError(
                 f"{min(other)!r} in {text[:60]!r} is not in the ALPHABET of --env; add it there"
             )
-        return encoding_of(self.tokenizer, text, bos).ids
+        return ids_of(self.tokenizer, text, bos)
 
     def fits(self, task: str, seq_len: int) -> bool:
         """Whether a prompt leaves room for at least one new token."""

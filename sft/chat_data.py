@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from corpus.answer_ends import find_ends
 from corpus.chat import add_marks
 from corpus.shards import FIRST, LOSS, mask_array_of, open_array, opened_array
 from corpus.tokenizer import load_tokenizer, read_chat_template
@@ -92,6 +93,7 @@ class ChatData(TokenData):
     ):
         super().__init__(folder, seq_len, data_seed, doc_mask, name, all_val)
         self.mask = lambda split, i: opened_array(folder, *mask_array_of(self.entries[split][i]))
+        self.learnt = []  # ids that end an answer, from check() on rank 0
         self.packing = {
             split: pack(folder, self.entries[split], seq_len, doc_mask)
             for split in ("train", "val")
@@ -131,6 +133,9 @@ class ChatData(TokenData):
         labels = np.where((bits & LOSS > 0) & ~begins, ids, -100)[:, 1:]
         return ids[:, :-1], labels, *self.positions_and_ids(begins[:, :-1])
 
+    def learnt_ends(self) -> list[int]:
+        return self.learnt
+
     def first_words(self) -> str:
         """The first words of the longest line before the first answer."""
         split = "val" if self.n_val_samples else "train"
@@ -163,3 +168,30 @@ class ChatData(TokenData):
                 * (packing.n_left_out > 0)
             )
             print(text, flush=True)
+            self.check_ends(path, split)
+
+    def check_ends(self, path: str, split: str):
+        """Finds what ends the answers, for learnt_ends(). Prints a warning if a model would not learn
+        to end its answers. Rank 0 calls, because only rank 0 saves."""
+        if not self.tokenizer_file:
+            return
+        file = Path(self.tokenizer_file)
+        shards = [
+            (self.shard(split, i), self.mask(split, i)) for i in range(len(self.entries[split]))
+        ]
+        found = find_ends(shards, file)
+        self.learnt = found.ends
+        n = found.n_answers
+        if found.n_open > n / 10:
+            print(
+                f"{path}: {found.n_open:,} of {n:,} last answers end with no token that ends a text, "
+                f"as here: {found.example!r}; the model will not learn to stop. Let the chat "
+                "template write eos_token after an answer, and inside of {% generation %}",
+                flush=True,
+            )
+        if self.packing[split].n_cut == len(self.packing[split].documents):
+            print(
+                f"{path}: all conversations are cut at --seq_len {self.seq_len}, so that the end of "
+                "their last answer is not learnt; use a larger --seq_len",
+                flush=True,
+            )

@@ -3,11 +3,12 @@
 import logging
 import math
 import os
+from contextlib import suppress
 from dataclasses import asdict
 
 import torch
 
-from corpus.tokenizer import tokenizer_and_beside
+from corpus.tokenizer import read_beside, tokenizer_and_beside
 from distributed.agree import reason
 from distributed.layout import named_tensors
 from flags.config import Parser, usage_error
@@ -30,6 +31,7 @@ from storage.manifest import Damaged, read_manifest, verify
 from storage.newest import candidates, has_adapters
 from storage.peft import export_peft
 from storage.saved import load_model, open_saved, write_run
+from storage.source_tokenizer import ids_of_folder
 
 
 def ls(run: str):
@@ -197,12 +199,19 @@ def from_hf(folder: str, out: str):
         "class": type(model).__name__,
         **asdict(model.config),
     }
+    generation = None
+    if tokenizer_file:
+        with suppress(ValueError):  # no file of the folder names an end
+            known = read_beside(folder, "generation_config.json")
+            generation = known | ids_of_folder(folder).for_config()
     write_run(
         out,
         model,
         {"model": about, "data": {}, "optimizer": {}},
-        {"step": 0, "samples": 0, "tokens": 0},
+        # bos: texts begin as in the folder
+        {"step": 0, "samples": 0, "tokens": 0, "bos": True},
         tokenizer_file,
+        generation,
     )
 
 

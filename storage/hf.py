@@ -20,13 +20,8 @@ from typing import Literal, NamedTuple, get_args, get_origin, get_type_hints
 import torch
 from torch import Tensor, nn
 
-from corpus.tokenizer import (
-    check_hf_tokenizer,
-    files_beside,
-    find_tokenizer,
-    load_tokenizer,
-    read_hf_json,
-)
+from corpus.special import SpecialIds
+from corpus.tokenizer import check_hf_tokenizer, files_beside, load_tokenizer, read_hf_json
 from distributed.agree import (
     brief,
     fail_together,
@@ -40,7 +35,7 @@ from distributed.layout import local_slice, local_tensor, named_tensors, reshard
 from flags.config import spell, unwrap
 from flags.files import check_local, fsync, hf_file, json_bytes, matches, publish, write_file
 from storage.manifest import Progress
-from storage.source_tokenizer import weights_folder
+from storage.source_tokenizer import ids_of_folder, weights_folder
 
 HF_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 # fp8 weights have one scale per 128 x 128 block, in a tensor <name>_scale_inv (arXiv:2412.19437,
@@ -509,10 +504,12 @@ def write_hf(
     group=None,
     quiet=False,
     check=None,
+    generation: dict | None = None,
 ):
     """Writes a Hugging Face folder; every rank of `group` calls. kinds: {fqn: (shape, dtype in the
     file)} of this rank. check: rank 0 calls it with the finished folder, before the folder gets its
-    name; what it raises refuses the export.
+    name; what it raises refuses the export. generation: generation_config.json, with the ids of
+    config.json, too; None: from the tokenizer's folder.
 
     whole(fqn) gathers a tensor in the file's dtype; all ranks with the fqn call in the same order.
     A rank writes a file in the background while the next tensors are gathered, and so holds at most
@@ -547,7 +544,9 @@ def write_hf(
         fail_together(lambda: [future.result() for future in writing], group)
         written = {title: entries for title, (_, _, entries) in files.items()}
         size = on_rank_0(
-            lambda: commit_export(temporary, folder, config, written, tokenizer_file, check),
+            lambda: commit_export(
+                temporary, folder, config, written, tokenizer_file, check, generation
+            ),
             group,
         )
     finally:
@@ -569,6 +568,7 @@ def commit_export(
     entries: dict[str, list[HFEntry]],
     tokenizer_file: str | None,
     check=None,
+    generation: dict | None = None,
 ) -> int:
     """Adds the other files, lets check() look, and renames the folder (rank 0). Returns the bytes of
     all tensors."""
@@ -579,15 +579,14 @@ def commit_export(
         )
     flat = [(title, e) for title, found in entries.items() for e in found]
     dtypes, size = [str(e.dtype)[6:] for _, e in flat], sum(e.size for _, e in flat)
-    extra, eot = (
-        tokenizer_files(tokenizer_file, config.max_seq_len) if tokenizer_file else ({}, None)
+    extra, ids = (
+        tokenizer_files(tokenizer_file, config.max_seq_len) if tokenizer_file else ({}, NO_IDS)
     )
-    # a missing id would be 1 or 2 in transformers
-    ends = dict(bos_token_id=None, eos_token_id=eot, pad_token_id=eot)
-    sampling = json.loads(extra.get("generation_config.json", b"{}"))  # from the tokenizer's folder
-    # a chat model's answers end with one of several
-    if isinstance(sampling.get("eos_token_id"), list):
-        ends["eos_token_id"] = sampling["eos_token_id"]
+    sampling = generation
+    if sampling is None:  # from the tokenizer's folder
+        sampling = json.loads(extra.get("generation_config.json", b"{}")) | ids.for_config()
+    # written even if null: a missing id would be 1 or 2 in transformers
+    ends = {name: sampling.get(name) for name in NO_IDS.for_config()}
     extra["config.json"] = json_bytes(
         config.to_hf() | ends | dict(torch_dtype=max(dtypes, key=dtypes.count))
     )
@@ -605,16 +604,19 @@ def commit_export(
     return size
 
 
-def tokenizer_files(file: str, max_seq_len: int) -> tuple[dict[str, bytes], int | None]:
-    """({name: content} of the tokenizer's files, id of the end-of-text token or None)."""
+NO_IDS = SpecialIds(None, [], None)
+
+
+def tokenizer_files(file: str, max_seq_len: int) -> tuple[dict[str, bytes], SpecialIds]:
+    """({name: content} of the tokenizer's files, the ids that begin, end and pad a text)."""
     try:
-        eot = find_tokenizer(file)[1]
-        end = {"eos_token": load_tokenizer(Path(file)).id_to_token(eot)}
+        ids = ids_of_folder(os.path.dirname(file))
+        end = {"eos_token": load_tokenizer(Path(file)).id_to_token(ids.ends[0])}
     except ValueError:
-        eot, end = None, {}
+        ids, end = NO_IDS, {}
     rules = dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=max_seq_len, **end)
     found = {"tokenizer_config.json": json_bytes(rules | {"clean_up_tokenization_spaces": False})}
-    return found | files_beside(file) | {"tokenizer.json": Path(file).read_bytes()}, eot
+    return found | files_beside(file) | {"tokenizer.json": Path(file).read_bytes()}, ids
 
 
 def file_kinds(
@@ -653,6 +655,7 @@ def save_hf(
     group=None,
     quiet=False,
     check=None,
+    generation: dict | None = None,
 ):
     """Writes a model as a Hugging Face folder for transformers: weights in `dtype`, buffers
     unchanged. If a linear layer has a method merged(), as with LoRA (lora/lora.py), the merged
@@ -660,7 +663,7 @@ def save_hf(
 
     model: plain (call on one rank), or sharded by parallel.py, or the list of this rank's pipeline
     stages (call on all
-    ranks). check: see write_hf. Raises ValueError, the same on all ranks, and then leaves `folder`
+    ranks). check, generation: see write_hf. Raises ValueError, the same on all ranks, and then leaves `folder`
     unchanged.
     """
     modules, tensors, adapted, parts = model if isinstance(model, list) else [model], {}, {}, set()
@@ -713,6 +716,7 @@ def save_hf(
         group,
         quiet,
         check,
+        generation,
     )
 
 

@@ -303,10 +303,16 @@ def commit_step(folder: str, target: str, contents: dict[str, bytes], listed: di
 
 
 def write_run(
-    out: str, model: nn.Module, identity: dict, state: dict, tokenizer_file: str | None
+    out: str,
+    model: nn.Module,
+    identity: dict,
+    state: dict,
+    tokenizer_file: str | None,
+    generation: dict | None = None,
 ) -> None:
-    """Writes a run folder with one checkpoint, of the weights of a plain model alone. Raises
-    RuntimeError if the folder could not be written."""
+    """Writes a run folder with one checkpoint, of the weights of a plain model alone. generation:
+    its generation_config.json, None: that beside the tokenizer. Raises RuntimeError if the folder
+    could not be written."""
     began, step = time.perf_counter(), state["step"]
     target = os.path.join(out, "checkpoints", f"step-{step}")
     folder = f"{target}.tmp-{uuid.uuid4().hex[:8]}"
@@ -314,6 +320,8 @@ def write_run(
     contents = {"state.json": json_bytes(about), "config.json": json_bytes({}), "recipe.py": b""}
     if tokenizer_file:
         contents |= tokenizer_and_beside(tokenizer_file)
+    if generation is not None:
+        contents["generation_config.json"] = json_bytes(generation)
     try:
         os.makedirs(folder)
         names = write_tensors(model_tensors([model]), folder, None, SavePlan())

@@ -1,5 +1,4 @@
-"""The tokenizer and the ids that end a text, of a run, a step folder or a Hugging
-Face folder.
+"""The tokenizer and its special ids, of a run, a step folder or a Hugging Face folder.
 
 --init_from weights need data tokenized with the tokenizer of their training, or with an equal one:
 check_tokenizer.
@@ -7,17 +6,12 @@ check_tokenizer.
 
 import json
 import os
+from pathlib import Path
 
 from corpus.mixture import parse_mixture
-from corpus.shards import is_shards
-from corpus.tokenizer import (
-    BESIDE,
-    find_tokenizer,
-    load_tokenizer,
-    read_beside,
-    read_special_tokens,
-    tokenizer_path,
-)
+from corpus.shards import MASKED, is_shards, read_index
+from corpus.special import SpecialIds, TextSource, special_ids
+from corpus.tokenizer import BESIDE, load_tokenizer, read_beside, tokenizer_path
 from flags.files import matches, read_json, sha256_file
 from storage.newest import ABOUT, ADAPTER, is_hf_folder, newest_readable, resume_source, saved_state
 
@@ -49,40 +43,109 @@ def text_folder(folder: str) -> str:
     )
 
 
+def is_ours(folder: str) -> bool:
+    """Whether the special ids of a folder with tokenizer.json were learnt from nothing: not in a
+    Hugging Face folder, and not in a step of a run that began from one."""
+    if os.path.lexists(os.path.join(folder, "manifest.json")):
+        return not saved_state(folder).get("bos")
+    return not is_hf_folder(folder)
+
+
+def ids_of_folder(folder: str) -> SpecialIds:
+    """The ids that begin, end and pad a text, of a folder with tokenizer.json: of Hugging Face, of
+    token shards, or a step of ours. Raises ValueError if nothing names an end."""
+    return special_ids(folder, is_ours(folder))
+
+
 def ends_of(folder: str) -> list[int]:
-    """The ids that end a text: eos_token of a Hugging Face folder and the ids in
-    generation_config.json; for a checkpoint of ours the id that ended the documents in training,
-    and the eos_token of the tokenizer, if any. Raises ValueError."""
-    eos = read_special_tokens(folder).get("eos_token", "")
-    found = [
-        find_tokenizer(folder, name)[1]
-        for name in ([eos] if is_hf_folder(folder) else ["", *[eos] * (eos != "")])
-    ]
-    listed = read_beside(folder, "generation_config.json").get("eos_token_id")
-    found += [
-        i for i in (listed if isinstance(listed, list) else [listed]) if type(i) is int and i >= 0
-    ]
-    return list(dict.fromkeys(found))
+    """The ids that end a text, of a folder with tokenizer.json; at least one. Raises ValueError."""
+    return ids_of_folder(folder).ends
 
 
 def has_bos(folder: str) -> bool:
-    """Whether texts begin with the tokenizer's beginning-of-text token: for models from Hugging
-    Face folders, and for runs of grpo.py from them. Our own training text has no such token."""
-    return is_hf_folder(folder) or bool(
-        saved_state(newest_readable(folder, names=ABOUT)).get("bos")
+    """Whether texts begin with what the tokenizer puts before them, such as <s>: for models from
+    Hugging Face folders, and for runs from them. Our own training text has no such token."""
+    if is_hf_folder(folder):
+        return True
+    return bool(saved_state(newest_readable(folder, names=ABOUT)).get("bos"))
+
+
+def begins_as_folder(out: str, cfg) -> bool:
+    """has_bos() of the weights that these flags start from; False if there are none, and for ids
+    that are learnt anew. A run keeps what it began with."""
+    source = resume_source(out, cfg)
+    if source:
+        path = newest_readable(source.folder, source.step, ABOUT)
+        begins = bool(saved_state(path).get("bos"))
+    else:
+        begins = is_hf_folder(cfg.init_from)
+    is_continued = source is not None and source.folder == out
+    return begins and (is_continued or not has_new_ids(cfg))
+
+
+def folder_of_ids(out: str, cfg) -> str:
+    """The folder whose special ids a run takes over: the newest step that it continues, or the
+    folder of --init_from. "" if its ids are learnt anew, or if that folder has no tokenizer.json."""
+    source = resume_source(out, cfg)
+    if source and source.folder == out:
+        folder = newest_readable(out, source.step, (*ABOUT, "tokenizer.json", *BESIDE))
+    elif cfg.init_from and not has_new_ids(cfg):
+        folder = text_folder(cfg.init_from)
+    else:
+        return ""
+    has_tokenizer = os.path.lexists(os.path.join(folder, "tokenizer.json"))
+    return folder if has_tokenizer else ""
+
+
+def generation_of_run(
+    out: str, cfg, tokenizer_file: str, learnt: list[int] | None
+) -> tuple[dict | None, list[int]]:
+    """(what generation_config.json of a run's steps and of its export holds, the ends that are new).
+
+    A run from a folder keeps the folder's beginning, ends and padding, and what its data taught ends
+    a text, too. learnt: the ends in the data; None: the token between the documents of its shards.
+    (None, []) for a run from nothing whose tokenizer tells all."""
+    shards = os.path.dirname(tokenizer_file)
+    if learnt is None:
+        learnt = []
+        if is_shards(shards):
+            index = read_index(Path(shards))
+            learnt = [] if index["version"] == MASKED else [index["eot"]]
+    folder = folder_of_ids(out, cfg)
+    try:
+        ids = ids_of_folder(folder or shards)
+    except ValueError:  # nothing names an end
+        ids = SpecialIds(None, [], None)
+    new = [i for i in learnt if i not in ids.ends]
+    known = read_beside(folder or shards, "generation_config.json")
+    if not new and not (folder and (known or not is_ours(folder))):
+        return None, []
+    return known | ids._replace(ends=ids.ends + new).for_config(), new
+
+
+def describe_ends(tokenizer_file: str, ends: list[int]) -> str:
+    """The line about ends that the data taught."""
+    tokenizer = load_tokenizer(Path(tokenizer_file))
+    names = " and ".join(f"{tokenizer.id_to_token(i)!r} (id {i})" for i in ends)
+    return (
+        f"the texts of --data end with {names}, which ended nothing before: from now on an end for "
+        "generation, evaluation, grpo.py and exports of this run"
     )
 
 
-def source_tokenizer(cfg) -> str:
-    """The folder with the tokenizer.json of --init_from, the default for text. "" if the flags name
-    a tokenizer, or if no text is tokenized.
+def source_tokenizer(cfg) -> TextSource:
+    """The tokenizer.json of --init_from, the default for text, and whether texts begin as in that
+    folder. The folder is "" if the flags name a tokenizer, or if no text is tokenized.
 
     A run with checkpoints takes the tokenizer from the newest checkpoint: the --init_from folder
     may be gone by now. Raises ValueError.
     """
     is_text = not all(is_shards(part.path) for part in parse_mixture(cfg.data))
-    if not cfg.init_from or cfg.tokenizer or not is_text or has_new_ids(cfg):
-        return ""
+    if not cfg.init_from or not is_text:
+        return TextSource()
+    begins = begins_as_folder(cfg.out, cfg)
+    if cfg.tokenizer or has_new_ids(cfg):
+        return TextSource("", begins)
     source, names = resume_source(cfg.out, cfg), (*ABOUT, "tokenizer.json", *BESIDE)
     folder = (
         newest_readable(source.folder, source.step, names) if source else text_folder(cfg.init_from)
@@ -90,7 +153,7 @@ def source_tokenizer(cfg) -> str:
     file = os.path.join(folder, "tokenizer.json")
     if not os.path.lexists(file):
         raise ValueError(f"{file} is missing: give the tokenizer of these weights with --tokenizer")
-    return folder
+    return TextSource(folder, begins)
 
 
 def has_new_ids(cfg) -> bool:

@@ -32,7 +32,7 @@ from corpus import build as texts
 from corpus import cache
 from corpus import commands as data_commands
 from corpus import shards as shard_files
-from corpus.tokenizer import find_tokenizer
+from corpus.special import find_tokenizer
 from data import DataConfig, TokenData, hash_sequences, open_data, permute
 from distributed.checks import check_first_batch, reduce_hash
 from distributed.layout import Layout

@@ -22,7 +22,7 @@ from runs import MLA, MODEL, REPO, Job, ended, launch, metrics, run, train_lines
 
 import train_llama3
 from corpus.build import build_shards
-from corpus.tokenizer import find_tokenizer
+from corpus.special import find_tokenizer
 from data import DataConfig, open_data
 from distributed.layout import AXES
 from docs.flags import document

@@ -20,7 +20,7 @@ import train_llama3
 from corpus.build import build_shards
 from corpus.mixture import LONGEST_PERIOD, parse_mixture, take_turns
 from corpus.shards import opened_array
-from corpus.tokenizer import find_tokenizer
+from corpus.special import find_tokenizer
 from data import DataConfig, MixedData, TokenData, open_data
 from sft.chat_data import ChatData
 from storage.changes import changes

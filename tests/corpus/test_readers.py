@@ -16,7 +16,7 @@ from test_data import call_cli, refused, sentences
 from corpus import build as texts
 from corpus.build import build_shards
 from corpus.files import text_files, unpacked
-from corpus.tokenizer import find_tokenizer
+from corpus.special import find_tokenizer
 from data import DataConfig, open_data
 from sft.chat_data import ChatData
 

@@ -530,12 +530,17 @@ def test_show(tmp_path, folders, monkeypatch, capsys):
         folder / "tokenizer.json",
     )
     ids, mask = judge(record)
-    assert (status, err) == (0, "") and out == (
-        f"--- document 1: {len(ids)} tokens, {sum(mask)} with a loss "
-        "(green)\n<|begin_of_text|><|start_header_id|>user"
-        "<|end_header_id|>\n\na\ufffd[2Jb<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
-        "\033[32mdef f(x)<|eot_id|>\033[0m\n"
+    shown = (
+        f"--- document 1: {len(ids)} tokens, {sum(mask)} with a loss (green), "
+        "7 of them markers with an id of their own (underlined)\n"
+        "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\na\ufffd[2Jb<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n\033[32mdef f(x)\033[0m<|eot_id|>\n"
     )
+    for marker in set(re.findall(r"<\|\w+\|>", shown)):  # each is one id, and has a line below
+        shown = shown.replace(marker, f"\033[4m{marker}\033[24m")
+    last = shown.rindex("\033[4m")
+    shown = f"{shown[:last]}\033[32m{shown[last:-1]}\033[0m\n"
+    assert (status, err, out) == (0, "", shown)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ import finetune
 import train_llama3
 from corpus.build import build_shards
 from corpus.commands import documents_of
-from corpus.tokenizer import find_tokenizer
+from corpus.special import find_tokenizer
 from data import DataConfig, open_data
 from flags.config import override_fields
 from models.deepseek import DeepSeekConfig

@@ -854,7 +854,7 @@ def test_from_hf_and_to_hf(chat_folder, tmp_path, capsys):
     assert checkpoint_commands.main(["from_hf", str(chat_folder), run]) == 0
     verify(f"{run}/checkpoints/step-0")
     model, state = load_model(run)
-    assert state == {"step": 0, "samples": 0, "tokens": 0}
+    assert state == {"step": 0, "samples": 0, "tokens": 0, "bos": True}
     tokens = random_tokens(2, 40)
     assert torch.equal(model(tokens), hf.load_hf_model(str(chat_folder))[0](tokens))
     assert (
@@ -868,7 +868,7 @@ def test_from_hf_and_to_hf(chat_folder, tmp_path, capsys):
     assert theirs("def f").input_ids[0] == 1  # begins as the tokenizer says
     assert theirs.eos_token == "<|eot_id|>" and theirs.chat_template  # as in the first folder
     exported = transformers.AutoModelForCausalLM.from_pretrained(out)
-    assert exported.config.eos_token_id == exported.generation_config.eos_token_id == 0
+    assert exported.config.eos_token_id == exported.generation_config.eos_token_id == 4
     ids = exported.generate(**theirs("x", return_tensors="pt"), max_new_tokens=12, do_sample=False)
     assert greedy(out, "x", capsys, n=12) == printable(
         theirs.decode(ids[0], skip_special_tokens=True)
@@ -898,8 +898,8 @@ def test_the_files_beside_a_tokenizer_come_along(chat_folder, tmp_path):
         for folder in ("direct", "out"):
             assert (tmp_path / folder / name).read_bytes() == (chat_folder / name).read_bytes()
     theirs = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
-    assert (theirs.eos_token_id, theirs.temperature, theirs.pad_token_id) == ([1, 2], 0.6, 0)
-    assert transformers.AutoConfig.from_pretrained(tmp_path / "out").eos_token_id == [1, 2]
+    assert (theirs.eos_token_id, theirs.temperature, theirs.pad_token_id) == ([4, 1, 2], 0.6, None)
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "out").eos_token_id == [4, 1, 2]
 
 
 def test_hugging_face_folders_are_told_from_ours(chat_folder, tmp_path, monkeypatch):
@@ -929,7 +929,10 @@ def begin(flags, folder, out):
     with torch.no_grad():
         stages[0].norm.weight.zero_()
     assert checkpoints.save(1, {"step": 1})
-    assert checkpoints.load() == {"step": 1}  # now the run has a checkpoint: the folder is ignored
+    assert checkpoints.load() == {
+        "step": 1,
+        "bos": True,
+    }  # now the run has a checkpoint: the folder is ignored
     checkpoints.close()
     return weights, full(stages[0].norm.weight)
 

@@ -1,0 +1,145 @@
+"""The one place that knows which ids begin, end and pad a text: of a Hugging Face folder, of token
+shards, of a step of ours and of an export.
+
+Transformers resolves these ids twice. Its tokenizer reads tokenizer_config.json (or, in old folders,
+special_tokens_map.json) and puts before a text what the post-processor of tokenizer.json says.
+generate() stops at the ids of generation_config.json, else of config.json. Folders contradict
+themselves often, so an end is here an id that any of these files calls an end.
+"""
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from corpus.tokenizer import (
+    encoding_of,
+    files_beside,
+    load_tokenizer,
+    read_beside,
+    read_special_tokens,
+    tokenizer_path,
+)
+
+# Tokens that end a document of text, the first that a tokenizer has
+EOT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
+
+
+def find_tokenizer(path: str, eot: str = "") -> tuple[Path, int, int]:
+    """(tokenizer.json, eot id, vocab size) for a tokenizer.json or its folder. The eot ends each
+    document of text in training. eot: its text, "": look for it. Raises ValueError."""
+    file = tokenizer_path(path)
+    files_beside(file)  # raises for links elsewhere and absurd sizes
+    tokenizer = load_tokenizer(file)
+    names = [eot] if eot else list(EOT_NAMES)
+    if not eot and (eos := read_special_tokens(str(file.parent)).get("eos_token")):
+        names.append(eos)
+    # a BPE may know "</s>" as HTML
+    special = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    found = [tokenizer.token_to_id(name) for name in names if name in special or name == eot]
+    if not found or found[0] is None:
+        raise ValueError(
+            f"--tokenizer {path}: has none of {', '.join(names)} to end a text; use data.py "
+            "prepare --eot TOKEN"
+        )
+    vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+    if vocab_size > 1 << 24:  # a broken file: the model would get a row for every id
+        raise ValueError(
+            f"--tokenizer {path}: its ids go up to {vocab_size - 1}; need ids below {1 << 24}"
+        )
+    return file, found[0], vocab_size
+
+
+class SpecialIds(NamedTuple):
+    """The ids with a meaning in a folder."""
+
+    bos: (
+        int | None
+    )  # that the files call the beginning of a text; prefix_ids() says what is put there
+    ends: list[int]  # each of them ends a text; the first is the tokenizer's, if it has one
+    pad: int | None
+
+    def for_config(self) -> dict:
+        """As config.json and generation_config.json write them."""
+        eos = self.ends[0] if len(self.ends) == 1 else self.ends or None
+        return {"bos_token_id": self.bos, "eos_token_id": eos, "pad_token_id": self.pad}
+
+
+def listed_ids(value) -> list[int]:
+    """The ids in a value of generation_config.json: an id, a list of ids, or null."""
+    values = value if isinstance(value, list) else [value]
+    return [i for i in values if type(i) is int and i >= 0]
+
+
+def config_of(folder: str) -> dict:
+    """config.json of a Hugging Face folder; {} for a step of ours, whose config.json holds flags."""
+    if os.path.lexists(os.path.join(folder, "manifest.json")):
+        return {}
+    return read_beside(folder, "config.json")
+
+
+def special_ids(folder: str, is_ours: bool = False) -> SpecialIds:
+    """The ids of a folder with tokenizer.json. The ends are the union of all files.
+
+    is_ours: the ids were learnt from nothing, in training on text: the first end is the token between
+    the documents, nothing begins a text, and the end pads. Raises ValueError if nothing names an
+    end."""
+    names = read_special_tokens(folder)
+    files = [read_beside(folder, "generation_config.json"), config_of(folder)]
+    files.append(files[1].get("text_config") or {})
+    tokenizer = load_tokenizer(tokenizer_path(folder))
+
+    def id_of(name: str) -> int | None:
+        of_files = [i for file in files for i in listed_ids(file.get(f"{name}_token_id"))]
+        of_tokenizer = tokenizer.token_to_id(names.get(f"{name}_token", ""))
+        return of_files[0] if of_files else of_tokenizer
+
+    ends = [find_tokenizer(folder)[1]] if is_ours else []
+    eos = tokenizer.token_to_id(names.get("eos_token", ""))
+    if eos is not None:
+        ends.append(eos)
+    markers = tokenizer.get_added_tokens_decoder()
+    in_generation = listed_ids(files[0].get("eos_token_id"))
+    ends += in_generation
+    for file in files[1:]:
+        # generate() reads config.json only without the other file. It often holds a default of
+        # transformers there, such as 2, which may be a letter.
+        more = listed_ids(file.get("eos_token_id"))
+        ends += [i for i in more if i in markers or not in_generation]
+    if not ends:
+        ends = [find_tokenizer(folder, names.get("eos_token", ""))[1]]
+    ends = list(dict.fromkeys(ends))
+    if is_ours:
+        return SpecialIds(None, ends, ends[0])
+    return SpecialIds(id_of("bos"), ends, id_of("pad"))
+
+
+# --- What a tokenizer puts before a text ---
+class TextSource(NamedTuple):
+    """The tokenizer for text that comes with the weights of a run."""
+
+    folder: str = ""  # of the tokenizer.json; "": the flags name one, or a new one is trained
+    begins: bool = False  # each document begins with prefix_ids()
+
+    def or_of(self, data) -> "TextSource":
+        """This source, with the tokenizer of data (TokenData) if it has none."""
+        return self._replace(folder=self.folder or data.tokenizer_file or "")
+
+
+def prefix_ids(tokenizer) -> list[int]:
+    """The ids that the post-processor of a tokenizer puts before a text, such as <s>. What it puts
+    after a text, such as </s>, is none of them: prompts go on."""
+    encoding = tokenizer.encode("a", add_special_tokens=True)
+    ids = encoding.ids
+    text = tokenizer.encode("a", add_special_tokens=False).ids
+    for start in range(len(ids) - len(text) + 1):
+        if ids[start : start + len(text)] == text and not any(
+            encoding.special_tokens_mask[start : start + len(text)]
+        ):
+            return ids[:start]
+    return []
+
+
+def ids_of(tokenizer, text: str, begins: bool = False) -> list[int]:
+    """The ids of a text. begins: with what the tokenizer puts before a text, and nothing after it."""
+    prefix = prefix_ids(tokenizer) if begins else []
+    return prefix + encoding_of(tokenizer, text).ids
