@@ -23,7 +23,7 @@ class AnswerEnds(NamedTuple):
     ends: list[int]  # ids that end an answer, the most frequent first
     n_answers: int  # last answers, one of each conversation with an answer
     n_open: int  # of them without an end
-    example: str  # the text around the last token of such an answer
+    example: str  # the text around the last trained token of such an answer
 
 
 def span_ends(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -58,6 +58,15 @@ def before_blanks(tokens: np.ndarray, mask: np.ndarray, places: np.ndarray, toke
     return places
 
 
+def show_end(tokens: np.ndarray, mask: np.ndarray, place: int, tokenizer) -> str:
+    """The text before and after the last trained token of an answer, within its conversation."""
+    rest = np.flatnonzero(mask[place + 1 :] & FIRST)
+    stop = place + 1 + min(rest[0] if len(rest) else len(mask), 6)
+    parts = tokens[max(0, place - 7) : place + 1], tokens[place + 1 : stop]
+    said, after = (tokenizer.decode(part.tolist(), skip_special_tokens=False) for part in parts)
+    return f"{said!r}, and without a loss {after!r}" if after else repr(said)
+
+
 def find_ends(shards: list[tuple[np.ndarray, np.ndarray]], tokenizer_file: Path) -> AnswerEnds:
     """What ends the answers. shards: (tokens, mask) of each.
 
@@ -88,9 +97,7 @@ def find_ends(shards: list[tuple[np.ndarray, np.ndarray]], tokenizer_file: Path)
         trained += np.bincount(tokens[mask & LOSS > 0], minlength=size)
         is_open = ~np.isin(final, list(markers))
         if is_open.any() and not example:
-            place = places[is_last][is_open][0]
-            around = tokens[max(0, place - 8) : place + 6].tolist()
-            example = tokenizer.decode(around, skip_special_tokens=False)
+            example = show_end(tokens, mask, places[is_last][is_open][0], tokenizer)
     n_answers = int(last.sum())
     n_open = n_answers - int(last[list(markers)].sum())
     inside = trained - last - other

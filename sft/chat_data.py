@@ -185,7 +185,7 @@ class ChatData(TokenData):
         if found.n_open > n / 10:
             print(
                 f"{path}: {found.n_open:,} of {n:,} last answers end with no token that ends a text, "
-                f"as here: {found.example!r}; the model will not learn to stop. Let the chat "
+                f"as here: {found.example}; the model will not learn to stop. Let the chat "
                 "template write eos_token after an answer, and inside of {% generation %}",
                 flush=True,
             )

@@ -1,0 +1,312 @@
+"""Folders as the world has them, in a table: kinds of tokenizers x what stands beside tokenizer.json.
+transformers is the judge of the ids of texts and chats, of ends, of exports, and of generation. A new
+folder is a row."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from saves import refuses
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from corpus.answer_ends import find_ends
+from corpus.chat import chat_tokenizer, parse_conversation, read_template, tokens_and_mask
+from corpus.shards import FIRST, LOSS
+from corpus.special import ids_of
+from corpus.tokenizer import load_tokenizer
+from generate import generate
+from storage import commands
+from storage.hf import load_hf_model
+from storage.source_tokenizer import ends_of, has_bos, ids_of_folder, text_folder
+
+TEXTS = ["The sky is blue,  and\n the cat sat.", "naïve 42 北京", " a", "x = <b>1</b>"]
+CORPUS = [*TEXTS, "What is two and two? Four. user assistant system"] * 9
+BEGIN, END, DOCUMENT, TURN = "<s>", "<|eot_id|>", "<|endoftext|>", "<|im_start|>"
+MARKERS = [DOCUMENT, BEGIN, TURN, END]
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|eot_id|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TALK = {
+    "messages": [
+        {"role": "user", "content": "What is two and two?"},
+        {"role": "assistant", "content": "Four."},
+    ]
+}
+LLAMA3 = r"(?i:'s|'t|'re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+
+
+# --- Tokenizers, one function per family ---
+def byte_level(*splits) -> Tokenizer:
+    made = Tokenizer(models.BPE())
+    parts = [pre_tokenizers.Split(Regex(split), "isolated") for split in splits]
+    parts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not splits))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Sequence(parts), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    train(made, trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False))
+    return made
+
+
+def deepseek() -> Tokenizer:
+    return byte_level("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"\p{N}")
+
+
+def qwen() -> Tokenizer:
+    made = byte_level(QWEN)
+    made.normalizer = normalizers.NFC()
+    return made
+
+
+def train(made: Tokenizer, trainer) -> None:
+    made.train_from_iterator(CORPUS, trainer)
+
+
+def byte_fallback() -> Tokenizer:
+    """As Llama 2's: a normalizer writes the spaces, and letters that are unknown become bytes."""
+    made = Tokenizer(models.BPE(unk_token="<unk>"))
+    made.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    names = ["<unk>", *(f"<0x{i:02X}>" for i in range(256))]
+    train(made, trainers.BpeTrainer(vocab_size=360, special_tokens=names, show_progress=False))
+    rules = json.loads(made.to_str())
+    rules["added_tokens"] = rules["added_tokens"][:1]
+    rules["model"] |= {"byte_fallback": True, "fuse_unk": True}
+    made = Tokenizer.from_str(json.dumps(rules))
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return made
+
+
+def metaspace(scheme: str) -> Tokenizer:
+    made = Tokenizer(models.BPE(unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    made.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    special = ["<unk>"]
+    train(made, trainers.BpeTrainer(vocab_size=120, special_tokens=special, show_progress=False))
+    return made
+
+
+def word_level() -> Tokenizer:
+    made = Tokenizer(models.WordLevel(unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    train(made, trainers.WordLevelTrainer(special_tokens=["<unk>"], show_progress=False))
+    return made
+
+
+def unigram() -> Tokenizer:
+    made = Tokenizer(models.Unigram())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=90, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False
+    )
+    train(made, trainer)
+    return made
+
+
+FAMILIES = {
+    "llama3": partial(byte_level, LLAMA3),
+    "qwen": qwen,
+    "deepseek": deepseek,
+    "byte fallback": byte_fallback,
+    "metaspace always": partial(metaspace, "always"),
+    "metaspace first": partial(metaspace, "first"),
+    "metaspace never": partial(metaspace, "never"),
+    "word level": word_level,
+    "unigram": unigram,
+}
+
+
+# --- What stands beside tokenizer.json ---
+# own: markers that tokenizer.json has itself; eos: in tokenizer_config.json; generation, config: the
+# eos ids of generation_config.json and config.json, None: there is no such file or key;
+# before, after: what the post-processor puts around a text
+BESIDE = {
+    "all": dict(generation=[END], config=END, before=[BEGIN]),
+    "several ends": dict(generation=[END, DOCUMENT], config=END),
+    "no generation_config": dict(generation=None, config=[END, DOCUMENT], before=[BEGIN]),
+    "special_tokens_map alone": dict(eos="map", generation=None, config=None),
+    "tokenizer_config alone": dict(generation=None, config=None),
+    "other ends in each": dict(eos=END, generation=[DOCUMENT], config=DOCUMENT, before=[BEGIN]),
+    "appends its end": dict(generation=[END], config=END, before=[BEGIN], after=[END]),
+    "markers by id": dict(own=1, listed=True, generation=[END], config=END),
+    "markers by name": dict(own=1, generation=[END], config=END),
+}
+QUICK = {(family, beside) for family in FAMILIES for beside in ("all", "markers by id")}
+QUICK |= {("llama3", beside) for beside in BESIDE} | {("unigram", beside) for beside in BESIDE}
+
+
+def make_folder(folder: Path, family: str, own=4, listed=False, eos=END, generation=None, config=None,
+                before=(), after=()) -> Path:  # fmt: skip
+    """A Hugging Face folder with a model of random weights."""
+    made = FAMILIES[family]()
+    markers = [AddedToken(name, special=True, normalized=False) for name in MARKERS]
+    whole = Tokenizer.from_str(made.to_str())
+    whole.add_special_tokens(markers)
+    ids = {name: whole.token_to_id(name) for name in MARKERS}
+    made.add_special_tokens(markers[:own])
+    around = [*before, "$A", *after]
+    if len(around) > 1:
+        special = [(name, ids[name]) for name in (*before, *after)]
+        made.post_processor = processors.TemplateProcessing(
+            single=" ".join(around), special_tokens=special
+        )
+
+    def id_of(value):
+        return [ids[name] for name in value] if isinstance(value, list) else ids.get(value)
+
+    torch.manual_seed(0)
+    vocab_size = max(whole.get_vocab(with_added_tokens=True).values()) + 1
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    about = LlamaConfig(
+        **sizes,
+        num_key_value_heads=1,
+        vocab_size=vocab_size,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+        bos_token_id=ids[BEGIN],
+        eos_token_id=id_of(config),
+        pad_token_id=ids[DOCUMENT],
+    )
+    model = LlamaForCausalLM(about)
+    model.generation_config = GenerationConfig(
+        bos_token_id=ids[BEGIN], eos_token_id=id_of(generation), pad_token_id=ids[DOCUMENT]
+    )
+    model.save_pretrained(folder)
+    if generation is None:
+        (folder / "generation_config.json").unlink()
+    made.save(str(folder / "tokenizer.json"))
+    rules = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BEGIN,
+        "pad_token": DOCUMENT,
+    }
+    if eos == "map":
+        (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": END}))
+    else:
+        rules["eos_token"] = eos
+    flags = dict(special=True, normalized=False, lstrip=False, rstrip=False, single_word=False)
+    if listed:
+        rules["added_tokens_decoder"] = {
+            str(ids[name]): {"content": name, **flags} for name in MARKERS
+        }
+    elif own < 4:  # in the order in which transformers gives ids
+        rules["additional_special_tokens"] = [TURN, END]
+        rules |= {"pad_token": DOCUMENT, "bos_token": BEGIN, "eos_token": DOCUMENT}
+    (folder / "tokenizer_config.json").write_text(json.dumps(rules))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def end_at_once(model, prompt: list[int], end: int) -> None:
+    """Changes the head so that the likeliest token after the prompt is `end`."""
+    with torch.no_grad():
+        hidden = model.model(torch.tensor([prompt])).last_hidden_state[0, -1]
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[end] = hidden
+
+
+@pytest.mark.parametrize(
+    "family, beside",
+    [
+        pytest.param(*row, marks=() if row in QUICK else pytest.mark.slow, id=", ".join(row))
+        for row in ((family, beside) for family in FAMILIES for beside in BESIDE)
+    ],
+)
+def test_folders_as_transformers_reads_them(tmp_path, family, beside):
+    folder = make_folder(tmp_path / "hf", family, **BESIDE[beside])
+    theirs = AutoTokenizer.from_pretrained(folder)
+    ours = load_tokenizer(folder / "tokenizer.json")
+    marks = chat_tokenizer(folder / "tokenizer.json")
+
+    # texts and chats
+    n_after = len(BESIDE[beside].get("after", ()))
+    for text in TEXTS:
+        expected = theirs(text).input_ids
+        assert ids_of(ours, text, begins=True) == expected[: len(expected) - n_after]
+    conversation = parse_conversation(json.dumps(TALK).encode())
+    ids, mask = tokens_and_mask(conversation, read_template(str(folder), "x"), marks)
+    assert ids == theirs.apply_chat_template(TALK["messages"]).input_ids
+
+    # ends: all that the tokenizer, generate() and config.json name, in folder, run and export
+    end = theirs.convert_tokens_to_ids(END)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    listed = model.generation_config.eos_token_id
+    expected = {theirs.eos_token_id, *(listed if isinstance(listed, list) else [listed])} - {None}
+    assert set(ends_of(str(folder))) == expected
+    shard = torch.tensor(ids).numpy(), torch.tensor(mask).numpy().astype("u1") * LOSS
+    shard[1][0] |= FIRST
+    found = find_ends([shard], folder / "tokenizer.json")
+    assert (found.ends, found.n_answers, found.n_open) == ([end], 1, 0)
+    run, out = str(tmp_path / "run"), str(tmp_path / "out")
+    commands.from_hf(str(folder), run)
+    commands.to_hf(run, out, dtype="float32")
+    assert has_bos(run) and ids_of_folder(text_folder(run)) == ids_of_folder(str(folder))
+    assert ids_of_folder(out) == ids_of_folder(str(folder))
+    exported = AutoModelForCausalLM.from_pretrained(out)
+    for about in exported.generation_config, exported.config:
+        eos = about.eos_token_id
+        assert {*(eos if isinstance(eos, list) else [eos])} == expected
+        assert about.bos_token_id == theirs.bos_token_id
+        assert about.pad_token_id == theirs.convert_tokens_to_ids(DOCUMENT)
+    again = AutoTokenizer.from_pretrained(out)
+    assert [again(text).input_ids for text in TEXTS] == [theirs(text).input_ids for text in TEXTS]
+
+    # generation: greedy, first as it comes, then with a model that says an end at once
+    prompt = ids_of(ours, TEXTS[0], begins=True)
+    for last in None, *expected:
+        if last is not None:
+            end_at_once(model, prompt, last)
+            end_at_once(exported, prompt, last)
+            model.save_pretrained(folder)
+        options = dict(max_new_tokens=5, do_sample=False)
+        said = exported.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+        own = generate(load_hf_model(str(folder))[0], [prompt], 5, 0.0, eot=ends_of(str(folder)))
+        assert own == [said] and (last is None or said == [last])
+
+
+# Ids that contradict are refused, and so is a gap. Tokens that are named without an id need a row.
+@pytest.mark.parametrize(
+    "listed, words",
+    [
+        ({"9": END}, "correct added_tokens_decoder"),
+        ({"5": TURN}, "correct added_tokens_decoder"),
+        ({"999": "<|new|>"}, "name the ids between"),
+        ({"x": "<|new|>"}, "added_tokens_decoder must be"),
+        ({"5": ""}, "added_tokens_decoder must be"),
+    ],
+)
+def test_contradictions_are_refused(tmp_path, listed, words):
+    folder = make_folder(tmp_path, "llama3", generation=[END])
+    rules = json.loads((folder / "tokenizer_config.json").read_text())
+    rules["added_tokens_decoder"] = {i: {"content": content} for i, content in listed.items()}
+    (folder / "tokenizer_config.json").write_text(json.dumps(rules))
+    refuses(words, load_tokenizer, folder / "tokenizer.json")
+
+
+def test_a_padding_token_without_a_row_stays_text(tmp_path):
+    folder = make_folder(tmp_path, "llama3", generation=[END])
+    rules = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(rules | {"pad_token": "[PAD]"}))
+    assert load_tokenizer(folder / "tokenizer.json").token_to_id("[PAD]") is None
