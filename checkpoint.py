@@ -74,7 +74,12 @@ from storage.provenance import (
     summarize_code,
 )
 from storage.saved import check_excluded, check_fit, choose_step, commit_step, split_twins
-from storage.source_tokenizer import begins_as_folder, describe_ends, generation_of_run
+from storage.source_tokenizer import (
+    begins_as_folder,
+    describe_beginning,
+    describe_ends,
+    generation_of_run,
+)
 
 # folders left by a process killed while saving or deleting
 LEFTOVER = re.compile(r"step-\d+\.tmp-.*|trash-.*")
@@ -239,6 +244,8 @@ class Checkpoints:
             self.tokenizer["generation_config.json"] = json_bytes(self.generation)
         if new:
             self.say(describe_ends(tokenizer_file, new))
+        if reads and self.begins and (line := describe_beginning(tokenizer_file)):
+            self.say(line)
         self.numbers = OptimizerNumbers(self.optimizers, known)
         buffers = {
             fqn: t

@@ -62,7 +62,7 @@ def show_end(tokens: np.ndarray, mask: np.ndarray, place: int, tokenizer) -> str
     """The text before and after the last trained token of an answer, within its conversation."""
     rest = np.flatnonzero(mask[place + 1 :] & FIRST)
     stop = place + 1 + min(rest[0] if len(rest) else len(mask), 6)
-    parts = tokens[max(0, place - 7) : place + 1], tokens[place + 1 : stop]
+    parts = tokens[max(0, place - 15) : place + 1], tokens[place + 1 : stop]
     said, after = (tokenizer.decode(part.tolist(), skip_special_tokens=False) for part in parts)
     return f"{said!r}, and without a loss {after!r}" if after else repr(said)
 

@@ -12,7 +12,7 @@ from corpus.chat import chat_tokenizer
 from corpus.files import text_files
 from corpus.mixture import FORMATS
 from corpus.shards import find_damage, is_shards, read_index
-from corpus.special import EOT_NAMES, TextSource, find_tokenizer
+from corpus.special import EOT_NAMES, TextSource, find_tokenizer, prefix_ids
 from corpus.tokenizer import BPE_VOCAB, load_tokenizer
 from flags.config import Parser, usage_error
 from flags.files import check_local
@@ -110,6 +110,12 @@ def define_commands(about: str) -> Parser:
         "--eot", default="", help="token that ends a document, where the tokenizer does not tell"
     )
     prepare.add_argument(
+        "--bos",
+        action="store_true",
+        help="begin each document as the tokenizer begins a text, such as with <s>: for --init_from "
+        "a Hugging Face folder",
+    )
+    prepare.add_argument(
         "--skip_bad",
         type=int,
         default=0,
@@ -189,8 +195,20 @@ def main(about: str = ""):
             if share >= n:
                 raise ValueError(f"--shard {args.shard}: need I/N with I from 0 to N - 1, like 0/4")
             tokenizer = find_tokenizer(args.tokenizer, args.eot)
+            begin = prefix_ids(load_tokenizer(tokenizer[0])) if args.bos else []
+            if args.bos and not begin:
+                raise ValueError(
+                    f"--bos: the tokenizer of {args.tokenizer} puts nothing before a text; leave it out"
+                )
             build_shards(
-                paths, tokenizer, folder, args.workers, args.text_column, args.skip_bad, (share, n)
+                paths,
+                tokenizer,
+                folder,
+                args.workers,
+                args.text_column,
+                args.skip_bad,
+                (share, n),
+                begin,
             )
             if n > 1:
                 return print(

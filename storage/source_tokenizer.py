@@ -10,7 +10,7 @@ from pathlib import Path
 
 from corpus.mixture import parse_mixture
 from corpus.shards import MASKED, is_shards, read_index
-from corpus.special import SpecialIds, TextSource, special_ids
+from corpus.special import SpecialIds, TextSource, prefix_ids, special_ids
 from corpus.tokenizer import BESIDE, load_tokenizer, read_beside, tokenizer_path
 from flags.files import matches, read_json, sha256_file
 from storage.newest import ABOUT, ADAPTER, is_hf_folder, newest_readable, resume_source, saved_state
@@ -130,6 +130,24 @@ def describe_ends(tokenizer_file: str, ends: list[int]) -> str:
     return (
         f"the texts of --data end with {names}, which ended nothing before: from now on an end for "
         "generation, evaluation, grpo.py and exports of this run"
+    )
+
+
+def describe_beginning(tokenizer_file: str) -> str:
+    """A line if the documents of text shards begin without what the model's folder puts before a
+    text; "" if all is well."""
+    shards = Path(tokenizer_file).parent
+    if not is_shards(str(shards)):
+        return ""
+    index = read_index(shards)
+    tokenizer = load_tokenizer(Path(tokenizer_file))
+    prefix = prefix_ids(tokenizer)
+    if not prefix or index["version"] == MASKED or "begin" in index["source"]:
+        return ""
+    name = "".join(tokenizer.id_to_token(i) for i in prefix)
+    return (
+        f"the documents of {shards} do not begin with {name}, as texts do for the model of "
+        "--init_from; make them with data.py prepare --bos"
     )
 
 

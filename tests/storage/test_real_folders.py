@@ -6,6 +6,7 @@ import json
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from saves import refuses
@@ -28,15 +29,25 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+import finetune
 from corpus.answer_ends import find_ends
+from corpus.cache import cached_corpus
 from corpus.chat import chat_tokenizer, parse_conversation, read_template, tokens_and_mask
-from corpus.shards import FIRST, LOSS
-from corpus.special import ids_of
+from corpus.shards import FIRST, LOSS, read_index
+from corpus.special import TextSource, ids_of
 from corpus.tokenizer import load_tokenizer
 from generate import generate
 from storage import commands
 from storage.hf import load_hf_model
-from storage.source_tokenizer import ends_of, has_bos, ids_of_folder, text_folder
+from storage.source_tokenizer import (
+    describe_ends,
+    ends_of,
+    generation_of_run,
+    has_bos,
+    ids_of_folder,
+    source_tokenizer,
+    text_folder,
+)
 
 TEXTS = ["The sky is blue,  and\n the cat sat.", "naïve 42 北京", " a", "x = <b>1</b>"]
 CORPUS = [*TEXTS, "What is two and two? Four. user assistant system"] * 9
@@ -310,3 +321,95 @@ def test_a_padding_token_without_a_row_stays_text(tmp_path):
     rules = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(rules | {"pad_token": "[PAD]"}))
     assert load_tokenizer(folder / "tokenizer.json").token_to_id("[PAD]") is None
+
+
+# --- What training makes of them ---
+def documents(folder: Path) -> list[list[int]]:
+    """The ids of the documents of token shards, each with its end."""
+    index = read_index(folder)
+    names = [entry["name"] for split in ("train", "val") for entry in index["splits"][split]]
+    ids = [i for name in names for i in np.load(folder / name).tolist()]
+    ends = [place + 1 for place, i in enumerate(ids) if i == index["eot"]]
+    return [ids[start:stop] for start, stop in zip([0, *ends], ends)]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_a_run_from_a_folder_begins_its_documents_as_the_folder(tmp_path, name):
+    """Text from nothing has no such token, with the same tokenizer."""
+    folder = make_folder(tmp_path / "hf", "llama3", **BESIDE["appends its end"])
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+    written = lines if name == "a.jsonl" else DOCUMENT.join(TEXTS)
+    (tmp_path / name).write_text(written)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    expected = [theirs(text).input_ids[:-1] for text in TEXTS]
+    flags = dict(data=str(tmp_path / name), cache_dir=str(tmp_path / "cache"), val_every=0)
+    cfg = finetune.Config(**flags, init_from=str(folder), out=str(tmp_path / "run"))
+    source = source_tokenizer(cfg)
+    assert source == (str(folder), True)
+    made = cached_corpus(cfg.data, source, cfg.cache_dir)
+    whole = documents(made)
+    assert [ids[:-1] for ids in whole[: len(TEXTS) - 1]] == expected[: len(TEXTS) - 1]
+    plain = cached_corpus(cfg.data, TextSource(str(folder)), cfg.cache_dir)
+    assert plain != made and [ids[:-1] for ids in documents(plain)][0] == expected[0][1:]
+
+
+def test_a_run_knows_the_ids_of_its_folder_and_what_its_data_taught(tmp_path):
+    folder = make_folder(tmp_path / "hf", "llama3", eos=DOCUMENT, generation=[DOCUMENT])
+    ids = ids_of_folder(str(folder))
+    file = str(folder / "tokenizer.json")
+    end = load_tokenizer(Path(file)).token_to_id(END)
+    cfg = finetune.Config(data="x", init_from=str(folder), out=str(tmp_path / "run"))
+    found, new = generation_of_run(cfg.out, cfg, file, [end])
+    assert new == [end] and found["eos_token_id"] == [*ids.ends, end]
+    assert (found["bos_token_id"], found["pad_token_id"]) == (ids.bos, ids.pad)
+    assert repr(END) in describe_ends(file, new) and str(end) in describe_ends(file, new)
+    assert generation_of_run(cfg.out, cfg, file, ids.ends)[1] == []  # nothing new
+    # from nothing, with a tokenizer that names its end: nothing is to be written
+    cfg = finetune.Config(data="x", out=str(tmp_path / "other"))
+    (tmp_path / "bare").mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "bare" / name).write_bytes((folder / name).read_bytes())
+    bare = str(tmp_path / "bare" / "tokenizer.json")
+    assert generation_of_run(cfg.out, cfg, bare, ids.ends) == (None, [])
+
+
+# Templates that teach no end: the end is not trained, the next turn ends the answer, plain text
+@pytest.mark.parametrize(
+    "template, n_open",
+    [
+        (TEMPLATE, 0),
+        (TEMPLATE.replace(END, "<|end|>"), 1),
+        (TEMPLATE.replace(f"{END}\n", ""), 1),
+        (TEMPLATE.replace(f"{END}\n", "\n\n"), 1),
+        (
+            "{% for m in messages %}<|im_start|>{{ m.role }}\n{% generation %}{{ m.content }}"
+            "{% endgeneration %}<|eot_id|>\n{% endfor %}",
+            1,
+        ),
+    ],
+)
+def test_answers_without_an_end_are_found(tmp_path, template, n_open):
+    folder = make_folder(tmp_path, "llama3", eos=DOCUMENT, generation=[DOCUMENT])
+    (folder / "chat_template.jinja").write_text(template)
+    file = folder / "tokenizer.json"
+    conversation = parse_conversation(json.dumps(TALK).encode())
+    ids, mask = tokens_and_mask(conversation, read_template(str(folder), "x"), chat_tokenizer(file))
+    bits = np.array(mask, np.uint8) * LOSS
+    bits[0] |= FIRST
+    found = find_ends([(np.array(ids), bits)], file)
+    assert (found.n_answers, found.n_open, len(found.ends)) == (1, n_open, 1 - n_open)
+    assert ("Four" in found.example) == bool(n_open)
+
+
+def test_an_end_of_earlier_answers_that_is_rare_inside(tmp_path):
+    """<|eot_id|> ends earlier answers, <|endoftext|> the last: both are ends, unless one of them also
+    stands inside of answers, as gpt-oss's <|end|> after thoughts."""
+    folder = make_folder(tmp_path, "llama3", eos=BEGIN, generation=[BEGIN])
+    file = folder / "tokenizer.json"
+    a, end, last = 5, *map(load_tokenizer(file).token_to_id, (END, DOCUMENT))
+    ids = np.array([a, a, end, a, a, last])
+    bits = np.array([FIRST, LOSS, LOSS, 0, LOSS, LOSS], np.uint8)
+    assert find_ends([(ids, bits)], file).ends == [last, end]
+    ids = np.array([a, end, a, end, a, a, last])
+    bits = np.array([FIRST, LOSS, LOSS, LOSS, 0, LOSS, LOSS], np.uint8)
+    assert find_ends([(ids, bits)], file).ends == [last]
