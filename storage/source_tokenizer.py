@@ -75,7 +75,10 @@ def begins_as_folder(out: str, cfg) -> bool:
     that are learnt anew. A run keeps what it began with."""
     source = resume_source(out, cfg)
     if source:
-        path = newest_readable(source.folder, source.step, ABOUT)
+        try:
+            path = newest_readable(source.folder, source.step, ABOUT)
+        except ValueError:
+            return False  # all are damaged: Checkpoints.load() refuses, and says so
         begins = bool(saved_state(path).get("bos"))
     else:
         begins = is_hf_folder(cfg.init_from)
