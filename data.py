@@ -31,7 +31,7 @@ from corpus.cache import cache_folder, cached_corpus
 from corpus.mixture import parse_mixture, take_turns
 from corpus.shards import MASKED, array_of, check_arrays, is_shards, opened_array, read_index
 from corpus.special import TextSource, find_tokenizer
-from corpus.tokenizer import bytes_of_tokens, load_tokenizer
+from corpus.tokenizer import bytes_of_tokens, listed_tokens, load_tokenizer
 from flags.config import Need, flag, own_rank
 from flags.files import sha256_file
 
@@ -211,7 +211,9 @@ class TokenData:
         self.vocab_size, self.eot = index["vocab_size"], index["eot"]
         self.tokenizer_file = str(tokenizer_file) if tokenizer_json else None
         self.token_bytes = (
-            bytes_of_tokens(tokenizer_json, self.vocab_size) if tokenizer_json else None
+            bytes_of_tokens(tokenizer_json, self.vocab_size, listed_tokens(str(folder)))
+            if tokenizer_json
+            else None
         )
         opened_array.cache_clear()  # the folder may have been made anew
         # once per machine: there may be millions; each rank checks what it opens
@@ -480,7 +482,7 @@ class MixedData(TokenData):
 def open_data(
     cfg: DataConfig,
     seq_len: int,
-    tokenizer: TextSource = TextSource(),  # noqa: B008  (immutable)
+    tokenizer: TextSource = TextSource(),
     Chats: type | None = None,
 ) -> TokenData:
     """The data of --data; text is tokenized first. Raises ValueError with one line for every

@@ -189,9 +189,11 @@ def tokenizer_and_beside(file: str) -> dict[str, bytes]:
     return {"tokenizer.json": tokenizer_path(file).read_bytes()} | files_beside(file)
 
 
-def bytes_of_tokens(tokenizer_json: bytes, vocab_size: int):
+def bytes_of_tokens(
+    tokenizer_json: bytes, vocab_size: int, listed: dict[int, dict] | None = None
+) -> np.ndarray | None:
     """(vocab,) int64: bytes of text in each token, 0 for special tokens. None if the tokenizer is
-    not byte-level."""
+    not byte-level. listed: tokens of the files beside, from listed_tokens()."""
     try:
         rules = json.loads(tokenizer_json)
         if rules["model"].get("type") != "BPE" or '"ByteLevel"' not in json.dumps(
@@ -201,6 +203,9 @@ def bytes_of_tokens(tokenizer_json: bytes, vocab_size: int):
         count = np.zeros(vocab_size, np.int64)
         for token, i in rules["model"]["vocab"].items():
             count[i] = len(token)  # a byte-level BPE writes every byte as one character
+        for i, token in (listed or {}).items():
+            if i < vocab_size:  # shards of an earlier version do not know these tokens
+                count[i] = 0 if token.get("special") else len(token["content"].encode())
         for token in rules.get("added_tokens") or []:
             count[token["id"]] = 0 if token["special"] else len(token["content"].encode())
     except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:

@@ -35,7 +35,7 @@ from corpus.cache import cached_corpus
 from corpus.chat import chat_tokenizer, parse_conversation, read_template, tokens_and_mask
 from corpus.shards import FIRST, LOSS, read_index
 from corpus.special import TextSource, ids_of
-from corpus.tokenizer import load_tokenizer
+from corpus.tokenizer import bytes_of_tokens, listed_tokens, load_tokenizer
 from generate import generate
 from storage import commands
 from storage.hf import load_hf_model
@@ -314,6 +314,19 @@ def test_contradictions_are_refused(tmp_path, listed, words):
     rules["added_tokens_decoder"] = {i: {"content": content} for i, content in listed.items()}
     (folder / "tokenizer_config.json").write_text(json.dumps(rules))
     refuses(words, load_tokenizer, folder / "tokenizer.json")
+
+
+def test_bytes_of_tokens_that_only_tokenizer_config_has(tmp_path):
+    """A special token is no text, another is."""
+    folder = make_folder(tmp_path, "llama3", **BESIDE["markers by id"])
+    rules = (folder / "tokenizer.json").read_bytes()
+    listed = listed_tokens(str(folder))
+    size = max(listed) + 1
+    counts = bytes_of_tokens(rules, size, listed)
+    assert not counts[list(listed)].any() and counts[:50].all()
+    listed[max(listed)]["special"] = False
+    assert bytes_of_tokens(rules, size, listed)[-1] == len(END)
+    assert len(bytes_of_tokens(rules, size - 2, listed)) == size - 2
 
 
 def test_a_padding_token_without_a_row_stays_text(tmp_path):
