@@ -30,7 +30,7 @@ import torch
 from corpus.cache import cache_folder, cached_corpus
 from corpus.mixture import parse_mixture, take_turns
 from corpus.shards import MASKED, array_of, check_arrays, is_shards, opened_array, read_index
-from corpus.special import TextSource, find_tokenizer
+from corpus.special import NEW_TOKENIZER, TextSource, find_tokenizer
 from corpus.tokenizer import bytes_of_tokens, listed_tokens, load_tokenizer
 from flags.config import Need, flag, own_rank
 from flags.files import sha256_file
@@ -482,7 +482,7 @@ class MixedData(TokenData):
 def open_data(
     cfg: DataConfig,
     seq_len: int,
-    tokenizer: TextSource = TextSource(),
+    tokenizer: TextSource = NEW_TOKENIZER,
     Chats: type | None = None,
 ) -> TokenData:
     """The data of --data; text is tokenized first. Raises ValueError with one line for every

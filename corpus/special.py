@@ -139,6 +139,9 @@ def prefix_ids(tokenizer) -> list[int]:
     return []
 
 
+NEW_TOKENIZER = TextSource()
+
+
 def ids_of(tokenizer, text: str, begins: bool = False) -> list[int]:
     """The ids of a text. begins: with what the tokenizer puts before a text, and nothing after it."""
     prefix = prefix_ids(tokenizer) if begins else []
