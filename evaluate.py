@@ -10,9 +10,9 @@ The fields of a line decide the kind of task; further fields are allowed:
     {"question", "choices", "answer"} acc: the likeliest choice is right; acc_norm, acc_bytes: by log-probability divided by the
                                       number of characters or bytes. answer: the choice's text, its letter, or its number from 0
     {"question", "answer"}            exact_match: the text of the model has the same number as the answer (after the last ####,
-                                      else the last number), or equals an answer without a number; --answers math: the last
-                                      \\boxed{} is compared, fractions as fractions (rl/answers.py). A text cut off at
-                                      --max_new_tokens is wrong
+                                      else the last number), or equals an answer that is no number (Apollo 11, July 20, 1969);
+                                      --answers math: the last \\boxed{} is compared, fractions as fractions (rl/answers.py).
+                                      Thoughts are cut off before. A text cut off at --max_new_tokens or in a thought is wrong
 
 A prompt is "Question: {question}\\nAnswer:", or with --chat "{question}" in the chat template, cut into requests as by lm-eval.
 All layouts and batch sizes give the same numbers, up to rounding. The standard error (_stderr) of a ratio
@@ -47,15 +47,25 @@ from distributed.layout import ExpertConfig, Layout, ParallelConfig
 from distributed.pipeline import PipelineConfig, pipeline_stages
 from distributed.refusals import check_layout, refuse, runs_on_cuda
 from flags.config import Need, check_range, flag, given_flags, spell_flag
+from flags.escapes import unescape
 from flags.files import check_local, read_json, write_file
 from models.loss import IGNORE, no_reduce, token_logprobs
 from parallel import make_mesh
 from rl.answers import KINDS as RIGHT
-from rl.answers import final_number, is_right, never_right
-from rl.datasets import Line, Text, fill_template, read_task_lines, unescape
+from rl.answers import (
+    answer_begins,
+    cut_thoughts,
+    final_number,
+    is_ordinary_number,
+    is_right,
+    never_right,
+    opened_by,
+)
+from rl.datasets import Line, Text, read_task_lines
 from rl.decoding import draw_noise, rollout
 from rl.packing import in_rows, lay_out, pieces
 from rl.policy import split_model
+from rl.prompts import check_template, fill_template, write_field
 from rl.rewards import ratio
 from rl.rollouts import gather_samples, lockstep, patient_group, whole_weights
 from storage.adapters import base_of
@@ -115,8 +125,9 @@ class Config(ParallelConfig, ExpertConfig, LaunchConfig, PipelineConfig, ChatCon
     answers: Literal["auto", *RIGHT] = flag("auto", WRITING)
     max_new_tokens: int = flag(256, WRITING)  # longer answers are cut off, and wrong
     temperature: float = flag(0.0, WRITING)  # 0 always takes the likeliest token
-    # an answer ends before any of these strings; \n is a new line
-    stop: list[str] = flag(["\\nQuestion:"], WRITING)
+    # an answer ends before any of these strings, but never in a thought; \n is a new line; none =
+    # \nQuestion: , with --chat nothing
+    stop: list[str] | None = flag(None, WRITING)
     seed: int = flag(0, WRITING, SAMPLING)  # another seed is another sample
     # a rank that waits longer for the others' answers ends the run
     rollout_timeout_s: int = flag(7200, WRITING)
@@ -193,21 +204,63 @@ def check_line(line: Line, kind: str, answers: str) -> Line:
 
 def prompts_of(cfg: Config, text: Text, lines: list[Line], kind: str) -> list[str]:
     """The text before each answer: shots, then the line in --prompt_template; with --chat, all in
-    one message."""
+    one message. Raises ValueError."""
     template = unescape(cfg.prompt_template) or ("{question}" if text.chat else BASE_PROMPT)
-    shots = ""
-    if cfg.shots:
-        found, examples = read_task(cfg.shots_file, "--shots_file")
-        if found != kind or len(examples) < cfg.shots:
-            raise ValueError(
-                f"--shots_file has {len(examples)} lines of kind {found}; need {cfg.shots} of "
-                f"kind {kind}"
-            )
-        for line in examples[: cfg.shots]:
-            answer = line.fields["answer"]
-            shots += f"{fill_template(template, line)} {line.fields['choices'][answer] if kind == 'choice' else answer}\n\n"
-    prompts = [shots + fill_template(template, line) for line in lines]
+    check_template(template, lines, "question")
+    examples = read_shots(cfg, kind) if cfg.shots else []
+    prompts = []
+    for line in lines:
+        shots = "".join(
+            f"{fill_template(template, example)} {answer_of_shot(example, kind)}\n\n"
+            for example in others(examples, line, cfg.shots)
+        )
+        prompts.append(shots + fill_template(template, line))
     return [text.chat(prompt) for prompt in prompts] if text.chat else prompts
+
+
+def read_shots(cfg: Config, kind: str) -> list[Line]:
+    """The lines of --shots_file. Raises ValueError."""
+    found, examples = read_task(cfg.shots_file, "--shots_file")
+    if found != kind or len(examples) < cfg.shots:
+        raise ValueError(
+            f"--shots_file has {len(examples)} lines of kind {found}; need {cfg.shots} of "
+            f"kind {kind}"
+        )
+    return examples
+
+
+def others(examples: list[Line], line: Line, n: int) -> list[Line]:
+    """The first n examples that do not ask what this line asks: the model would read the answer in
+    its own prompt. Raises ValueError if there are fewer."""
+    asked = question_of(line)
+    found = [example for example in examples if question_of(example) != asked]
+    if len(found) < n:
+        raise ValueError(
+            f"--shots {n}: --shots_file has {len(found)} lines that do not ask the question of "
+            f"{line.where}; give {n} other lines, or --shots {len(found)}"
+        )
+    return found[:n]
+
+
+def question_of(line: Line) -> tuple:
+    """What a line asks, without case and spaces; the order of choices does not matter."""
+    choices = line.fields.get("choices")
+    words = line.fields["question"].casefold().split()
+    return words, sorted(choices) if isinstance(choices, list) else None
+
+
+def answer_of_shot(line: Line, kind: str) -> str:
+    answer = line.fields["answer"]
+    return line.fields["choices"][answer] if kind == "choice" else write_field(line, "answer")
+
+
+def strings_of(cfg: Config) -> list[str]:
+    """The texts that end an answer. A base model goes on with the next question of the prompt's
+    form; a chat model ends by itself, and may well repeat its question."""
+    given = cfg.stop
+    if given is None:
+        given = [] if cfg.chat else ["\\nQuestion:"]
+    return [unescape(string) for string in given if string]
 
 
 # ---------------------------------------------------------------- the model
@@ -454,10 +507,11 @@ def score(stages: list[nn.Module], layout: Layout, requests: list[tuple]) -> lis
 def complete(
     model, layout: Layout, cfg: Config, text: Text, prompts: list[list[int]]
 ) -> list[dict]:
-    """The model's answer to each prompt: dicts(ids, logprobs, text, truncated), on every rank. An
-    answer ends before its first --stop string, or with an id of text.ends, or is truncated. Raises
-    ValueError on every rank if the model gives no probabilities."""
-    stop, new = [unescape(string) for string in cfg.stop if string], cfg.max_new_tokens
+    """The model's answer to each prompt: dicts(ids, logprobs, text, opened, truncated), on every
+    rank. An answer ends before its first --stop string after its thoughts, or with an id of
+    text.ends, or is truncated. opened: the prompt has begun a thought. Raises ValueError on every
+    rank if the model gives no probabilities."""
+    stop, new = strings_of(cfg), cfg.max_new_tokens
     group = (
         patient_group(dist.group.WORLD, cfg.rollout_timeout_s) if layout.world_size > 1 else None
     )
@@ -474,7 +528,11 @@ def complete(
         # the last rows run on
         report(max((s["index"] + 1 - rows) * layout.data_ranks - report.done, 0))
         last = text.decode(s["ids"][-tail:])  # each id is at least one byte of text
-        return None if any(string in last for string in stop) else []
+        if not any(string in last for string in stop):
+            return []
+        opened = opened_by(text, s["prompt"])
+        said = cut_at_stop(text.decode(s["ids"]), opened, stop)
+        return [] if said is None else None
 
     with whole_weights(model):
         samples = rollout(
@@ -490,11 +548,23 @@ def complete(
             tp_mesh=layout.mesh["tp"] if layout.tp > 1 else None,
         )
     for i, s in zip(mine, samples):
-        s["index"], whole = i, text.decode(s["ids"])
-        s["text"] = min((whole.split(string)[0] for string in stop), key=len, default=whole)
+        whole = text.decode(s["ids"])
+        s["index"], s["opened"] = i, opened_by(text, prompts[i])
+        said = cut_at_stop(whole, s["opened"], stop)
+        s["text"] = whole if said is None else said
     everyone = gather_samples(samples, layout, group)
     check_finite([logprob for s in everyone for logprob in s["logprobs"]])
     return sorted(everyone, key=lambda s: s["index"])
+
+
+def cut_at_stop(text: str, opened: bool, stop: list[str]) -> str | None:
+    """The text before its first stop string after the thoughts; None without such a string."""
+    begin = answer_begins(text, opened)
+    if begin is None:
+        return None
+    places = [text.find(string, begin) for string in stop]
+    found = [place for place in places if place >= 0]
+    return text[: min(found)] if found else None
 
 
 def progress(what: str, requests: list, layout: Layout) -> Progress:
@@ -554,9 +624,10 @@ def exact_match(lines: list[Line], samples: list[dict], answers="auto") -> tuple
     items = []
     for line, s in zip(lines, samples):
         answer = str(line.fields["answer"])
-        number = final_number(answer) if answers in ("auto", "number") else None
-        kind = answers if answers != "auto" else "exact" if number is None else "number"
-        correct = is_right(kind, s["text"], answer) and not s["truncated"]
+        kind = kind_of(answers, answer)
+        number = final_number(answer) if kind == "number" else None
+        said = cut_thoughts(s["text"], s.get("opened", False))
+        correct = said is not None and not s["truncated"] and is_right(kind, said, answer)
         items.append(
             dict(
                 question=line.fields["question"],
@@ -571,6 +642,30 @@ def exact_match(lines: list[Line], samples: list[dict], answers="auto") -> tuple
     return items, ratio("exact_match", [item["correct"] for item in items]) | dict(
         truncated=truncated
     )
+
+
+def kind_of(answers: str, answer: str) -> str:
+    """The rule in rl/answers.py for an answer; auto: number for a number, else exact."""
+    if answers != "auto":
+        return answers
+    return "number" if is_ordinary_number(answer) else "exact"
+
+
+def say_judged(cfg: Config, lines: list[Line], samples: list[dict]) -> None:
+    """Say what is judged otherwise than it may seem."""
+    kinds = [kind_of(cfg.answers, str(line.fields["answer"])) for line in lines]
+    n = kinds.count("number")
+    if cfg.answers == "auto" and n < len(kinds):
+        print(
+            f"--answers auto: {n:,} answers are numbers; {len(kinds) - n:,} are not, and only the "
+            "same text is right (for all: --answers number, exact or math)"
+        )
+    in_thought = [cut_thoughts(s["text"], s.get("opened", False)) is None for s in samples]
+    if any(in_thought):
+        print(
+            f"{sum(in_thought):,} of {len(samples):,} texts end in a thought, and are wrong: raise "
+            "--max_new_tokens, or see the template for --template_args enable_thinking=false"
+        )
 
 
 # ---------------------------------------------------------------- the program
@@ -634,6 +729,8 @@ def main(cfg: Config):
     if kind == "answer":
         samples = complete(stages[0], layout, cfg, text, [prompt for prompt, _ in requests])
         items, metrics = exact_match(lines, samples, cfg.answers)
+        if layout.rank == 0:
+            say_judged(cfg, lines, samples)
     else:
         scores = iter(score(stages, layout, requests))
         grouped = [[next(scores) for _ in group] for group in groups]

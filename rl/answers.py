@@ -1,13 +1,18 @@
-"""Is an answer right: the same text, the same number, or the same in mathematics. For rewards and for evaluate.py.
+r"""Is an answer right: the same text, the same number, or the same in mathematics. For rewards and
+for evaluate.py. Thoughts are cut off first, see cut_thoughts().
 
     exact    the same text, without the spaces and lines around the text
     number   the same number: the first after the last ####, else the last number of the text
-    math     the content of the last \\boxed{}, else the line after the last ####, else the last number or fraction of the
-             text. Numbers are compared as exact fractions (\\frac{1}{2} = 1/2 = 0.5 = 50%), with roots or pi as floats;
-             everything else letter by letter, without spaces, \\left, \\, $ and the like
-    math_verify  as the library of this name judges (pip install math-verify), which also computes: 2+3 is 5
+    math     the content of the last \boxed{}, else the line after the last ####, else the last number
+             or fraction of the text. Numbers are compared as exact fractions (\frac{1}{2} = 1/2 =
+             0.5 = 50%), with roots or pi as floats; everything else letter by letter, without
+             spaces, \left, \, $ and the like
+    math_verify  as the library of this name judges (pip install math-verify), which also computes:
+             2+3 is 5
 
-A model wrote the text in the hope of a reward, so math computes nothing for the model: 2+3 is not 5, and 0.333 is not 1/3.
+A number may have a sign (also U+2212, a dash, "minus"), groups (1,000, 1 000, 1_000) and a power of
+ten (2 \times 10^{3}). A model wrote the text in the hope of a reward, so nothing is computed for the
+model: 2+3 is not 5, 2^{10} is not 1024, and 0.333 is not 1/3.
 """
 
 import math
@@ -19,13 +24,69 @@ from itertools import accumulate, pairwise
 
 KINDS = ("exact", "number", "math", "math_verify")
 
+# What some models write around their thoughts; a template may have written the first already.
+THOUGHTS = [
+    ("<think>", "</think>"),
+    ("<thinking>", "</thinking>"),
+    ("<thought>", "</thought>"),
+    ("<seed:think>", "</seed:think>"),
+    ("[THINK]", "[/THINK]"),
+    ("◁think▷", "◁/think▷"),
+    ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),
+]
+
 # All characters of a number, and of what is no plain number: 1/2, 5^2, 5:30, 2+3, 1e9. A minus is
 # part of the number, unless a letter, a digit or a bracket stands before the minus.
-NUMBER = re.compile(r"(?:(?<![\w)])-)?\$?(?:(?<!\w)\.)?[0-9](?:[0-9,./$^*:+eE-]*[0-9])?", re.ASCII)
+NUMBER = re.compile(r"(?:(?<![\w)])-)?\$?(?:(?<!\w)\.)?[0-9](?:[0-9,./$^*:+eE_-]*[0-9])?", re.ASCII)
+PLAIN = re.compile(r"-?\$?([0-9]{1,3}(,[0-9]{3})+|[0-9]+)?(\.[0-9]+)?", re.ASCII)
+POWER_OF_TEN = re.compile(r"(-?)(?:([0-9.,]+)\*)?10\^(-?[0-9]{1,3})", re.ASCII)
+# How texts write signs, groups, powers and currencies, and what NUMBER reads
+MINUS = "\u2212\u2013\u2010\u2011\u2012\ufe63\uff0d"
+GROUPS = re.compile(
+    r"(?<![0-9.,_^*/])([1-9][0-9]{0,2})(?=([ _'’\u00a0\u2007\u2009\u202f]|\\,|\{,\}|\\_)[0-9])"
+    r"((?:\2[0-9]{3})+)(?!\2?[0-9])",
+)
+SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+SPELLINGS = [
+    (f"[{MINUS}]", "-"),
+    (r"—(?=[$0-9.])", "-"),
+    (r"[€£¥₹]|\\\$", "$"),
+    (r"\\[dtc]?frac\{(-?[0-9.,]+)\}\{(-?[0-9.,]+)\}", r"\1/\2"),
+    (r"\\(?:times|cdot)(?![a-zA-Z])|[×·⋅]", "*"),
+    (r"\\div(?![a-zA-Z])|÷", "/"),
+    (r"(?<=[0-9)}])\s?\^\s?\{?\s?(-?[0-9]+)\s?\}?", r"^\1"),
+    # 10 - 5 is no more a number than 10-5
+    (r"(?<=[0-9])[ \t]+([-+*/])[ \t]+(?=\$?[0-9.])", r"\1"),
+    (r"(?<=[0-9])\*[ \t]+(?=[0-9])|(?<=[0-9])[ \t]+\*(?=[0-9])", "*"),
+    (r"\bnegative[ \t]+(?=\$?[0-9.])", "-"),
+    (r"(^|[^0-9 \t])([ \t]*)minus[ \t]+(?=\$?[0-9.])", r"\1\2-"),
+    # a sign with a space after it, where no difference can be meant
+    (
+        r"(^|[=:({\[]|####|\b(?:is|are|was|equals|gives|get|to|be|of|by|at))([ \t]*)-[ \t]+(?=\$?[0-9.])",
+        r"\1\2-",
+    ),
+]
+# The number after these is not the answer: a difference, one of two, a root, a power, an index
+NO_NUMBER = re.compile(r"(?:-\s{1,9}|minus\s{1,9}|±\s?|\\pm\s?|√\(?|\\sqrt\{?|\^|_\{?)$")
+GROUP = re.compile(r"[0-9][ ,_'’]$")  # before 00: the rest of a number in wrong groups
+SUM = re.compile(r"[0-9)}][-+*]\$?$")  # before 3: the rest of 2+3
+# --answers auto: a number, with a name before it or a unit after it
+UNITS = """USD EUR GBP L N J W V A K C F kN kW kWh MW KB MB GB TB Hz kHz MHz GHz mL Pa kPa MPa kJ eV
+    MeV kcal""".split()
+UNIT = r"°?[a-z]+(?:[²³]|\^[23])?(?:/[a-z]+(?:[²³]|\^[23])?)?"
+ORDINARY = re.compile(
+    # 42, $5, x = 5, 3 + 4 = 7, the answer is 42
+    r"(?:(?:.*\banswer(?: is)?|.*=)[\s:]*)?(?P<number>-?\$?[0-9.][0-9.,*^-]*)(?![0-9.,*^-])"
+    # 1960s and 21st are words
+    r"(?!(?:s|st|nd|rd|th)\b)"
+    rf"\s?(?:\\?%|°?(?:{'|'.join(UNITS)})|{UNIT}(?:\s{UNIT}){{0,2}})?",
+    re.DOTALL,
+)
 DECIMAL = re.compile(r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|0|[1-9][0-9]*)?(?:\.[0-9]+)?", re.ASCII)
 # A number, a fraction in one of two spellings or a percentage, in the middle of a text
 FRACTION = re.compile(
-    r"(?:(?<![\w)}])-)?\$?(?:\\[dt]?frac\{-?[0-9]+\}\{[0-9]+\}|(?:[0-9][0-9,]*)?\.?[0-9]+(?:/[0-9]+)?)"
+    r"(?:(?<![\w)}])-)?\$?(?:(?:[0-9.,]+\*)?10\^-?[0-9]{1,3}|\\[dt]?frac\{-?[0-9]+\}\{[0-9]+\}"
+    r"|(?:[0-9][0-9,]*)?\.?[0-9]+(?:/[0-9]+)?)"
     r"(?:\s?\\?%)?",
     re.ASCII,
 )
@@ -45,7 +106,9 @@ OF_LATEX = [
     (r"\\frac([0-9])([0-9])", r"\\frac{\1}{\2}"),
     (r"\\sqrt([0-9])", r"\\sqrt{\1}"),
     (r"π", r"\\pi"),
-    (r"−", "-"),
+    (f"[{MINUS}]", "-"),
+    (r"(?:\\times|\\cdot|[×·⋅*])\s*10\s*\^", "*10^"),
+    (r"10\s*\^\s*\{\s*(-?[0-9]{1,3})\s*\}", r"10^\1"),
     (r"\\%", "%"),
     (r"^\s*\(([A-Z])\)\s*$", r"\1"),
     (r"^\s*\{([^{}]*)\}\s*$", r"\1"),
@@ -89,16 +152,105 @@ def never_right(kind: str, answer) -> str:
     )
 
 
+# ---------------------------------------------------------------- thoughts
+def opens_thought(prompt: str) -> bool:
+    """Whether a prompt ends with the beginning of a thought, as some chat templates write it."""
+    return prompt.rstrip().endswith(tuple(begin for begin, _ in THOUGHTS))
+
+
+def opened_by(text, prompt: list[int]) -> bool:
+    """Whether a prompt of token ids has begun a thought. text: with decode()."""
+    return opens_thought(text.decode([*prompt[-64:]]))
+
+
+def answer_begins(text: str, opened: bool = False) -> int | None:
+    """Where the answer begins, after the last thought; None in a thought that has no end. opened:
+    the prompt has begun a thought."""
+    begin, end = -1, -1
+    for first, last in THOUGHTS:
+        begin = max(begin, text.rfind(first))
+        if (place := text.rfind(last)) >= 0:
+            end = max(end, place + len(last))
+    if begin >= max(end, 0) or opened and end < 0:
+        return None
+    return max(end, 0)
+
+
+def cut_thoughts(text: str, opened: bool = False, in_turns: bool = False) -> str | None:
+    """The text that is judged: what comes after the last thought; None in a thought that has no
+    end, which earns nothing. opened: the prompt has begun a thought. in_turns: an answer in several
+    turns, so what was said between two thoughts belongs to it."""
+    for first, last in THOUGHTS if in_turns else []:
+        if opened and last in text and first not in text.partition(last)[0]:
+            text, opened = text.partition(last)[2], False
+        text = cut_between(text, first, last)
+    begin = answer_begins(text, opened)
+    if begin is None:
+        return None
+    return text[begin:].lstrip() if begin else text
+
+
+def cut_between(text: str, first: str, last: str) -> str:
+    """The text without all that stands from a `first` to the next `last`, both included."""
+    kept, place = "", 0
+    while (begin := text.find(first, place)) >= 0 and (end := text.find(last, begin)) >= 0:
+        kept += text[place:begin]
+        place = end + len(last)
+    return kept + text[place:]
+
+
 # ---------------------------------------------------------------- number
+def plain_numbers(text: str) -> str:
+    """The text with signs, groups of digits and powers as NUMBER reads them."""
+    text = GROUPS.sub(lambda found: found[1] + re.sub("[^0-9]", "", found[3]), text)
+    text = re.sub(
+        "(?<=[0-9])[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda found: "^" + found[0].translate(SUPERSCRIPTS), text
+    )
+    for pattern, plain in SPELLINGS:
+        text = re.sub(pattern, plain, text)
+    return text
+
+
 def final_number(text: str) -> float | None:
     """The first number after the last ####, else the last number of the text. None for 1,2,3 or 1/2
-    or 3-5 or 5^2."""
-    _, marker, after = text.replace("−", "-").rpartition("####")
-    found = NUMBER.findall(after)
-    word = (found[0] if marker else found[-1]) if found else ""
-    if not re.fullmatch(r"-?\$?([0-9]{1,3}(,[0-9]{3})+|[0-9]+)?(\.[0-9]+)?", word) or not word:
+    or 3-5 or 5^2, and where a sign could be a difference."""
+    before, marker, after = text.rpartition("####")
+    after = plain_numbers(after.lstrip(" ") if marker else after)
+    found = [*NUMBER.finditer(after)]
+    if not found:
+        return None
+    number = found[0] if marker else found[-1]
+    if is_a_part(after[: number.start()], number[0]):
+        return None
+    return value_of(number[0])
+
+
+def is_a_part(before: str, number: str) -> bool:
+    """Whether a number belongs to what stands before it, and is no answer of its own."""
+    before = before[-20:]
+    in_group = re.match("0[0-9]", number) and GROUP.search(before)
+    return bool(NO_NUMBER.search(before) or in_group)
+
+
+def value_of(word: str) -> float | None:
+    """The value of a plain number, or of one times a power of ten; None for anything else."""
+    power = POWER_OF_TEN.fullmatch(word)
+    if power:
+        sign, factor, exponent = power.groups()
+        if factor and not PLAIN.fullmatch(factor) or abs(int(exponent)) > 300:
+            return None
+        value = Fraction(re.sub(",", "", factor) if factor else 1) * Fraction(10) ** int(exponent)
+        return -float(value) if sign else float(value)
+    if not word or not PLAIN.fullmatch(word):
         return None
     return float(re.sub(r"[$,]", "", word))
+
+
+def is_ordinary_number(answer: str) -> bool:
+    """--answers auto: whether an answer is a number, such as 42, $5, 3 km, x = 5 or a text that
+    ends with #### 42. No names with a number (Apollo 11), no dates and no decades."""
+    found = ORDINARY.fullmatch(plain_numbers((marked(answer) or answer).strip().rstrip(".")))
+    return found is not None and value_of(found["number"].rstrip(".,")) is not None
 
 
 # ---------------------------------------------------------------- math
@@ -106,10 +258,20 @@ def same_in_mathematics(text: str, answer: str) -> bool:
     """Whether a text ends with the answer. The answer may be marked (\\boxed, ####) or bare."""
     wanted, found = plain_latex(marked(answer) or answer), marked(text)
     if found is None:
-        last = FRACTION.findall(text[-10 * LONGEST :].replace("−", "-"))
-        found = text if plain_latex(text) == wanted else last[-1] if last else ""
+        found = text if plain_latex(text) == wanted else last_fraction(text)
     found = plain_latex(found)
     return bool(found) and max(len(found), len(wanted)) <= LONGEST and equal_parts(found, wanted)
+
+
+def last_fraction(text: str) -> str:
+    """The last number or fraction of a text; "" if there is none, or a power or a difference."""
+    text = plain_numbers(text[-10 * LONGEST :])
+    found = [*FRACTION.finditer(text)]
+    if not found:
+        return ""
+    before, number, after = text[: found[-1].start()], found[-1][0], text[found[-1].end() :]
+    is_part = is_a_part(before, number) or SUM.search(before[-20:]) or after.startswith("^")
+    return "" if is_part else number
 
 
 def marked(text: str) -> str | None:
@@ -133,7 +295,8 @@ def plain_latex(text: str) -> str:
     """The text without pure typesetting, and without the name in x = 5."""
     if len(text) > 10 * LONGEST:
         return text
-    text = text.strip().rstrip(".")
+    text = GROUPS.sub(lambda found: found[1] + re.sub("[^0-9]", "", found[3]), text.strip())
+    text = text.rstrip(".")
     for pattern, plain in OF_LATEX:
         text = re.sub(pattern, plain, text)
     text = re.sub(r"^\s*[a-zA-Z]\s*(?:=|\\in(?![a-zA-Z]))\s*", "", text)
@@ -213,6 +376,10 @@ def evaluate_number(text: str) -> Fraction | float:
     above, slash, below = text.rpartition("/")
     if slash and not re.search(r"[-+%]", below):
         return evaluate_number(above) / evaluate_number(below)
+    power = POWER_OF_TEN.fullmatch(text)
+    if power:
+        factor = evaluate_number(power[2]) if power[2] else 1
+        return factor * Fraction(10) ** int(power[3])
     found = re.fullmatch(r"([0-9.]*)(\\pi|\\sqrt\{([0-9.]+)\})(\\pi)?", text)
     if not found:
         raise ValueError(f"{text} is no number")

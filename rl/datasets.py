@@ -20,7 +20,6 @@ answer then. Without --eval_data an eighth of the prompts is held out, chosen by
 import inspect
 import json
 import os
-import re
 import string
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,9 +34,11 @@ from corpus.special import ids_of, prefix_ids
 from corpus.tokenizer import check_hf_tokenizer, load_tokenizer, read_special_tokens
 from distributed.refusals import refuse
 from flags.config import Need, flag
+from flags.escapes import unescape
 from flags.files import step_folders
 from rl.answers import KINDS, is_right, never_right
 from rl.environments import ask_for_two, load_own, open_env
+from rl.prompts import Line, check_template, fill_template
 from storage.source_tokenizer import ends_of, has_bos, text_folder
 
 HINTS = {
@@ -63,13 +64,6 @@ class DatasetConfig:
 
 
 # ---------------------------------------------------------------- lines
-class Line(NamedTuple):
-    """One line of a file."""
-
-    where: str  # file and line, for errors
-    fields: dict
-
-
 def read_task_lines(path: str, flag: str, *suffixes: str) -> list[Line]:
     """The lines of a .jsonl or rows of a .parquet, or a .txt as a single line {"text": ...}, packed
     or not. Raises ValueError for a name with none of the suffixes, and for a file without lines."""
@@ -111,57 +105,88 @@ def json_line(text: str, where: str) -> Line:
     return Line(where, record)
 
 
-def unescape(text: str) -> str:
-    return text.replace("\\n", "\n").replace("\\t", "\t")
-
-
-def fill_template(template: str, line: Line) -> str:
-    """The template, filled with the fields of a line."""
-    if missing := set(re.findall(r"\{(\w+)\}", template)) - line.fields.keys():
-        raise ValueError(f"{line.where} has no {min(missing)}, which --prompt_template asks for")
-    return re.sub(r"\{(\w+)\}", lambda name: str(line.fields[name[1]]), template)
-
-
 # ---------------------------------------------------------------- problems
-def read_problems(path: str, flag: str, template: str, hint: str, kind: str) -> dict[str, Line]:
-    """{prompt: Line} of a file; equal lines count once. kind: of the reward. The ValueError names
-    the line."""
-    lines, found = read_task_lines(path, flag, ".jsonl"), {}
-    asked = "prompt" if "prompt" in lines[0].fields else "question"
-    for line in lines:
-        if asked not in line.fields:
-            raise ValueError(
-                f"{line.where} has no {asked}; need prompt or question, the same in all lines"
-            )
-        line, said = with_answer(line, kind), messages_of(line.fields[asked])
-        answer, text = line.fields["answer"], "\n\n".join(message["content"] for message in said)
-        prompt = fill_template(
-            template or f"{{{asked}}}{hint}", Line(line.where, line.fields | {asked: text})
+class Problem(NamedTuple):
+    """A line of a file as a problem."""
+
+    prompt: str  # as text; of a list of messages their contents
+    line: Line
+
+
+def read_problems(
+    path: str, flag: str, template: str, hint: str, kind: str
+) -> tuple[dict[str, Problem], str]:
+    """({task: Problem}, what was left out) of a file. Lines that are equal as a whole count once.
+    The task is the prompt, or for further lines with the same prompt a name of their own. kind: of
+    the reward. The ValueError names the line."""
+    lines = read_task_lines(path, flag, ".jsonl")
+    asked = "prompt" if lines[0].fields.get("prompt") is not None else "question"
+    asked_lines = [read_question(line, asked, kind) for line in lines]
+    if template:
+        check_template(template, asked_lines, asked)
+    problems, known = {}, {}
+    first_of = {}  # prompt -> its first line
+    for line, asked_line in zip(lines, asked_lines):
+        whole = json.dumps(line.fields, sort_keys=True)
+        prompt = (
+            fill_template(template, asked_line) if template else asked_line.fields[asked] + hint
         )
-        reason = never_right(kind, answer) if kind in KINDS else ""
-        refuse(
-            (wrong, f"{line.where}: {message}")
-            for wrong, message in [
-                (not said, f"{asked} is no text, and no list of messages {{role, content}}"),
-                (
-                    len(said) > 1 and (template or hint),
-                    f"--prompt_template fills in a text, and {asked} is a list of messages",
-                ),
-                (not prompt.strip(), "the prompt is empty"),
-                (
-                    reason,
-                    f"nothing can be right for --reward {kind} where the answer is "
-                    f"{str(answer)[-60:]!r}: {reason}",
-                ),
-                (
-                    answer_of(found.get(prompt, line)).strip() != str(answer).strip(),
-                    f"the prompt is that of {found.get(prompt, line).where}, and the answer "
-                    "another; remove one of the lines",
-                ),
-            ]
+        check_problem(asked_line, prompt, kind, first_of.setdefault(prompt, asked_line))
+        if isinstance(line.fields[asked], list) and len(line.fields[asked]) > 1:
+            if template or hint:
+                raise ValueError(
+                    f"{line.where}: --prompt_template fills in a text, and {asked} is a list of "
+                    "messages"
+                )
+        if whole in known:
+            continue
+        known[whole] = line
+        task = prompt
+        while task in problems:
+            task += f"\n(line {line.where.rpartition(':')[2]})"
+        problems[task] = Problem(prompt, with_answer(line, kind))
+    n = len(lines) - len(problems)
+    said = f"{n:,} of {len(lines):,} lines of {flag} are left out: equal to an earlier line"
+    return problems, said if n else ""
+
+
+def read_question(line: Line, asked: str, kind: str) -> Line:
+    """The line with its answer, and with its question as a text. Raises ValueError."""
+    if asked not in line.fields:
+        raise ValueError(
+            f"{line.where} has no {asked}; need prompt or question, the same in all lines"
         )
-        found.setdefault(prompt, line)
-    return found
+    messages = messages_of(line.fields[asked])
+    if not messages:
+        raise ValueError(
+            f"{line.where}: {asked} is no text, and no list of messages {{role, content}}"
+        )
+    text = "\n\n".join(message["content"] for message in messages)
+    return Line(line.where, with_answer(line, kind).fields | {asked: text})
+
+
+def check_problem(line: Line, prompt: str, kind: str, first: Line) -> None:
+    """Raises ValueError for a line that cannot be asked, or where nothing can be right. first: the
+    first line with this prompt; a rule of ours gives a prompt one answer, a reward of your own may
+    judge each line by its fields."""
+    answer = line.fields["answer"]
+    reason = never_right(kind, answer) if kind in KINDS else ""
+    refuse(
+        (wrong, f"{line.where}: {message}")
+        for wrong, message in [
+            (not prompt.strip(), "the prompt is empty"),
+            (
+                reason,
+                f"nothing can be right for --reward {kind} where the answer is "
+                f"{str(answer)[-60:]!r}: {reason}",
+            ),
+            (
+                kind in KINDS and answer_of(first).strip() != answer_of(line).strip(),
+                f"the prompt is that of {first.where}, and the answer another; remove one of the "
+                "lines",
+            ),
+        ]
+    )
 
 
 def with_answer(line: Line, kind: str) -> Line:
@@ -169,14 +194,13 @@ def with_answer(line: Line, kind: str) -> Line:
     ValueError."""
     verl = line.fields.get("reward_model")
     known = {} if kind in KINDS else {"answer": ""}
-    known |= (
-        {"answer": verl["ground_truth"]}
-        if isinstance(verl, dict) and "ground_truth" in verl
-        else {}
-    )
-    if "answer" not in (fields := known | line.fields):
+    if isinstance(verl, dict) and verl.get("ground_truth") is not None:
+        known["answer"] = verl["ground_truth"]
+    if known and line.fields.get("answer") is None:  # a table has null where a field is missing
+        return Line(line.where, line.fields | known)
+    if "answer" not in line.fields:
         raise ValueError(f"{line.where} has no answer; need prompt or question, and answer")
-    return Line(line.where, fields)
+    return line
 
 
 def messages_of(prompt) -> list[dict]:
@@ -206,42 +230,51 @@ class Dataset:
         self.__name__, kind = f"--env {cfg.env}", "number" if cfg.env == "gsm8k" else cfg.reward
         template, hint = unescape(cfg.prompt_template), HINTS[cfg.env]
         self.right = built_in(kind) if kind in KINDS else open_reward(kind)
-        self.lines = read_problems(cfg.env_data, "--env_data", template, hint, kind)
-        self.problems = [(prompt, answer_of(line)) for prompt, line in self.lines.items()]
+        self.known, said = read_problems(cfg.env_data, "--env_data", template, hint, kind)
+        self.problems = pairs_of(self.known)
+        self.left_out = [said] if said else []
         if cfg.eval_data:
-            held_out = read_problems(cfg.eval_data, "--eval_data", template, hint, kind)
-            if both := held_out.keys() & self.lines.keys():
+            held_out, said = read_problems(cfg.eval_data, "--eval_data", template, hint, kind)
+            trained = {problem.prompt for problem in self.known.values()}
+            if n_both := sum(problem.prompt in trained for problem in held_out.values()):
                 raise ValueError(
-                    f"{len(both):,} of the {len(held_out):,} prompts of --eval_data "
+                    f"{n_both:,} of the {len(held_out):,} prompts of --eval_data "
                     f"{cfg.eval_data} are in "
                     "--env_data as well; remove them from one"
                 )
-            self.eval_problems = [(prompt, answer_of(line)) for prompt, line in held_out.items()]
-            self.lines = self.lines | held_out
-        asked = {
-            prompt: line.fields.get("prompt", line.fields.get("question"))
-            for prompt, line in self.lines.items()
-        }
-        self.messages = {
-            prompt: said
-            for prompt, said in asked.items()
-            if [m["role"] for m in messages_of(said)] != ["user"]
-        }
-        letters = {
-            letter for prompt, line in self.lines.items() for letter in prompt + answer_of(line)
-        }
-        self.ALPHABET = "".join(
-            sorted(letters | set(string.printable if cfg.env == "gsm8k" else ""))
-        )
+            self.eval_problems = pairs_of(held_out)
+            self.left_out += [said] if said else []
+            self.known = self.known | held_out
+        # what the model sees of a task that is not its own prompt; and the prompts, for the split
+        self.messages, self.prompts = {}, {}
+        letters = set(string.printable) if cfg.env == "gsm8k" else set()
+        for task, (prompt, line) in self.known.items():
+            asked = line.fields.get("prompt")
+            asked = line.fields.get("question") if asked is None else asked
+            if [message["role"] for message in messages_of(asked)] != ["user"]:
+                self.messages[task] = asked
+            elif task != prompt:
+                self.messages[task] = prompt
+            if task != prompt:
+                self.prompts[task] = prompt
+            letters |= set(prompt + answer_of(line))
+        self.ALPHABET = "".join(sorted(letters))
 
     def reward(self, prompt, completion, truncated=False):
+        """The reward of a sample. prompt: the task, see read_problems()."""
+        asked, line = self.known[prompt]
         return self.right(
-            prompt=prompt,
+            prompt=asked,
             completion=completion,
-            answer=answer_of(self.lines[prompt]),
+            answer=answer_of(line),
             truncated=truncated,
-            fields=self.lines[prompt].fields,
+            fields=line.fields,
         )
+
+
+def pairs_of(problems: dict[str, Problem]) -> list[tuple[str, str]]:
+    """(task, answer) of each problem."""
+    return [(task, answer_of(problem.line)) for task, problem in problems.items()]
 
 
 def answer_of(line: Line) -> str:

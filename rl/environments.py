@@ -37,6 +37,7 @@ import sys
 import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from rl.answers import cut_thoughts, opened_by
 from rl.rewards import finite, short
 
 # --env NAME is the file rl/tasks/NAME.py, written like a task of your own
@@ -134,8 +135,12 @@ def shuffled(env, split: str, epoch: int) -> list[tuple[str, str]]:
     if hasattr(env, "eval_problems"):
         tasks = dict(env.eval_problems if split == "eval" else env.problems).items()
     else:
+        # problems with one prompt stay on one side, whatever their names
+        prompts = env.prompts if hasattr(env, "prompts") else {}
         tasks = [
-            task for task in dict(env.problems).items() if is_held_out(task[0]) == (split == "eval")
+            (task, answer)
+            for task, answer in dict(env.problems).items()
+            if is_held_out(prompts.get(task, task)) == (split == "eval")
         ]
     return random.Random(f"{split}/{epoch}").sample([*tasks], len(tasks))
 
@@ -190,7 +195,8 @@ def held_out_tasks(env, n: int, fits=lambda prompt: True) -> dict[str, str]:
 def leave_out_long(env, text, seq_len: int) -> list[str]:
     """Remove problems with prompts of seq_len tokens or more from the lists; returns messages for
     the user. Prompts of make() are checked when drawn. Raises ValueError if nothing is left."""
-    said, fits = [], functools.partial(text.fits, seq_len=seq_len)
+    said = [*env.left_out] if hasattr(env, "left_out") else []
+    fits = functools.partial(text.fits, seq_len=seq_len)
     for name in {"problems", "eval_problems"} & set(dir(env)):
         before = getattr(env, name)
         setattr(env, name, [task for task in before if fits(task[0])])
@@ -225,13 +231,18 @@ class Turns:
     def is_over(self, s: dict) -> bool:
         """Whether the newest token of a sample ends a turn. A token may go on after the end: "</code>" and "\n" can be one."""
         last = s["ids"][max(s["begin"], len(s["ids"]) - 8 - 4 * len(self.end)) :]
+        if self.has_state and last[-1] in self.text.ends:
+            return True
         n = self.text.decode(last).count(self.end) if self.end else 0
-        return (
-            n > 0
-            and n > self.text.decode(last[:-1]).count(self.end)
-            or self.has_state
-            and last[-1] in self.text.ends
-        )
+        if n == 0 or n == self.text.decode(last[:-1]).count(self.end):
+            return False
+        # a thought may have new lines, and no game hears it; a tool may be asked in a thought
+        return not self.has_state or self.end in (self.turn_of(s) or "")
+
+    def turn_of(self, s: dict) -> str | None:
+        """What the model says in its newest turn, after its thoughts; None within a thought."""
+        opened = s["begin"] == 0 and opened_by(self.text, s.get("prompt", []))
+        return cut_thoughts(self.text.decode(s["ids"][s["begin"] :]), opened)
 
     def answer(self, s: dict) -> list | Future:
         """For rollout(): [] within a turn, else a Future of the environment's ids after the turn,
@@ -239,14 +250,16 @@ class Turns:
         turn = self.ended(s)
         return self.threads.submit(self.ask, *turn) if turn else []
 
-    def ended(self, s: dict) -> tuple[int, str, str] | None:
+    def ended(self, s: dict) -> tuple[int, str, str | None] | None:
         """(index, completion, turn) of a sample at the end of a turn; None within a turn."""
         if not self.is_over(s):
             return None
         self.calls[s["index"]] += 1
-        return s["index"], self.text.decode(s["ids"]), self.text.decode(s["ids"][s["begin"] :])
+        return s["index"], self.text.decode(s["ids"]), self.turn_of(s)
 
-    def ask(self, i: int, completion: str, turn: str) -> list[int] | None:
+    def ask(self, i: int, completion: str, turn: str | None) -> list[int] | None:
+        if self.has_state and turn is None:  # the text ends in a thought, and earns nothing
+            return None
         try:
             if not self.has_state:
                 return self.text.ids(
@@ -278,7 +291,8 @@ class Turns:
 def supervised_sample(env, text, task: str, answer: str) -> dict:
     """An answer in the form of a sample; the text of the environment is masked, as in a rollout."""
     ids, turns = text.ids(answer) + [text.eot], Turns(env, text, [task])
-    s, mask = dict(index=0, begin=0), [1.0] * len(ids)
+    prompt, mask = text.prompt(task), [1.0] * len(ids)
+    s = dict(index=0, begin=0, prompt=prompt)
     for i in range(len(ids) if turns.reply else 0):
         said = (
             turns.ask(*turn) if mask[i] and (turn := turns.ended(s | {"ids": ids[: i + 1]})) else []
@@ -291,6 +305,4 @@ def supervised_sample(env, text, task: str, answer: str) -> dict:
             mask[i + 1 : s["begin"]] = [0.0] * len(said)
     if turns.failed:
         raise ValueError(f"--env: in an answer of the warm-up, {turns.failed[0]}")
-    return dict(
-        prompt=text.prompt(task), ids=ids, logprobs=[0.0] * len(ids), mask=mask, advantage=1.0
-    )
+    return dict(prompt=prompt, ids=ids, logprobs=[0.0] * len(ids), mask=mask, advantage=1.0)

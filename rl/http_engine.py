@@ -469,7 +469,8 @@ class HTTPEngine(Remote):
     ) -> list[dict]:
         """Sample i, turn by turn: the server stops at the end of a turn, and the next request goes
         on behind the reply."""
-        s, done = dict(index=i, begin=0, ids=[], logprobs=[], mask=[]), False
+        s = dict(index=i, begin=0, prompt=prompt, ids=[], logprobs=[], mask=[])
+        done = False
         room = max(1, min(self.cfg.max_new_tokens, self.cfg.seq_len - len(prompt)))
         while not done and len(s["ids"]) < room:
             n = len(s["ids"])

@@ -281,7 +281,7 @@ def keep_samples(cfg, step: int, samples: list[dict], text, evaluation=False):
             }
             shown |= {
                 k: s[k]
-                for k in ("answer", "reward", "advantage", "truncated", "group", "ids")
+                for k in ("task", "answer", "reward", "advantage", "truncated", "group", "ids")
                 if k in s
             }
             file.write(json.dumps(shown, ensure_ascii=False, default=list) + "\n")

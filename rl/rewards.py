@@ -17,6 +17,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from rl.answers import cut_thoughts
+
 
 @dataclass(kw_only=True)
 class RewardConfig:
@@ -43,19 +45,19 @@ def finite(reward: float) -> float:
     return reward
 
 
-def pay(env, prompt: str, completions: list[str], truncated: list[bool]) -> list[Paid]:
+def pay(
+    env, prompt: str, completions: list[str], truncated: list[bool], opened: bool = False
+) -> list[Paid]:
     """Pay the samples of a prompt: all samples of the group at once for a group_reward, else one
-    sample. All fail together, for instance if a reward is not finite."""
+    sample. All fail together, for instance if a reward is not finite. A reward sees what comes
+    after the thoughts; a sample that ends in a thought earns 0. opened: the prompt has begun a
+    thought."""
+    in_turns = hasattr(env, "tool") or hasattr(env, "step")
+    said = [cut_thoughts(text, opened, in_turns) for text in completions]
+    if all(text is None for text in said):
+        return [Paid(0.0) for _ in completions]
     try:
-        together = hasattr(env, "group_reward")
-        function = env.group_reward if together else env.reward
-        asks = "truncated" in inspect.signature(function).parameters
-        given = dict(truncated=truncated if together else truncated[0]) if asks else {}
-        values = (
-            function(prompt, completions, **given)
-            if together
-            else [function(prompt, completions[0], **given)]
-        )
+        values = ask_reward(env, prompt, said, truncated)
         if len(values) != len(completions):
             raise ValueError(f"{len(values)} rewards for {len(completions)} samples")
         rewards = [
@@ -63,11 +65,24 @@ def pay(env, prompt: str, completions: list[str], truncated: list[bool]) -> list
         ]
     except BaseException as error:  # also SystemExit: Payments waits for an answer of each thread
         return [Paid(None, no_reward(prompt, text, repr(error))) for text in completions]
-    parts = [
-        {name: float(x) for name, x in value.items()} if isinstance(value, dict) else {}
-        for value in values
-    ]
-    return [Paid(reward, "", part) for reward, part in zip(rewards, parts)]
+    paid = []
+    for text, value, reward in zip(said, values, rewards):
+        parts = {name: float(x) for name, x in value.items()} if isinstance(value, dict) else {}
+        in_thought = text is None
+        paid.append(Paid(0.0) if in_thought else Paid(reward, "", parts))
+    return paid
+
+
+def ask_reward(env, prompt: str, said: list[str | None], truncated: list[bool]) -> list:
+    """What the user's function returns for each sample. said: None for a sample that ends in a
+    thought; a group_reward sees an empty text there."""
+    together = hasattr(env, "group_reward")
+    function = env.group_reward if together else env.reward
+    asks = "truncated" in inspect.signature(function).parameters
+    if together:
+        texts = [text or "" for text in said]
+        return function(prompt, texts, **({"truncated": truncated} if asks else {}))
+    return [function(prompt, said[0], **({"truncated": truncated[0]} if asks else {}))]
 
 
 def no_reward(prompt: str, completion: str, reason: str) -> str:
@@ -103,7 +118,7 @@ class Payments:
             try:
                 i, job, result = self.news.get(timeout=end and max(end - time.monotonic(), 0))
             except queue.Empty:
-                prompt, completions, _ = running[i][1]
+                prompt, completions, *_ = running[i][1]
                 reason = f"it takes longer than --reward_timeout_s {self.cfg.reward_timeout_s:g}"
                 job, result = (
                     None,

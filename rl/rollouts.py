@@ -23,6 +23,7 @@ from corpus.tokenizer import ChatConfig
 from distributed.agree import gather, on_rank_0
 from distributed.layout import reshard
 from flags.files import read_json
+from rl.answers import opened_by
 from rl.datasets import DatasetConfig
 from rl.decoding import draw_noise, rollout
 from rl.environments import Turns, draw_task
@@ -172,13 +173,9 @@ def sample_groups(
         texts[j], cut[j] = text.decode(ids), truncated
         together = range(j - j % size, j - j % size + size)
         if pays and all(i in texts for i in together):
-            payments.add(
-                j // size,
-                (
-                    tasks[mine[j // group_size]][1],
-                    *([of[i] for i in together] for of in (texts, cut)),
-                ),
-            )
+            ids, name = prompts[j // group_size], tasks[mine[j // group_size]][1]
+            said, ends_early = [texts[i] for i in together], [cut[i] for i in together]
+            payments.add(j // size, (name, said, ends_early, opened_by(text, ids)))
 
     # A tool, a step and a reward are never called at once beyond --reward_threads: with the former
     # two, rewards come later.
@@ -203,7 +200,7 @@ def sample_groups(
             prompts[j // group_size],
             texts[j],
         )
-        s["answer"] = tasks[s["group"]][2]
+        s["task"], s["answer"] = tasks[s["group"]][1:]
     paid = payments.wait() if pays else [Paid(s["earned"]) for s in samples]
     for j, (s, (reward, failure, parts)) in enumerate(zip(samples, paid)):
         name, s["failed"], s["reward"] = (

@@ -6,6 +6,7 @@ from contextlib import suppress
 
 from corpus.chat import PROBE, read_template, remove_marks
 from corpus.tokenizer import ChatConfig, read_chat_template
+from flags.escapes import unescape
 from storage.source_tokenizer import text_folder
 
 
@@ -31,10 +32,7 @@ def open_chat(folder: str, cfg: ChatConfig) -> Callable | None:
     if not cfg.chat or not folder or is_default and not read_chat_template(text_folder(folder)):
         return None
     template = read_template(text_folder(folder), "--chat")
-    values, system = (
-        read_values(cfg.template_args),
-        cfg.system.replace("\\n", "\n").replace("\\t", "\t"),
-    )
+    values, system = read_values(cfg.template_args), unescape(cfg.system)
     if unknown := sorted(values.keys() - template.names):
         raise ValueError(
             f"--template_args {cfg.template_args}: {template.name} does not ask for {unknown[0]}; "

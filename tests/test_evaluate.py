@@ -449,6 +449,60 @@ def test_prompts(folders, tasks, tmp_path):
         refuses(re.escape(message), make, **flags)
 
 
+def test_no_question_reads_its_own_answer(folders, tmp_path):
+    """Shots from the file that is tested: the line itself is left out, in any spelling."""
+    task = write_jsonl(
+        tmp_path / "a.jsonl",
+        [dict(question=q, answer=i, id=i) for i, q in enumerate(["One?", "Two?", "Three?"])],
+    )
+    shots = write_jsonl(
+        tmp_path / "b.jsonl",
+        [dict(question=q, answer=i) for i, q in enumerate([" one? ", "Two?", "Three?"])],
+    )
+    kind, lines = evaluate.read_task(task)
+    text = Text(folders("llama"))
+    for file in (task, shots):
+        cfg = evaluate.Config(shots=2, shots_file=file, prompt_template="Q {question}")
+        for line, prompt in zip(lines, evaluate.prompts_of(cfg, text, lines, kind)):
+            assert prompt.lower().count(line.fields["question"].lower()) == 1
+            assert prompt.count("Q ") == 3
+    cfg = evaluate.Config(shots=3, shots_file=task)
+    refuses("2 lines that do not ask the question", evaluate.prompts_of, cfg, text, lines, kind)
+    null = write_jsonl(tmp_path / "c.jsonl", [dict(question="Zero?", answer=None)])
+    cfg = evaluate.Config(shots=1, shots_file=null)
+    refuses("answer has null", evaluate.prompts_of, cfg, text, lines, kind)
+
+
+def test_stops():
+    """A chat model may restate its question, and a thought may hold any text."""
+    assert evaluate.strings_of(evaluate.Config()) == ["\nQuestion:"]
+    assert evaluate.strings_of(evaluate.Config(chat=True)) == []
+    assert evaluate.strings_of(evaluate.Config(chat=True, stop=["\\nEnd", r"\nu"])) == [
+        "\nEnd",
+        r"\nu",
+    ]
+    cut = evaluate.cut_at_stop
+    assert cut("a\nQ: b", False, ["\nQ:"]) == "a" and cut("a", False, ["\nQ:"]) is None
+    assert cut("a\nQ: b</think>c\nQ: d", True, ["\nQ:"]) == "a\nQ: b</think>c"
+    assert cut("<think>a\nQ: b", False, ["\nQ:"]) is None
+
+
+def test_thoughts_are_no_answers():
+    line = evaluate.Line("a:1", {"question": "?", "answer": "7"})
+    thought = "<think>maybe \\boxed{5}?</think>\nThe answer is 7."
+    for answers, text, opened, correct in (
+        ("math", thought, False, 1),
+        ("math", thought.replace("7", "5").replace("{5}", "{7}"), False, 0),
+        ("math", "<think>so \\boxed{7}", False, 0),
+        ("number", "so 7", True, 0),
+        ("exact", "<think>\n\n</think>\n\n7", False, 1),
+        ("exact", "\n7</think>\n7", True, 1),
+    ):
+        sample = dict(ids=[1], text=text, opened=opened, truncated=False)
+        (item,), _ = evaluate.exact_match([line], [sample], answers)
+        assert item["correct"] == correct, text
+
+
 # ---------------------------------------------------------------- results
 def test_the_standard_error_of_a_ratio():
     """With equal denominators the error of a mean; otherwise the error of resampled lines."""

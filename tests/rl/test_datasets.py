@@ -57,6 +57,32 @@ NUMBERS = [
     ("#### −5", -5),
     ("", None),
     ("#### 1\n#### 2", 2),
+    ("The answer is –5", -5),
+    ("The answer is - 5", -5),
+    ("x = - 5", -5),
+    (r"-\$5", -5),
+    ("-€5", -5),
+    ("negative 5", -5),
+    ("it is minus 5", -5),
+    ("10 minus 5", None),
+    ("x - 5", None),
+    ("10 - 5", None),
+    ("10–20", None),
+    ("±5", None),
+    (r"\frac{1}{2}", None),
+    (r"\sqrt{5}", None),
+    ("5²", None),
+    ("10 000", 10000),
+    ("1_000", 1000),
+    ("10'000", 10000),
+    (r"10\,000", 10000),
+    ("10 00", None),
+    ("1_0", None),
+    (r"2\times 10^{3}", 2000),
+    ("2 × 10³", 2000),
+    ("2 × 3", None),
+    ("Answer—42", 42),
+    ("20 - 5 = 15", 15),
 ]
 
 
@@ -101,6 +127,16 @@ RIGHT = [
     (r"\boxed{x^2+1}", "x^2 + 1"),
     ("x^2", "x^2"),
     (r"so \boxed{\tfrac{7}{3}}", r"we get \boxed{\frac{7}{3}}"),
+    (r"\boxed{10^{3}}", "1000"),
+    (r"\boxed{2\times 10^{3}}", "2000"),
+    (r"so 2\cdot 10^3", "2000"),
+    (r"\boxed{3·10^{-2}}", "0.03"),
+    (r"\boxed{1_000}", "1000"),
+    ("The answer is 10 000", "10000"),
+    ("The answer is – 5", "-5"),
+    (r"\boxed{–5}", "-5"),
+    ("is - 1/2", "-1/2"),
+    (r"it is \frac{-1}{2}", "-0.5"),
 ]
 # (what a model says, an answer that it is not equal to)
 WRONG = [
@@ -131,6 +167,11 @@ WRONG = [
     ("\\boxed{" + "(" * 9999 + "}", "5"),
     ("-" * 9999 + "5", "5"),
     ("\\boxed{" + "\\frac{" * 99 + "1" + "}{1}" * 99 + "}", "2"),
+    ("5^2", "2"),
+    (r"2\times 10^{3}", "3"),
+    ("10 - 5", "5"),
+    (r"\sqrt{5}", "5"),
+    (r"\boxed{10^{999}}", "1"),
 ]
 
 
@@ -191,8 +232,10 @@ def test_prompts_answers_and_rewards_of_a_file(tmp_path):
         for kind in ("exact", "number", "math")
     ] == [0.0, 0.0, 1.0]
     # the same spelling as in evaluate.py
-    half = task(train, prompt_template="Q: {question}\\nIs it {answer}?")
-    assert half.problems[4] == ("Q: 3+4=\nIs it 7?", "7") and not hasattr(half, "eval_problems")
+    half = task(train, prompt_template="Q: {question}\\nIs it {{answer}}?")
+    assert half.problems[4] == ("Q: 3+4=\nIs it {answer}?", "7") and not hasattr(
+        half, "eval_problems"
+    )
     assert set(environments.held_out_tasks(half, -1)) == {
         p for p, _ in half.problems if environments.is_held_out(p)
     }
