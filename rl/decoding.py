@@ -220,19 +220,28 @@ def read_prompts(
 
 
 def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """logits (R, V) with -inf for all but the top_k likeliest tokens, and the fewest tokens with
-    probability top_p together."""
-    n = min(top_k or CANDIDATES, logits.shape[-1])
-    ranked, order = logits.topk(n)
+    """logits (R, V) with -inf for all but the top_k likeliest tokens, and of these all but the
+    fewest with the share top_p of their probability: in this order, as transformers and vLLM do.
+    Tokens as likely as number top_k stay, too."""
+    if 0 < top_k < logits.shape[-1]:
+        least = logits.topk(top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
     if top_p < 1:
-        p = (ranked - ranked[:, :1]).exp().double() / (logits - ranked[:, :1]).exp().sum(
-            -1, keepdim=True, dtype=torch.float64
-        )
-        # a rare row so flat, or a top_p so near 1
-        if not top_k and n < logits.shape[-1] and (p.sum(-1) < top_p).any():
-            return truncate(logits, logits.shape[-1], top_p)
-        # the likelier tokens reach top_p already
-        ranked = ranked.masked_fill(p.cumsum(-1) - p >= top_p, -torch.inf)
+        logits = keep_share(logits, top_p, CANDIDATES)
+    return logits
+
+
+def keep_share(logits: Tensor, top_p: float, n: int) -> Tensor:
+    """logits (R, V) with -inf for all but the fewest tokens with probability top_p together, looked
+    for among the n likeliest."""
+    ranked, order = logits.topk(min(n, logits.shape[-1]))
+    p = (ranked - ranked[:, :1]).exp().double()
+    p = p / (logits - ranked[:, :1]).exp().sum(-1, keepdim=True, dtype=torch.float64)
+    # a rare row so flat, or a top_p so near 1
+    if n < logits.shape[-1] and (p.sum(-1) < top_p).any():
+        return keep_share(logits, top_p, logits.shape[-1])
+    # the likelier tokens reach top_p already
+    ranked = ranked.masked_fill(p.cumsum(-1) - p >= top_p, -torch.inf)
     return torch.full_like(logits, -torch.inf).scatter_(-1, order, ranked)
 
 

@@ -151,12 +151,12 @@ def test_top_p_sorts_the_vocabulary_only_where_it_must(scale, top_p, sorts, monk
     """Among 20,000 tokens: the kept ones are those of a whole sort, whose probability in fp64 is
     summed up to top_p."""
     logits = torch.randn(4, 20_000, generator=torch.Generator().manual_seed(0)) * scale
-    calls, truncate = [], decoding.truncate
+    calls, keep_share = [], decoding.keep_share
     monkeypatch.setattr(
-        decoding, "truncate", lambda *args: calls.append(args[1]) or truncate(*args)
+        decoding, "keep_share", lambda *args: calls.append(args[2]) or keep_share(*args)
     )
     got = decoding.truncate(logits, 0, top_p)
-    assert calls == [0, 20_000][: 1 + sorts]
+    assert calls == [decoding.CANDIDATES, 20_000][: 1 + sorts]
     ranked, order = logits.double().sort(dim=-1, descending=True)
     p = ranked.softmax(-1)
     want = torch.zeros_like(p).scatter(-1, order, (p.cumsum(-1) - p < top_p).double()).bool()

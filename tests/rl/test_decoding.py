@@ -190,3 +190,32 @@ def test_blocks_of_a_fork_decode_as_without_a_cache():
             .gather(-1, torch.tensor(s["ids"])[:, None])[:, 0]
         )
         torch.testing.assert_close(torch.tensor(s["logprobs"]), wanted, atol=1e-5, rtol=0)
+
+
+def test_top_k_and_top_p_keep_what_transformers_keeps():
+    """300 draws of 200 logits, alone and together, and with ties at the last of the top_k."""
+    from transformers import TopKLogitsWarper, TopPLogitsWarper
+
+    generator = torch.Generator().manual_seed(0)
+    for i in range(300):
+        logits = torch.randn(1, 200, generator=generator) * 2
+        if i % 3 == 0:
+            logits = logits.round()
+        top_k, top_p = [(50, 0.95), (3, 0.78), (0, 0.9), (50, 1.0), (500, 0.5)][i % 5]
+        theirs = logits.clone()
+        if top_k:
+            theirs = TopKLogitsWarper(top_k)(None, theirs)
+        n_top_k = int(theirs.isfinite().sum())
+        if top_p < 1:
+            theirs = TopPLogitsWarper(top_p)(None, theirs)
+        ours = decoding.truncate(logits, top_k, top_p)
+        kept = [set(x.isfinite().nonzero()[:, 1].tolist()) for x in (ours, theirs)]
+        if i % 3:
+            assert kept[0] == kept[1]
+        else:  # which of two equally likely tokens comes last is nobody's rule
+            assert (
+                ours[ours.isfinite()].sort().values.equal(theirs[theirs.isfinite()].sort().values)
+            )
+        assert len(kept[0]) <= n_top_k
+    p = torch.tensor([[0.5, 0.25, 0.15, 0.1]]).log()
+    assert decoding.truncate(p, 3, 0.78).isfinite().sum() == 2
