@@ -43,7 +43,14 @@ from checkpoint import CheckpointConfig, Checkpoints, loaded_later
 from corpus.tokenizer import ChatConfig
 from distributed.checks import check_replicas
 from distributed.experts import balance_experts
-from distributed.launch import LaunchConfig, StopSignal, connect, disconnect, set_timeouts
+from distributed.launch import (
+    UNFINISHED,
+    LaunchConfig,
+    StopSignal,
+    connect,
+    disconnect,
+    set_timeouts,
+)
 from distributed.layout import ExpertConfig, ParallelConfig, local_tensor, reshard
 from distributed.pipeline import embeds_at_both_ends
 from distributed.refusals import check_layout
@@ -566,9 +573,11 @@ def update_policy(trainer: Trainer, groups: list[list[dict]], lr: float) -> dict
 
 
 # ---------------------------------------------------------------- warm-up, evaluation
-def warm_up(trainer: Trainer, env, text):
-    """Train random weights on some answers: GRPO has no gradient until some samples earn a reward."""
+def warm_up(trainer: Trainer, env, text, stop: StopSignal) -> bool:
+    """Train random weights on some answers: GRPO has no gradient until some samples earn a reward.
+    Returns whether a signal has ended it."""
     cfg, recent, step = trainer.cfg, [], -1
+    speaks, said = trainer.layout.rank == 0, time.monotonic()
     for step in range(cfg.sft_steps):
         tasks = [
             draw_task(
@@ -576,20 +585,33 @@ def warm_up(trainer: Trainer, env, text):
             )
             for i in range(128)
         ]
-        found = trainer.train_on([supervised_sample(env, text, *task) for task in tasks], "sft")
+        samples = [supervised_sample(env, text, *task, cfg.reward_timeout_s) for task in tasks]
+        found = trainer.train_on(samples, "sft")
         recent = [*recent[-3:], found["loss"]]
         trainer.optim_step(cfg.sft_lr * min(1, (step + 1) / 10))
+        if stop.agreed(trainer.layout):
+            if speaks:
+                print("stopped in the supervised warm-up: the same command begins again")
+            return True
         if sum(recent) / len(recent) < cfg.sft_loss:
             break
+        if speaks and time.monotonic() - said > 5:
+            said = time.monotonic()
+            print(
+                f"supervised warm-up: step {step + 1} of at most {cfg.sft_steps}, loss "
+                f"{recent[-1]:.3f} (ends below {cfg.sft_loss:g})",
+                flush=True,
+            )
     trainer.new_optimizer()
     trainer.policy_version = 0
-    if trainer.layout.rank == 0:
+    if speaks:
         print(
             f"supervised warm-up: {step + 1} steps, loss {recent[-1]:.3f}"
             if recent
             else "no supervised warm-up",
             flush=True,
         )
+    return False
 
 
 def evaluate_policy(
@@ -693,8 +715,9 @@ def main(cfg: Config, Trainer=Trainer):
 
     # 6. checkpoint: of this run, else --init_from's weights, else the warm-up
     is_new = not step_folders(cfg.out)
-    if not cfg.init_from and is_new:
-        warm_up(trainer, env, text)
+    if not cfg.init_from and is_new and warm_up(trainer, env, text, stop):
+        disconnect()
+        return UNFINISHED
     about = dict(
         identity=identity,
         config=asdict(cfg),

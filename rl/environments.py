@@ -28,16 +28,21 @@ has
     TURN_END                              text at the end of a turn; without TURN_END the end-of-text token ends a turn
 """
 
+import difflib
 import functools
 import importlib
 import importlib.util
+import inspect
 import os
 import random
 import sys
+import traceback
 import zlib
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Collection
+from concurrent.futures import Future
 
 from rl.answers import cut_thoughts, opened_by
+from rl.calls import Calls
 from rl.rewards import finite, short
 
 # --env NAME is the file rl/tasks/NAME.py, written like a task of your own
@@ -45,12 +50,27 @@ TASKS = (
     "reverse",
     "sum_digits",
     "calculator",
+    "countdown",
     "wordle",
     "code",
     "verifiers",
     "openenv",
     "few_problems",
     "two_ways",
+)
+# all names that grpo.py reads in an environment
+NAMES = (
+    "make",
+    "reward",
+    "problems",
+    "eval_problems",
+    "group_reward",
+    "ALPHABET",
+    "TOOL_END",
+    "tool",
+    "reset",
+    "step",
+    "TURN_END",
 )
 # what users typed before these tasks had a name
 RENAMED = {
@@ -97,15 +117,48 @@ def open_env(name: str):
             raise ValueError(
                 f"--env {name}: {word} must be a text with at least one character, not {text!r}"
             )
-    if (
-        "problems" in given
-        and isinstance(env.problems, list)
-        and (texts := [x for x in env.problems if isinstance(x, str)])
-    ):
-        raise ValueError(
-            f"--env {name}: problems must be pairs (prompt, answer), and {texts[0]!r} is a text"
-        )
+    for misspelt, word in near_names(env):
+        if misspelt.isupper():
+            raise ValueError(
+                f"--env {name}: {misspelt} is not read; is {word} meant? Rename it, to another "
+                "name if not"
+            )
+    for word in ("problems", "eval_problems"):
+        if word in given:
+            check_problems(name, word, getattr(env, word))
     return env
+
+
+def near_names(env) -> list[tuple[str, str]]:
+    """(name, the name that may be meant) of names in an environment that nobody reads, where the
+    meant name is missing."""
+    given = {name for name in dir(env) if not name.startswith("_")}
+    missing = {name.lower(): name for name in NAMES if name not in given}
+    found = []
+    for name in sorted(given - set(NAMES)):
+        near = difflib.get_close_matches(name.lower(), missing, 1, cutoff=0.79)
+        if near and not inspect.ismodule(getattr(env, name)):
+            found.append((name, missing[near[0]]))
+    return found
+
+
+def check_problems(name: str, word: str, problems) -> None:
+    """Raises ValueError for problems that are no pairs of texts."""
+    if not isinstance(problems, Collection) or not problems:
+        raise ValueError(
+            f"--env {name}: {word} must be a list of pairs (prompt, answer), and not empty"
+        )
+    for i, pair in enumerate(problems):
+        if isinstance(pair, str):
+            raise ValueError(
+                f"--env {name}: {word} must be pairs (prompt, answer), and {pair!r} is a text"
+            )
+        is_pair = isinstance(pair, (list, tuple)) and len(pair) == 2
+        if not is_pair or not all(isinstance(text, str) for text in pair):
+            raise ValueError(
+                f"--env {name}: {word} must be pairs (prompt, answer) of texts, and number {i} is "
+                f"{repr(pair)[:200]}"
+            )
 
 
 def load_own(flag: str, path: str, names: list[str]):
@@ -146,15 +199,32 @@ def shuffled(env, split: str, epoch: int) -> list[tuple[str, str]]:
 
 
 def ask_for_two(env, name: str, given) -> tuple:
-    """The two values of env.make(rng) or env.reset(task). Raises RuntimeError, which prints the
-    line of the user's file."""
+    """The two values of env.make(rng) or env.reset(task). Raises ValueError, one line with the line
+    of the user's file."""
     try:
         first, second = getattr(env, name)(given)
     except Exception as error:
-        raise RuntimeError(
-            f"--env: {name} fails, or does not return two values: {error!r}"
+        raise ValueError(
+            f"--env: {name} fails, or does not return two values: {error!r} "
+            f"({place_of(error, env)})"
         ) from error
+    texts = {"make": (first, second), "reset": ()}[name]
+    if name == "reset" and not isinstance(second, list):  # a list of messages is a prompt, too
+        texts = (second,)
+    for text in texts:
+        if not isinstance(text, str):
+            needed = "(prompt, answer), two texts" if name == "make" else "(state, prompt)"
+            raise ValueError(f"--env: {name} must return {needed}, and {repr(text)[:200]} is none")
     return first, second
+
+
+def place_of(error: Exception, env) -> str:
+    """File and line of an error, in the user's file if it passed there."""
+    frames = traceback.extract_tb(error.__traceback__)
+    file = env.__file__ if hasattr(env, "__file__") else ""
+    own = [frame for frame in frames if frame.filename == file]
+    frame = (own or frames)[-1]
+    return f"{os.path.basename(frame.filename)}, line {frame.lineno}"
 
 
 def draw_task(env, split: str, index: int, fits=lambda prompt: True) -> tuple[str, str]:
@@ -208,7 +278,56 @@ def leave_out_long(env, text, seq_len: int) -> list[str]:
             )
     shuffled.cache_clear()
     draw_task(env, "train", 0, fits)  # raises ValueError if no prompt is left
+    for name, word in near_names(env):
+        said.append(f"--env: nobody reads {name}; is {word} meant?")
+    return said + notice_chance(env, fits)
+
+
+def notice_chance(env, fits) -> list[str]:
+    """Ask for a few tasks and their beginnings twice. Returns messages about chance; raises
+    ValueError where a prompt depends on chance, because all samples of a task must begin alike."""
+    said = []
+    for i in range(4):
+        task, answer = draw_task(env, "train", i, fits)
+        if not said and (task, answer) != draw_task(env, "train", i, fits):
+            said.append(
+                "--env: two calls of make with equal random numbers differ: a run that goes on has "
+                "other tasks; take all chance from its argument, rng"
+            )
+        if not hasattr(env, "step"):
+            continue
+        beginnings = [ask_for_two(env, "reset", task) for _ in range(2)]
+        states, prompts = zip(*beginnings)
+        if prompts[0] != prompts[1]:
+            raise ValueError(
+                f"--env: two resets of the task {short(task)} begin with {short(str(prompts[0]))} "
+                f"and {short(str(prompts[1]))}: reset must depend on the task alone; for chance, "
+                "use random.Random(task)"
+            )
+        if content_of(states[0]) != content_of(states[1]):
+            said.append(
+                f"--env: two resets of the task {short(task)} have different states: if chance "
+                "decides, samples of one task are not compared on equal terms; use "
+                "random.Random(task)"
+            )
+            break
     return said
+
+
+def content_of(state, depth: int = 6):
+    """What a state holds, comparable; of an object its class and its attributes."""
+    if depth == 0 or state is None or isinstance(state, (str, bytes, int, float)):
+        return repr(state) if isinstance(state, (str, bytes, int, float)) else type(state).__name__
+    if isinstance(state, random.Random):
+        return state.getstate()
+    if isinstance(state, dict):
+        return [(repr(key), content_of(state[key], depth - 1)) for key in sorted(state, key=repr)]
+    if isinstance(state, (list, tuple)):
+        return [content_of(part, depth - 1) for part in state]
+    if isinstance(state, (set, frozenset)):
+        return sorted(map(repr, state))
+    name = type(state).__name__
+    return (name, content_of(vars(state), depth - 1)) if hasattr(state, "__dict__") else name
 
 
 class Turns:
@@ -216,9 +335,11 @@ class Turns:
     A simple environment says nothing. calls and earned: number and rewards of the calls in each
     sample; failed: messages of failed calls."""
 
-    def __init__(self, env, text, tasks: list[str], threads=1):
-        """tasks: of each sample. threads: calls that run at once, while other samples go on."""
-        self.env, self.text, self.failed, self.threads = env, text, [], ThreadPoolExecutor(threads)
+    def __init__(self, env, text, tasks: list[str], threads=1, seconds=0.0):
+        """tasks: of each sample. threads: calls that run at once, while other samples go on.
+        seconds: the limit of a call, 0 = none."""
+        self.env, self.text, self.failed, self.seconds = env, text, [], seconds
+        self.threads = Calls(threads, seconds)
         self.has_state, self.end = (
             hasattr(env, "step"),
             getattr(env, "TURN_END", getattr(env, "TOOL_END", "")),
@@ -248,7 +369,24 @@ class Turns:
         """For rollout(): [] within a turn, else a Future of the environment's ids after the turn,
         or of None: the end."""
         turn = self.ended(s)
-        return self.threads.submit(self.ask, *turn) if turn else []
+        return self.begin(*turn) if turn else []
+
+    def begin(self, i: int, completion: str, turn: str | None) -> Future:
+        """ask() in a thread, with a time limit: a Future of its ids. A call that is late ends the
+        sample, and has failed."""
+        said = Future()
+
+        def hear(call: Future) -> None:
+            error = call.exception()
+            if error is not None:
+                what = "step" if self.has_state else "tool"
+                late = f"takes longer than --reward_timeout_s {self.seconds:g}"
+                how = late if isinstance(error, TimeoutError) else f"fails: {error!r}"
+                self.failed.append(f"the {what} {how}, at completion {short(completion)}")
+            said.set_result(None if error is not None else call.result())
+
+        self.threads.submit(self.ask, i, completion, turn).add_done_callback(hear)
+        return said
 
     def ended(self, s: dict) -> tuple[int, str, str | None] | None:
         """(index, completion, turn) of a sample at the end of a turn; None within a turn."""
@@ -284,18 +422,21 @@ class Turns:
 
     def close(self, samples: list[dict]) -> list[dict]:
         """The samples, with numbers and rewards of their calls."""
-        self.threads.shutdown(wait=False)
+        self.threads.close()
         return [s | dict(calls=n, earned=x) for s, n, x in zip(samples, self.calls, self.earned)]
 
 
-def supervised_sample(env, text, task: str, answer: str) -> dict:
-    """An answer in the form of a sample; the text of the environment is masked, as in a rollout."""
-    ids, turns = text.ids(answer) + [text.eot], Turns(env, text, [task])
+def supervised_sample(env, text, task: str, answer: str, seconds=0.0) -> dict:
+    """An answer in the form of a sample; the text of the environment is masked, as in a rollout.
+    seconds: the limit of a step or a call of the tool."""
+    ids, turns = text.ids(answer) + [text.eot], Turns(env, text, [task], 1, seconds)
     prompt, mask = text.prompt(task), [1.0] * len(ids)
     s = dict(index=0, begin=0, prompt=prompt)
     for i in range(len(ids) if turns.reply else 0):
         said = (
-            turns.ask(*turn) if mask[i] and (turn := turns.ended(s | {"ids": ids[: i + 1]})) else []
+            turns.begin(*turn).result()
+            if mask[i] and (turn := turns.ended(s | {"ids": ids[: i + 1]}))
+            else []
         )
         if said is None:
             ids, mask = ids[: i + 1], mask[: i + 1]
@@ -303,6 +444,7 @@ def supervised_sample(env, text, task: str, answer: str) -> dict:
         if said and ids[i + 1 : i + 1 + len(said)] == said:
             s["begin"] = i + 1 + len(said)
             mask[i + 1 : s["begin"]] = [0.0] * len(said)
+    turns.threads.close()
     if turns.failed:
         raise ValueError(f"--env: in an answer of the warm-up, {turns.failed[0]}")
     return dict(prompt=prompt, ids=ids, logprobs=[0.0] * len(ids), mask=mask, advantage=1.0)

@@ -398,9 +398,8 @@ class HTTPEngine(Remote):
     ):
         """(2) by the server, in place of rollouts.draw_samples: a request for each prompt, or for
         each turn of each sample."""
-        turns = Turns(
-            env, text, [task for _, task, _ in tasks for _ in range(group_size)], cfg.reward_threads
-        )
+        of_samples = [task for _, task, _ in tasks for _ in range(group_size)]
+        turns = Turns(env, text, of_samples, cfg.reward_threads, cfg.reward_timeout_s)
         asks = [
             partial(self.ask, name, prompt, group_size, temperature)
             for (name, *_), prompt in zip(tasks, prompts)

@@ -1,28 +1,26 @@
 """(3) of grpo.py: rewards with a time limit, in threads, and the fate of failed rewards; the
 numbers of an evaluation.
 
-A reward is the user's Python on a model's text, so a reward may raise, or never return. A late
-reward is given up, but a thread cannot be ended from outside: the thread runs on until the process
-ends, and slows the others. Code that never releases the interpreter, such as a regular expression
-that backtracks without end, also stops the clock; then only the other ranks end the run, after
---rollout_timeout_s.
+A reward is the user's Python on a model's text, so a reward may raise, or never return: rl/calls.py
+has the clock. A regular expression that backtracks without end stops the clock; then only the other
+ranks end the run, after --rollout_timeout_s.
 """
 
 import inspect
 import math
 import queue
-import threading
-import time
-from collections import deque
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from rl.answers import cut_thoughts
+from rl.calls import Calls
 
 
 @dataclass(kw_only=True)
 class RewardConfig:
-    reward_timeout_s: float = 300.0  # a reward that takes longer has failed; 0 = no limit
+    # a reward, step or tool that takes longer has failed, and is ended; 0 = no limit
+    reward_timeout_s: float = 300.0
     # rewards, tools and games that are called at once, by threads: for those that wait for a server
     reward_threads: int = 1
     # reward of a sample whose reward fails or is late; none = end the run
@@ -95,48 +93,40 @@ def short(text: str) -> str:
 
 
 class Payments:
-    """Pays n jobs (prompt, completions, truncated), in threads, as soon as they are added. Threads
-    are daemons, because the process must not wait for a late reward at exit."""
+    """Pays n jobs (prompt, completions, truncated, opened), in threads, as soon as they are
+    added."""
 
     def __init__(self, env, n: int, cfg: RewardConfig):
-        self.env, self.n, self.cfg, self.news, self.results = env, n, cfg, queue.SimpleQueue(), {}
-        self.thread = threading.Thread(target=self.run, daemon=True)
-        self.thread.start()
+        self.env, self.n, self.cfg = env, n, cfg
+        self.calls = Calls(cfg.reward_threads, cfg.reward_timeout_s)
+        self.paid = queue.SimpleQueue()
 
     def add(self, i: int, job: tuple) -> None:
-        self.news.put((i, job, None))
+        call = self.calls.submit(pay, self.env, *job)
+        call.add_done_callback(lambda call: self.paid.put((i, self.outcome(job, call))))
 
-    def run(self) -> None:
-        waiting, running = deque(), {}
-        while len(self.results) < self.n:
-            while waiting and len(running) < self.cfg.reward_threads:
-                i, job = waiting.popleft()
-                running[i] = time.monotonic() + (self.cfg.reward_timeout_s or 1e9), job
-                work = lambda i=i, job=job: self.news.put((i, None, pay(self.env, *job)))  # noqa: E731
-                threading.Thread(target=work, daemon=True).start()
-            end, i = min(((end, i) for i, (end, _) in running.items()), default=(None, None))
-            try:
-                i, job, result = self.news.get(timeout=end and max(end - time.monotonic(), 0))
-            except queue.Empty:
-                prompt, completions, *_ = running[i][1]
-                reason = f"it takes longer than --reward_timeout_s {self.cfg.reward_timeout_s:g}"
-                job, result = (
-                    None,
-                    [Paid(None, no_reward(prompt, text, reason)) for text in completions],
-                )
-            if job:
-                waiting.append((i, job))
-            elif running.pop(i, None):  # else given up before
-                self.results[i] = result
-                if result[0].failure and self.cfg.failed_reward is None:
-                    self.results = {i: result[:1]}
-                    return
+    def outcome(self, job: tuple, call: Future) -> list[Paid]:
+        """What pay() has returned, or the failure of each sample of a job that is late."""
+        prompt, completions, *_ = job
+        error = call.exception()
+        if error is None:
+            return call.result()
+        late = f"it takes longer than --reward_timeout_s {self.cfg.reward_timeout_s:g}"
+        reason = late if isinstance(error, TimeoutError) else repr(error)
+        return [Paid(None, no_reward(prompt, text, reason)) for text in completions]
 
     def wait(self) -> list[Paid]:
         """What pay() returns for each job, one after the other. A failure that ends the run comes
         back alone."""
-        self.thread.join()
-        return sum((self.results[i] for i in sorted(self.results)), [])
+        results = {}
+        while len(results) < self.n:
+            i, result = self.paid.get()
+            results[i] = result
+            if result[0].failure and self.cfg.failed_reward is None:
+                results = {i: result[:1]}
+                break
+        self.calls.close()
+        return sum((results[i] for i in sorted(results)), [])
 
 
 # ---------------------------------------------------------------- evaluation

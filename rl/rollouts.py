@@ -126,9 +126,8 @@ def draw_samples(
     """(2) on this rank, with whole weights: (group_size samples of each of this rank's prompts,
     failures). ended: see rollout()."""
     noise = draw_noise([f"{cfg.seed}/{name}" for name, *_ in tasks], group_size, cfg.max_new_tokens)
-    turns = Turns(
-        env, text, [task for _, task, _ in tasks for _ in range(group_size)], cfg.reward_threads
-    )
+    of_samples = [task for _, task, _ in tasks for _ in range(group_size)]
+    turns = Turns(env, text, of_samples, cfg.reward_threads, cfg.reward_timeout_s)
     samples = rollout(
         model,
         prompts,

@@ -1,6 +1,10 @@
 """Tasks and rewards, against rl/environments.py: paid answers, drawn prompts and held-out prompts."""
 
+import itertools
 import math
+import random
+import threading
+import time
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -264,6 +268,14 @@ def test_own_environments(tmp_path):
             "TOOL_END must be a text with at least one .*, not 7",
         ),
         ("problems = ['7+', '1+']\nreward = print", "must be pairs .* and '7.' is a text"),
+        ("problems = [('7+', 1)]\nreward = print", "number 0 is"),
+        ("problems = []\nreward = print", "not empty"),
+        ("ALFABET = '7'\nmake = reward = print", "ALFABET is not read; is ALPHABET meant"),
+        (
+            "TURN_ENDS = '7'\nmake = reset = step = print",
+            "TURN_ENDS is not read; is TURN_END meant",
+        ),
+        ("TOOLEND = '7'\nmake = reward = print", "TOOLEND is not read; is TOOL_END meant"),
     ):
         (tmp_path / "mine.py").write_text(lines)
         refuses(f"mine.py:? .*{said}", environments.open_env, str(tmp_path / "mine.py"))
@@ -275,14 +287,12 @@ def test_own_environments(tmp_path):
         (tmp_path / "game.py").read_text() + "\ndef step(state, text):\n    return 1\n"
     )
     game = environments.open_env(str(tmp_path / "game.py"))
-    with pytest.raises(
-        RuntimeError, match="^--env: make fails, or does not return two values: ValueError"
-    ):
-        environments.draw_task(game, "train", 0)
-    with pytest.raises(
-        RuntimeError, match="^--env: reset fails, or .*: ValueError.*invalid literal"
-    ):
-        grpo.Text("", env=game).prompt("x")
+    message = "^--env: make fails, or does not return two values: ValueError"
+    refuses(message, environments.draw_task, game, "train", 0)
+    message = "^--env: reset fails, or .*: ValueError.*invalid literal.*game.py, line 5"
+    refuses(message, grpo.Text("", env=game).prompt, "x")
+    game.make = lambda rng: (1, "x")
+    refuses("make must return .*, and 1 is none", environments.draw_task, game, "train", 0)
     text = grpo.Text("", alphabet=environments.open_env("reverse").ALPHABET)
     refuses("'é' in '1é>' is not in the ALPHABET of --env; add it there", text.prompt, "1é>")
     refuses(
@@ -319,3 +329,92 @@ def test_arithmetic_is_no_eval():
         "3*7-2=19",
     ):
         assert calculator.arithmetic(text) is None
+
+
+def test_countdown():
+    """The task on which people compare: each number once, and the right value in any way."""
+    env = environments.open_env("countdown")
+    for completion, reward in (
+        *((text, 1) for text in ("3*7-2", " 3*7-2 ", "(3 * 7) - 2", "7*3-2")),
+        *((text, 0) for text in ("3*7 #2", "3*7-2=19", "7+7+3+2", "3*7--2", "21-2", "")),
+    ):
+        assert env.reward("3 7 2 = 19: ", completion) == reward
+    for i in range(50):
+        prompt, answer = environments.draw_task(env, "train", i)
+        assert set(prompt + answer) <= set(env.ALPHABET)
+        assert rewards.pay(env, prompt, [answer], [False])[0].reward == 1
+        assert rewards.pay(env, prompt, [answer], [True])[0].reward == 0
+
+
+def game_of(reset, **more):
+    return SimpleNamespace(
+        make=lambda rng: (str(rng.randrange(10**9)), "1"),
+        reset=reset,
+        step=lambda state, said: ("", True, 1.0),
+        **more,
+    )
+
+
+def test_chance_is_noticed():
+    """Two resets of one task must begin alike; of a state that differs a line is told."""
+    fair = game_of(lambda task: (random.Random(task), task))
+    assert environments.notice_chance(fair, lambda prompt: True) == []
+    dice = game_of(lambda task: ({"dice": random.random()}, ">"))
+    (said,) = environments.notice_chance(dice, lambda prompt: True)
+    assert "have different states" in said
+    seen = game_of(lambda task: (None, f"{random.random()}>"))
+    refuses(
+        "two resets of the task .* begin with", environments.notice_chance, seen, lambda p: True
+    )
+    other = SimpleNamespace(make=lambda rng: (str(random.random()), "1"))
+    (said,) = environments.notice_chance(other, lambda prompt: True)
+    assert "two calls of make" in said
+
+
+def test_a_name_that_nobody_reads_is_told():
+    env = SimpleNamespace(make=len, reward=len, eval_problem=[], helper=len, step_size=1)
+    assert environments.near_names(env) == [("eval_problem", "eval_problems")]
+
+
+def test_a_step_has_a_time_limit():
+    """Also in an answer of the warm-up; the endless loop is ended."""
+    words = ["", "1", "7"]
+    text = SimpleNamespace(decode=lambda ids: "".join(words[i] for i in ids), ends=[0])
+
+    def endless(state, said):
+        while True:
+            pass
+
+    game = SimpleNamespace(TURN_END="7", reset=lambda task: (task, ""), step=endless)
+    before = threading.active_count()
+    turns = environments.Turns(game, text, ["task"], 1, 0.2)
+    assert turns.answer(dict(index=0, begin=0, ids=[1, 2])).result(10) is None
+    assert "the step takes longer than --reward_timeout_s 0.2" in turns.failed[0]
+    turns.close([])
+    for _ in range(100):
+        if threading.active_count() == before:
+            break
+        time.sleep(0.1)
+    assert threading.active_count() == before
+
+
+def test_the_warm_up_speaks_and_hears(monkeypatch, capsys):
+    """A line every five seconds, and the end after the step in which a signal has come."""
+    answers = iter([False, False, True])
+    stop = SimpleNamespace(agreed=lambda layout: next(answers))
+    steps = []
+    trainer = SimpleNamespace(
+        cfg=grpo.Config(sft_steps=9),
+        layout=SimpleNamespace(rank=0),
+        train_on=lambda samples, kind: {"loss": 1.5},
+        optim_step=steps.append,
+    )
+    clock = itertools.count(0, 6)
+    monkeypatch.setattr(grpo.time, "monotonic", lambda: next(clock))
+    env = environments.open_env("reverse")
+    text = grpo.Text("", alphabet=env.ALPHABET)
+    monkeypatch.setattr(grpo, "supervised_sample", lambda *args: None)
+    assert grpo.warm_up(trainer, env, text, stop) and len(steps) == 3
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("supervised warm-up: step 1 of at most 9, loss 1.500")
+    assert said[-1] == "stopped in the supervised warm-up: the same command begins again"

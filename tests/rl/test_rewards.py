@@ -47,6 +47,33 @@ def test_a_reward_that_hangs_is_given_up_and_the_others_go_on():
         release.set()
 
 
+def test_an_endless_loop_is_ended():
+    """Its thread would slow all others until the end of the run. A bare except: hears it again."""
+
+    def reward(prompt, text):
+        while text == "loop":
+            pass
+        while text == "stubborn":
+            try:
+                while True:
+                    pass
+            except BaseException:
+                text = "loop"
+        return 1.0
+
+    before = threading.active_count()
+    for n in (1, 3):
+        results = paid(
+            reward, ["loop", "a", "stubborn", "b"], reward_timeout_s=0.2, reward_threads=n
+        )
+        assert [results[1], results[3]] == [1.0, 1.0] and "longer than" in results[0]
+    for _ in range(100):
+        if threading.active_count() == before:
+            break
+        time.sleep(0.1)
+    assert threading.active_count() == before
+
+
 def test_threads_give_the_rewards_of_one():
     """In any order of ending, and with failures."""
 

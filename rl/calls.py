@@ -1,0 +1,110 @@
+"""Calls of the user's Python (rewards, tools, steps of a game) in threads, each with a time limit.
+
+A call that takes longer is given up, and its thread is ended by an exception raised inside of it:
+this ends a loop, at the next line of Python. A thread that sleeps or waits hears the exception when
+it wakes. Code that never releases the interpreter, such as a regular expression that backtracks
+without end, stops the clock as well.
+"""
+
+import ctypes
+import math
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+
+TRIES = 10  # exceptions for a late thread, one a second: a bare `except:` may swallow the first
+
+
+class Late(BaseException):
+    """A BaseException, because an `except Exception` in a reward must not catch it."""
+
+
+def end_thread(thread: threading.Thread) -> None:
+    """Raise Late in a thread."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+        ctypes.c_ulong(thread.ident or 0), ctypes.py_object(Late)
+    )
+
+
+class Call:
+    """A call, the thread that runs it, and its last moment (time.monotonic)."""
+
+    def __init__(self, function: Callable, args: tuple):
+        self.function, self.args, self.future = function, args, Future()
+        self.thread = None
+        self.end = math.inf
+
+
+class Calls:
+    """n calls at once, each for at most so many seconds (0: no limit). Threads are daemons, because
+    the process must not wait for a late call at its exit."""
+
+    def __init__(self, n: int, seconds: float):
+        self.n, self.seconds = n, seconds or math.inf
+        self.news = queue.SimpleQueue()
+        self.clock = None  # the thread of run(), from the first call on
+
+    def submit(self, function: Callable, *args) -> Future:
+        """Call function(*args). The Future has TimeoutError for a late call."""
+        call = Call(function, args)
+        self.news.put(("asked", call, None))
+        if self.clock is None:
+            self.clock = threading.Thread(target=self.run, daemon=True)
+            self.clock.start()
+        return call.future
+
+    def close(self) -> None:
+        """Begin no further call, and end the late ones."""
+        self.news.put(("closed", None, None))
+
+    def work(self, call: Call) -> None:
+        try:
+            self.news.put(("done", call, call.function(*call.args)))
+        except BaseException as error:
+            self.news.put(("failed", call, error))
+
+    def run(self) -> None:
+        waiting: deque[Call] = deque()
+        running: list[Call] = []
+        late: dict[Call, int] = {}  # and how often it was told
+        is_open = True
+        while is_open or running or late:
+            while waiting and len(running) < self.n:
+                call = waiting.popleft()
+                call.thread = threading.Thread(target=self.work, args=(call,), daemon=True)
+                call.end = time.monotonic() + self.seconds
+                running.append(call)
+                call.thread.start()
+            what, call, result = self.next_news(running, bool(late))
+            if what == "asked":
+                waiting.append(call)
+            elif what == "closed":
+                is_open = False
+                waiting.clear()
+            elif call in running:  # else given up before
+                running.remove(call)
+                if what == "done":
+                    call.future.set_result(result)
+                else:
+                    call.future.set_exception(result)
+            for call in [call for call in running if call.end <= time.monotonic()]:
+                running.remove(call)
+                late[call] = 0
+                call.future.set_exception(TimeoutError())
+            late = {call: n for call, n in late.items() if call.thread.is_alive() and n < TRIES}
+            for call in late:
+                end_thread(call.thread)
+                late[call] += 1
+
+    def next_news(self, running: list[Call], some_are_late: bool) -> tuple:
+        """The next entry of the queue; ("", None, None) when a call is late, or after a second if
+        some are."""
+        first = min((call.end for call in running), default=math.inf) - time.monotonic()
+        seconds = min(first, 1.0) if some_are_late else first
+        try:
+            return self.news.get(timeout=max(min(seconds, 1e6), 0))
+        except queue.Empty:
+            return "", None, None
