@@ -117,11 +117,12 @@ class Config(ParallelConfig, ExpertConfig, LaunchConfig, PipelineConfig, ChatCon
     # tokens scored by each window after a text's first, the rest is context; -1 = all
     stride: int = flag(-1, WINDOWS)
     chat: bool = flag(False, QUESTIONS)  # wrap the prompt in the chat template of the tokenizer
-    # with {fields}; empty: Question: {question}\nAnswer:, or with --chat {question}
+    # with {fields}, {{ for a brace (rl/prompts.py); empty: Question: {question}\nAnswer:, or with
+    # --chat {question}
     prompt_template: str = flag("", QUESTIONS)
-    shots: int = flag(0, QUESTIONS)  # answered questions before each one
+    shots: int = flag(0, QUESTIONS)  # answered questions before each one, never itself
     shots_file: str = flag("", SHOTS)  # .jsonl with these questions in its first lines
-    # right answers; auto: number, or exact for answers without one
+    # right answers; auto: number for answers that are numbers, else exact
     answers: Literal["auto", *RIGHT] = flag("auto", WRITING)
     max_new_tokens: int = flag(256, WRITING)  # longer answers are cut off, and wrong
     temperature: float = flag(0.0, WRITING)  # 0 always takes the likeliest token

@@ -13,7 +13,7 @@ of your own defines
     reward(prompt, completion, answer, truncated, fields) -> float
 
 with any of these parameters, by name; fields is the whole line as a dict, and a line needs no
-answer then. Without --eval_data an eighth of the prompts is held out, chosen by hash. With
+answer then. The completion is what comes after the thoughts. Without --eval_data an eighth of the prompts is held out, chosen by hash. With
 --eval_data nothing of --env_data is held out, and the whole test file is evaluated.
 """
 
@@ -59,7 +59,8 @@ class DatasetConfig:
     eval_data: str = flag("", FILES)
     # right answers: exact, number, math, math_verify, or a file of your own, my_reward.py
     reward: str = flag("exact", DATASET)
-    # with {fields}; empty: only the prompt or question, for gsm8k with a hint after it
+    # with {fields}, {{ for a brace (rl/prompts.py); empty: only the prompt or question, for gsm8k
+    # with a hint after it
     prompt_template: str = flag("", FILES)
 
 
