@@ -13,8 +13,9 @@ of your own defines
     reward(prompt, completion, answer, truncated, fields) -> float
 
 with any of these parameters, by name; fields is the whole line as a dict, and a line needs no
-answer then. The completion is what comes after the thoughts. Without --eval_data an eighth of the prompts is held out, chosen by hash. With
---eval_data nothing of --env_data is held out, and the whole test file is evaluated.
+answer then. The completion is what comes after the thoughts. Without --eval_data an eighth of the
+prompts is held out, chosen by hash. With --eval_data nothing of --env_data is held out, and the
+whole test file is evaluated.
 """
 
 import inspect

@@ -3,8 +3,10 @@
 An environment is a file in rl/tasks/, or a file of your own. An environment must have
 
     make(rng) -> (prompt, answer)         one task; the supervised warm-up imitates the answer
-    reward(prompt, completion) -> float   completion: all text after the prompt and the thoughts, without the end-of-text token.
-                                          Or a dict of named parts, {"right": 1.0, "short": 0.2}: their sum counts, and each is logged
+    reward(prompt, completion) -> float   completion: all text after the prompt and the thoughts,
+                                          without the end-of-text token. Or a dict of named parts,
+                                          {"right": 1.0, "short": 0.2}: their sum counts, and each
+                                          is logged
 
 and may have
 
