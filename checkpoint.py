@@ -74,12 +74,7 @@ from storage.provenance import (
     summarize_code,
 )
 from storage.saved import check_excluded, check_fit, choose_step, commit_step, split_twins
-from storage.source_tokenizer import (
-    begins_as_folder,
-    describe_beginning,
-    describe_ends,
-    generation_of_run,
-)
+from storage.source_tokenizer import describe_beginning, describe_ends, ids_of_run
 
 # folders left by a process killed while saving or deleting
 LEFTOVER = re.compile(r"step-\d+\.tmp-.*|trash-.*")
@@ -236,9 +231,8 @@ class Checkpoints:
         self.tokenizer = self.together(
             lambda: tokenizer_and_beside(tokenizer_file) if reads else {}
         )
-        self.begins = self.on_rank_0(lambda: begins_as_folder(out, cfg))
-        self.generation, new = self.on_rank_0(
-            lambda: generation_of_run(out, cfg, tokenizer_file, learnt) if reads else (None, [])
+        self.begins, self.generation, new = self.on_rank_0(
+            lambda: ids_of_run(out, cfg, tokenizer_file if reads else None, learnt)
         )
         if self.generation is not None and reads:
             self.tokenizer["generation_config.json"] = json_bytes(self.generation)

@@ -126,6 +126,20 @@ def generation_of_run(
     return known | ids._replace(ends=ids.ends + new).for_config(), new
 
 
+def ids_of_run(
+    out: str, cfg, tokenizer_file: str | None, learnt: list[int] | None
+) -> tuple[bool, dict | None, list[int]]:
+    """(begins_as_folder(), *generation_of_run()) for the checkpoints of a run. Says nothing of damaged
+    checkpoints: load() refuses them."""
+    try:
+        begins = begins_as_folder(out, cfg)
+        if tokenizer_file is None:
+            return begins, None, []
+        return begins, *generation_of_run(out, cfg, tokenizer_file, learnt)
+    except ValueError:
+        return False, None, []
+
+
 def describe_ends(tokenizer_file: str, ends: list[int]) -> str:
     """The line about ends that the data taught."""
     tokenizer = load_tokenizer(Path(tokenizer_file))
