@@ -213,7 +213,7 @@ def prompts_of(cfg: Config, text: Text, lines: list[Line], kind: str) -> list[st
     for line in lines:
         shots = "".join(
             f"{fill_template(template, example)} {answer_of_shot(example, kind)}\n\n"
-            for example in others(examples, line, cfg.shots)
+            for example in other_shots(examples, line, cfg.shots)
         )
         prompts.append(shots + fill_template(template, line))
     return [text.chat(prompt) for prompt in prompts] if text.chat else prompts
@@ -230,7 +230,7 @@ def read_shots(cfg: Config, kind: str) -> list[Line]:
     return examples
 
 
-def others(examples: list[Line], line: Line, n: int) -> list[Line]:
+def other_shots(examples: list[Line], line: Line, n: int) -> list[Line]:
     """The first n examples that do not ask what this line asks: the model would read the answer in
     its own prompt. Raises ValueError if there are fewer."""
     asked = question_of(line)

@@ -25,21 +25,37 @@ import jinja2.nodes
 from corpus.sandbox import BEGIN, END, Endless, Sandbox, limits
 from corpus.tokenizer import encoding_of, load_tokenizer, read_chat_template, read_special_tokens
 
-SHAREGPT_ROLES = {
+# other words for a role, in lower case, in "role" as in "from"
+ROLES = {
     "human": "user",
+    "prompter": "user",
     "gpt": "assistant",
     "chatgpt": "assistant",
     "model": "assistant",
+    "bot": "assistant",
+    "ai": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
     "function_call": "assistant",
     "function": "tool",
     "function_response": "tool",
     "observation": "tool",
 }
+# keys that switch the loss of an answer: name -> the value that means trained
+SWITCHES = {"weight": 1, "train": True, "training": True, "loss": True, "masked": False}
+# keys of a message that templates read, and keys that say nothing to a model
+READ = ("role", "content", "name", "tool_calls", "tool_call_id", "end_turn", "prefix")
+IGNORED = ("id", "index", "timestamp", "created_at", "date", "model", "language", "lang")
 # keys of the thoughts before an answer, in various files
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+# (thoughts at the beginning of an answer, the blank after them, the answer)
+THOUGHT = re.compile(r"(\s*<think>(?:(?!</?think>).)*</think>)?(\s*)(.*)", re.DOTALL)
 PROBE = "2 + 2?"  # a question to try out a template
 MARKS = Path(__file__).with_name("chat_marks.json")
 NEEDED = '{"messages": [{"role": ..., "content": ...}]} or ShareGPT\'s {"conversations": [{"from": ..., "value": ...}]}'
+
+
+CHAT_ROLES = ("system", "user", "assistant", "tool", "developer")
 
 
 class Conversation(NamedTuple):
@@ -55,6 +71,7 @@ class ChatTemplate(NamedTuple):
     has_marks: bool  # {% generation %}
     rules: str  # identifies the text that a conversation becomes
     names: frozenset[str]  # values that the template reads, apart from the usual ones
+    reads_tools: bool
 
 
 # --------------------------------------------------------------------------------------------------
@@ -102,7 +119,8 @@ def read_template(folder: str, user: str) -> ChatTemplate:
     always = {"messages", "tools", "documents", "add_generation_prompt", *special_tokens}
     parsed = environment.parse(marked)
     # computes constants, too
-    names = frozenset(guarded(jinja2.meta.find_undeclared_variables, parsed) - always)
+    read = guarded(jinja2.meta.find_undeclared_variables, parsed)
+    names = frozenset(read - always)
     has_marks = any(part.data == BEGIN for part in parsed.find_all(jinja2.nodes.TemplateData))
 
     def render(
@@ -129,6 +147,7 @@ def read_template(folder: str, user: str) -> ChatTemplate:
         has_marks,
         repr((2, marked, special_tokens)),
         names,
+        "tools" in read,
     )
 
 
@@ -146,41 +165,53 @@ def parse_conversation(line: bytes) -> Conversation:
         text.encode()  # "\ud800" is JSON, but no text
         if BEGIN in text or END in text:
             raise ValueError("it has U+FDD0 or U+FDD1, which are no characters")
-        messages, tools = (
-            record["messages"] if "messages" in record else from_sharegpt(record),
-            record.get("tools"),
-        )
-        tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
-        if tools and not isinstance(tools, list):
-            raise TypeError("tools must be a list")
+        messages = record["messages"] if "messages" in record else from_sharegpt(record)
         if not messages or not isinstance(messages, list):
             raise TypeError("a list of messages, and every message needs a role and a content")
-        return Conversation([prepare_message(message) for message in messages], tools or None)
+        prepared = [prepare_message(message) for message in messages]
+        return Conversation(prepared, tools_of(record))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         # the repr of UnicodeError has the whole line
         reason = str(error) if isinstance(error, UnicodeError) else repr(error)
         raise ValueError(f"need a conversation like {NEEDED} ({reason})") from None
 
 
+def tools_of(record: dict) -> list | None:
+    """The functions that an assistant may call: tools, OpenAI's older functions, or verifiers'
+    tool_defs, as a list or as its JSON text. Raises an error for two of them."""
+    found = {name: record.get(name) for name in ("tools", "functions", "tool_defs")}
+    found = {name: value for name, value in found.items() if value}
+    if len(found) > 1:
+        raise ValueError(f"{' and '.join(found)}: give the functions once")
+    for name, tools in found.items():
+        tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
+        if tools and not isinstance(tools, list):
+            raise TypeError(f"{name} must be a list")
+        if name != "tools":
+            tools = [
+                tool if "function" in tool else {"type": "function", "function": tool}
+                for tool in tools
+            ]
+        return tools or None
+    return None
+
+
 def prepare_message(message: dict) -> dict:
     """A message as templates read it: content as one text, thoughts as reasoning_content and as
-    thinking. The content is a text or a list of parts; beside tool calls also null or missing.
-    Raises an error for a message that we cannot train on."""
-    content, weight, train = (
-        message.get("content"),
-        message.get("weight", 1),
-        message.get("train", True),
-    )
+    thinking, calls as tool_calls, the usual names of roles. The content is a text or a list of
+    parts; beside tool calls also null or missing. A key that is null is no key, as tables write
+    it. Raises an error for a message that we cannot train on, and for keys that nobody reads."""
+    message = {key: value for key, value in message.items() if value is not None}
+    message = {key: value for key, value in message.items() if value != "" or key not in THOUGHTS}
+    message = with_calls(message)
+    content, role = message.get("content"), message.get("role")
     has_content = isinstance(content, str | list) or content is None and message.get("tool_calls")
-    if not has_content or not isinstance(message.get("role"), str):
+    if not has_content or not isinstance(role, str):
         raise TypeError("every message needs a role and a content")
-    if weight not in (0, 1) or train not in (True, False):
-        raise ValueError(f"weight {weight}, train {train}: a message is trained or not, 1 or 0")
-    if message["role"] != "assistant" and message.get("train"):
-        raise ValueError(
-            f"train: true in a message of {message['role']}: only what the assistant says has a "
-            "loss"
-        )
+    usual = ROLES.get(role.lower(), role)
+    message["role"] = role.lower() if usual == role and role.lower() in CHAT_ROLES else usual
+    message.setdefault("content", None)
+    check_keys(message)
     # most templates know no parts, and would write nothing, or a Python list
     if isinstance(content, list):
         if kinds := [
@@ -192,19 +223,54 @@ def prepare_message(message: dict) -> dict:
                 f"a part of a content is {kinds[0]}, and only text is trained; take such "
                 "conversations out"
             )
-        message = message | {"content": "".join(part["text"] for part in content)}
-    thoughts = [message[name] for name in THOUGHTS if message.get(name) is not None]
-    return (
-        {"thinking": thoughts[0]} | message | {"reasoning_content": thoughts[0]}
-        if thoughts
-        else message
-    )
+        message["content"] = "".join(part["text"] for part in content)
+    thoughts = [message[name] for name in THOUGHTS if name in message]
+    if not thoughts:
+        return message
+    if (message["content"] or "").lstrip().startswith("<think>"):
+        raise ValueError("a message has thoughts in its content and beside it: give them once")
+    return {"thinking": thoughts[0]} | message | {"reasoning_content": thoughts[0]}
+
+
+def check_keys(message: dict) -> None:
+    """Raises an error for a key of a message that is unknown, or for a value that is neither on
+    nor off."""
+    known = {*READ, *IGNORED, *THOUGHTS, *SWITCHES}
+    unknown = [key for key in message if key not in known and message[key] not in ([], {})]
+    if unknown:
+        switch = "detail" in unknown[0] or "mask" in unknown[0] or "train" in unknown[0]
+        advice = 'switch the loss of an answer off with "train": false; ' if switch else ""
+        raise ValueError(
+            f"{unknown[0]} in a message is unknown, and would be lost; {advice}take the key out, "
+            f"or rename it: {', '.join([*READ, THOUGHTS[0], *SWITCHES])}"
+        )
+    for name, on in SWITCHES.items():
+        value = message.get(name, on)
+        if value not in (0, 1):
+            said = f"weight {message.get('weight', 1)}, train {message.get('train', True)}"
+            said = said if name in ("weight", "train") else f"{name} {value}"
+            raise ValueError(f"{said}: a message is trained or not, 1 or 0")
+        if name in message and name not in ("weight", "masked") and value:
+            if message["role"] != "assistant":
+                raise ValueError(
+                    f"{name}: true in a message of {message['role']}: only what the assistant says "
+                    "has a loss"
+                )
+
+
+def with_calls(message: dict) -> dict:
+    """The message, with OpenAI's older function_call as tool_calls."""
+    if "function_call" not in message:
+        return message
+    call = message["function_call"]
+    rest = {key: value for key, value in message.items() if key != "function_call"}
+    return rest | {"tool_calls": [{"type": "function", "function": call}]}
 
 
 def is_trained(message: dict) -> bool:
-    """Whether an answer has a loss: "weight": 0 (OpenAI) or "train": false (axolotl) switch the
-    loss off."""
-    return bool(message.get("weight", 1)) and message.get("train", True)
+    """Whether an answer has a loss: "weight": 0 (OpenAI), "train": false (axolotl), "training",
+    "loss": false, or "masked": true switch the loss off."""
+    return all(bool(message.get(name, on)) == bool(on) for name, on in SWITCHES.items())
 
 
 def from_sharegpt(record: dict) -> list[dict]:
@@ -214,20 +280,18 @@ def from_sharegpt(record: dict) -> list[dict]:
 
 
 def from_turn(turn: dict) -> dict:
-    """{"from", "value"} as a message. Some files have role and content in "conversations"; such a
-    turn is a message already."""
+    """{"from", "value"} as a message, with its other keys. Some files have role and content in
+    "conversations"; such a turn is a message already."""
     if "from" not in turn:
         return turn
     role, value = turn["from"], turn["value"]
+    more = {key: each for key, each in turn.items() if key not in ("from", "value")}
     if role != "function_call":
-        return {"role": SHAREGPT_ROLES.get(role.lower(), role), "content": value}
+        return {"role": role, "content": value} | more
     calls = json.loads(value) if isinstance(value, str) else value
     calls = calls if isinstance(calls, list) else [calls]
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"type": "function", "function": call} for call in calls],
-    }
+    calls = [{"type": "function", "function": call} for call in calls]
+    return {"role": "assistant", "content": "", "tool_calls": calls} | more
 
 
 # --------------------------------------------------------------------------------------------------
@@ -237,12 +301,19 @@ def assistant_spans(
 ) -> tuple[str, list[tuple[int, int]]]:
     """(whole text, [(start, end)] of the assistant's trained text, in characters). Raises
     ValueError if the template fails, or if the spans are not certain."""
+    conversation = with_arguments(conversation, template)
     messages, tools = conversation
-    full = template.render(messages, tools)
-    check_rendered(conversation, template, remove_marks(full))
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    unknown = [message["role"] for message in messages if message["role"] not in CHAT_ROLES]
+    if not turns and unknown:
+        raise ValueError(
+            f"no message is the assistant's, and the role {unknown[0]} is unknown; use "
+            f"{', '.join(CHAT_ROLES)}"
+        )
+    full = template.render(messages, tools)
     if template.has_marks:
         full, spans = find_marks(full)
+        check_rendered(conversation, template)
         if all(is_trained(messages[i]) for i in turns):
             return full, spans
         if len(spans) != len(turns):
@@ -259,34 +330,113 @@ def assistant_spans(
             "assistant's; write {% generation %} ... {% endgeneration %} around the assistant's "
             "part of it"
         )
+    if not template.has_marks:
+        check_rendered(conversation, template)
     return full, [span for i, span in zip(turns, spans, strict=True) if is_trained(messages[i])]
 
 
-def check_rendered(conversation: Conversation, template: ChatTemplate, text: str) -> None:
+def check_rendered(conversation: Conversation, template: ChatTemplate) -> None:
     """Raises ValueError if the template leaves out a part of a message: training would silently
-    lose content, calls or thoughts. Many templates leave out earlier thoughts on purpose, so we
-    only ask whether a template writes thoughts at all."""
+    lose content, calls or thoughts. We put a word of our own in the place of each part, and look
+    for the words. Many templates leave out earlier thoughts on purpose, so we only ask whether a
+    template writes thoughts at all."""
+    if conversation.tools and not template.reads_tools:
+        raise ValueError(f"{template.name} does not read tools, and the conversation has some")
+    words: dict[str, tuple[int, str]] = {}  # word -> number of the message, part
+    messages = []
     for i, message in enumerate(conversation.messages, 1):
-        calls = [
-            call.get("function", call)
-            for call in message.get("tool_calls") or []
-            if isinstance(call, dict)
-        ]
-        names = [str(call.get("name", "")) for call in calls if isinstance(call, dict)]
-        content = (message.get("content") or "").rpartition("</think>")[2].strip()
-        # Llama 3 writes the output of a tool as JSON
-        written = [content, json.dumps(content, ensure_ascii=False)[1:-1]]
-        # some templates leave out text beside a call
-        checks = {
-            "reasoning_content": "reasoning_content" not in message or knows_thoughts(template),
-            "tool_calls": all(name in text for name in names),
-            "content": any(part in text for part in written) or calls,
+        if "reasoning_content" in message and not knows_thoughts(template):
+            raise ValueError(not_written(template, "reasoning_content", i, message))
+        messages.append(with_words(message, i, words))
+    text = template.render(messages, conversation.tools).lower()
+    for word, (i, part) in words.items():
+        if word.lower() not in text:
+            raise ValueError(not_written(template, part, i, conversation.messages[i - 1]))
+
+
+def not_written(template: ChatTemplate, part: str, i: int, message: dict) -> str:
+    return f"{template.name} does not write out the {part} of message {i}, from {message['role']}"
+
+
+def with_words(message: dict, i: int, words: dict) -> dict:
+    """Message number i with a word in the place of each part, which goes into `words`."""
+
+    def word_for(part: str) -> str:
+        word = f"Qz{len(words)}zQ"
+        words[word] = i, part
+        return word
+
+    calls = []
+    for call in message.get("tool_calls") or []:
+        function = call.get("function", call)
+        named = {"name": word_for("tool_calls")}
+        if function.get("arguments"):
+            arguments = {word_for("arguments"): word_for("arguments")}
+            is_text = isinstance(function["arguments"], str)
+            named["arguments"] = json.dumps(arguments) if is_text else arguments
+        calls.append(call | ({"function": function | named} if "function" in call else named))
+    changed = {"tool_calls": calls} if calls else {}
+    content = message["content"]
+    if content and content.strip():
+        pieces = [""]
+        if message["role"] == "assistant":
+            # the thoughts at the beginning may be left out, but no text behind them
+            thought, pieces[0], content = THOUGHT.match(content).groups(default="")
+            pieces[0] = thought + pieces[0]
+        for piece in re.split("(</?think>)", content):
+            is_text = piece.strip() and piece not in ("<think>", "</think>")
+            pieces.append(word_for("content") if is_text else piece)
+        changed["content"] = "".join(pieces)
+    return message | changed
+
+
+@cache
+def arguments_as(template: ChatTemplate) -> type | None:
+    """How a template reads the arguments of a call: dict, if it writes them as JSON itself or one
+    by one; str, if it wants their JSON text; None, if neither shows them right."""
+    for kind in (dict, str):
+        arguments = {"Qkey": "Qvalue"}
+        call = {"name": "Qname", "arguments": arguments if kind is dict else json.dumps(arguments)}
+        message = {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "id": "call00000", "function": call}],
         }
-        if missing := [name for name, is_there in checks.items() if not is_there]:
-            raise ValueError(
-                f"{template.name} does not write out the {missing[0]} of message {i}, from "
-                f"{message['role']}"
-            )
+        with suppress(ValueError):
+            text = template.render([{"role": "user", "content": PROBE}, message], None)
+            is_encoded_twice = '\\"Qkey' in text
+            is_python = "'Qkey'" in text
+            if "Qkey" in text and "Qvalue" in text and not is_encoded_twice and not is_python:
+                return kind
+    return None
+
+
+def with_arguments(conversation: Conversation, template: ChatTemplate) -> Conversation:
+    """The conversation, with the arguments of its calls as the template reads them: OpenAI writes a
+    JSON text, and a template that encodes it once more would train escaped quotes."""
+    if not any(message.get("tool_calls") for message in conversation.messages):
+        return conversation
+    wanted = arguments_as(template)
+    messages = []
+    for message in conversation.messages:
+        calls = [with_argument(call, wanted) for call in message.get("tool_calls") or []]
+        messages.append(message | {"tool_calls": calls} if calls else message)
+    return Conversation(messages, conversation.tools)
+
+
+def with_argument(call: dict, wanted: type | None) -> dict:
+    function = call.get("function", call)
+    arguments = function.get("arguments")
+    if wanted is dict and isinstance(arguments, str):
+        with suppress(ValueError):
+            decoded = json.loads(arguments)
+            arguments = decoded if isinstance(decoded, dict) else arguments
+    elif wanted is str and isinstance(arguments, dict):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    if arguments is None:
+        return call
+    changed = function | {"arguments": arguments}
+    return call | {"function": changed} if "function" in call else changed
 
 
 @cache

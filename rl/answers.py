@@ -222,7 +222,7 @@ def final_number(text: str) -> float | None:
     number = found[0] if marker else found[-1]
     if is_a_part(after[: number.start()], number[0]):
         return None
-    return value_of(number[0])
+    return number_in(number[0])
 
 
 def is_a_part(before: str, number: str) -> bool:
@@ -232,7 +232,7 @@ def is_a_part(before: str, number: str) -> bool:
     return bool(NO_NUMBER.search(before) or in_group)
 
 
-def value_of(word: str) -> float | None:
+def number_in(word: str) -> float | None:
     """The value of a plain number, or of one times a power of ten; None for anything else."""
     power = POWER_OF_TEN.fullmatch(word)
     if power:
@@ -250,7 +250,7 @@ def is_ordinary_number(answer: str) -> bool:
     """--answers auto: whether an answer is a number, such as 42, $5, 3 km, x = 5 or a text that
     ends with #### 42. No names with a number (Apollo 11), no dates and no decades."""
     found = ORDINARY.fullmatch(plain_numbers((marked(answer) or answer).strip().rstrip(".")))
-    return found is not None and value_of(found["number"].rstrip(".,")) is not None
+    return found is not None and number_in(found["number"].rstrip(".,")) is not None
 
 
 # ---------------------------------------------------------------- math

@@ -14,8 +14,8 @@ of your own defines
 
 with any of these parameters, by name; fields is the whole line as a dict, and a line needs no
 answer then. The completion is what comes after the thoughts. Without --eval_data an eighth of the
-prompts is held out, chosen by hash. With --eval_data nothing of --env_data is held out, and the
-whole test file is evaluated.
+prompts is held out, chosen by hash. With
+--eval_data nothing of --env_data is held out, and the whole test file is evaluated.
 """
 
 import inspect
@@ -233,7 +233,7 @@ class Dataset:
         template, hint = unescape(cfg.prompt_template), HINTS[cfg.env]
         self.right = built_in(kind) if kind in KINDS else open_reward(kind)
         self.known, said = read_problems(cfg.env_data, "--env_data", template, hint, kind)
-        self.problems = pairs_of(self.known)
+        self.problems = tasks_with_answers(self.known)
         self.left_out = [said] if said else []
         if cfg.eval_data:
             held_out, said = read_problems(cfg.eval_data, "--eval_data", template, hint, kind)
@@ -244,7 +244,7 @@ class Dataset:
                     f"{cfg.eval_data} are in "
                     "--env_data as well; remove them from one"
                 )
-            self.eval_problems = pairs_of(held_out)
+            self.eval_problems = tasks_with_answers(held_out)
             self.left_out += [said] if said else []
             self.known = self.known | held_out
         # what the model sees of a task that is not its own prompt; and the prompts, for the split
@@ -274,7 +274,7 @@ class Dataset:
         )
 
 
-def pairs_of(problems: dict[str, Problem]) -> list[tuple[str, str]]:
+def tasks_with_answers(problems: dict[str, Problem]) -> list[tuple[str, str]]:
     """(task, answer) of each problem."""
     return [(task, answer_of(problem.line)) for task, problem in problems.items()]
 

@@ -3,10 +3,8 @@
 An environment is a file in rl/tasks/, or a file of your own. An environment must have
 
     make(rng) -> (prompt, answer)         one task; the supervised warm-up imitates the answer
-    reward(prompt, completion) -> float   completion: all text after the prompt and the thoughts,
-                                          without the end-of-text token. Or a dict of named parts,
-                                          {"right": 1.0, "short": 0.2}: their sum counts, and each
-                                          is logged
+    reward(prompt, completion) -> float   completion: all text after the prompt and the thoughts, without the end-of-text token.
+                                          Or a dict of named parts, {"right": 1.0, "short": 0.2}, which are added up
 
 and may have
 
@@ -208,7 +206,7 @@ def ask_for_two(env, name: str, given) -> tuple:
     except Exception as error:
         raise ValueError(
             f"--env: {name} fails, or does not return two values: {error!r} "
-            f"({place_of(error, env)})"
+            f"({line_of_error(error, env)})"
         ) from error
     texts = {"make": (first, second), "reset": ()}[name]
     if name == "reset" and not isinstance(second, list):  # a list of messages is a prompt, too
@@ -220,7 +218,7 @@ def ask_for_two(env, name: str, given) -> tuple:
     return first, second
 
 
-def place_of(error: Exception, env) -> str:
+def line_of_error(error: Exception, env) -> str:
     """File and line of an error, in the user's file if it passed there."""
     frames = traceback.extract_tb(error.__traceback__)
     file = env.__file__ if hasattr(env, "__file__") else ""

@@ -39,7 +39,7 @@ class Part(NamedTuple):
     is_field: bool
 
 
-def split_template(template: str) -> list[Part]:
+def parts_of(template: str) -> list[Part]:
     """The parts of a template. Raises ValueError for a field that could be an argument of LaTeX."""
     parts = []
     opened = []  # "{" or "{{" for each brace that is not closed yet
@@ -88,7 +88,7 @@ def check_before(before: str, plain: str, name: str) -> None:
 def check_template(template: str, lines: list[Line], asked: str) -> None:
     """Raises ValueError for a template that shows the right answer, that has no field, or that has
     a name that is no field. asked: the field with the question."""
-    names = [part.text for part in split_template(template) if part.is_field]
+    names = [part.text for part in parts_of(template) if part.is_field]
     if not names:
         raise ValueError(
             f"--prompt_template {template!r} has no field in braces, so all prompts would be the "
@@ -144,7 +144,7 @@ def fill_template(template: str, line: Line) -> str:
     """The template, filled with the fields of a line. Raises ValueError for a field that cannot be
     written."""
     text = ""
-    for part in split_template(template):
+    for part in parts_of(template):
         if part.is_field and part.text not in line.fields:
             raise ValueError(unknown_field(part.text, line))
         text += write_field(line, part.text) if part.is_field else part.text

@@ -120,9 +120,11 @@ def chat_folder(folder, kind: str, marks: bool = False):
     return folder
 
 
-def conversations(count: int, seed: int = 0, tools: bool = True, most_turns: int = 6) -> list[dict]:
+def conversations(
+    count: int, seed: int = 0, tools: bool = True, most_turns: int = 6, beside: bool = True
+) -> list[dict]:
     """1 to most_turns turns each: with and without system message, thoughts, a call of a tool and
-    its output."""
+    its output. beside: text beside a call, which Llama 3's template would drop."""
     rng, made = random.Random(seed), []
 
     def words(most: int) -> str:
@@ -142,7 +144,7 @@ def conversations(count: int, seed: int = 0, tools: bool = True, most_turns: int
                 messages.append(
                     {
                         "role": "assistant",
-                        "content": rng.choice(["", words(4)]),
+                        "content": rng.choice(["", words(4)]) if beside else "",
                         "tool_calls": [call],
                     }
                 )

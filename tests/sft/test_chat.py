@@ -98,7 +98,9 @@ def test_masks_are_those_of_transformers(folders, kind):
     )
     assert (marked.has_marks, plain.has_marks) == (True, False)
     tokenizer, answers = chat_tokenizer(folder / "tokenizer.json"), 0
-    for record in conversations(300):
+    for record in conversations(300, beside=kind != "llama3"):
+        if kind == "deepseek":  # whose template knows calls, but no tools
+            record.pop("tools", None)
         conversation = parse_conversation(json.dumps(record).encode())
         expected = judge(record)
         assert tokens_and_mask(conversation, marked, tokenizer) == expected
@@ -177,7 +179,14 @@ def test_a_template_that_does_not_tell_is_refused_by_name(tmp_path, template):
         (
             1,
             "short_gpt_oss",
-            [*FOUR, *CALLS[:3], FOUR[1] | {"thinking": "t"}],
+            # one call: of a second the template would lose all
+            [
+                *FOUR,
+                CALLS[0],
+                CALLS[1] | {"content": "", "tool_calls": CALLS[1]["tool_calls"][:1]},
+                CALLS[2],
+                FOUR[1] | {"thinking": "t"},
+            ],
             "<|channel|>final<|message|>a<|end|>" * 2 + " to=add<|call|>"
             "<|channel|>analysis<|message|>t<|end|><|start|>assistant<|channel|>final<|message|>a<|return|>",
         ),
@@ -366,7 +375,9 @@ def test_masks_where_the_tokenizer_puts_in_a_blank_of_its_own(tmp_path, kind):
     )
     made.save(str(folder / "tokenizer.json"))
     theirs = AutoTokenizer.from_pretrained(folder)
-    for record in conversations(60, seed=2):
+    for record in conversations(60, seed=2, beside=False):
+        if kind == "deepseek":
+            record.pop("tools", None)
         ids, mask = ours(folder, record)
         assert (ids, mask) == judged(theirs, record) and sum(mask) > 0
 
@@ -509,7 +520,7 @@ def test_marks_are_not_in_the_prompt_of_a_chat(tmp_path):
 def test_show(tmp_path, folders, monkeypatch, capsys):
     """Only the assistant's text is green; what would command the terminal is not printed."""
     folder, judge = folders["llama3"]
-    records = conversations(5, seed=3)
+    records = conversations(5, seed=3, beside=False)
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     assert [*map(tuple, documents_of(tmp_path / "chat.jsonl", folder / "tokenizer.json", 0))] == [
         *map(judge, records)
@@ -606,8 +617,15 @@ def test_content_in_parts_is_one_text_and_messages_without_weight_have_no_loss(f
         (dict(role="assistant", content="a", weight=0.5), "weight 0.5"),
         (dict(role="user", content="a", train=True), "train: true in a message of user"),
         (
-            dict(role="Bing", content="lost"),
-            "does not write out the content of message 1, from Bing",
+            dict(role="tool", content="a"),
+            "does not write out the content of message 1, from tool",
+        ),
+        (dict(role="Sydney", content="a"), "the role Sydney is unknown"),
+        (dict(role="assistant", content="a", loss_mask=0), "loss_mask in a message is unknown"),
+        (dict(role="assistant", content="a", train_detail=[1]), "train_detail in a message"),
+        (
+            dict(role="assistant", content="<think>a</think>b", reasoning_content="c"),
+            "thoughts in its content and beside it",
         ),
         (
             dict(
@@ -625,7 +643,7 @@ def test_content_in_parts_is_one_text_and_messages_without_weight_have_no_loss(f
 )
 def test_what_would_be_lost_is_refused_by_name(tmp_path, message, words):
     template = (
-        "{% for m in messages if m.role != 'Bing' %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
+        "{% for m in messages if m.role != 'tool' %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
     )
     refuses(
         re.escape(words),
@@ -634,3 +652,101 @@ def test_what_would_be_lost_is_refused_by_name(tmp_path, message, words):
         {"messages": [message]},
         template,
     )
+
+
+CALL = {"name": "weather", "arguments": '{"city": "Paris"}'}
+ASK = {"role": "user", "content": "Weather in Paris?"}
+CHATML = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
+WITH_CALLS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "<call>{{ c.function.name }} {{ ARGUMENTS }}{% endfor %}<end>{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    "arguments", ["c.function.arguments | tojson", "'' + c.function.arguments"]
+)
+def test_arguments_are_encoded_once(tmp_path, arguments):
+    """As a JSON text or as an object, in three forms: whatever the template needs."""
+    folder = chat_folder(tmp_path / "calls", "qwen3")
+    template = WITH_CALLS.replace("ARGUMENTS", arguments)
+    call = {"type": "function", "function": CALL}
+    decoded = {"type": "function", "function": CALL | {"arguments": {"city": "Paris"}}}
+    beside = {"role": "assistant", "content": ""}
+    for record in (
+        {"messages": [ASK, beside | {"tool_calls": [call]}]},
+        {"messages": [ASK, beside | {"tool_calls": [decoded]}]},
+        {"messages": [ASK, {"role": "assistant", "content": None, "function_call": CALL}]},
+        {
+            "conversations": [
+                {"from": "human", "value": ASK["content"]},
+                {"from": "function_call", "value": json.dumps(CALL)},
+            ]
+        },
+    ):
+        text = "".join(told(folder, record, template)[::-1])
+        assert 'weather {"city": "Paris"}' in text
+
+
+def test_a_part_that_is_elsewhere_by_chance_is_lost_as_well(tmp_path):
+    """Each of these has words that stand in another part of the conversation."""
+    folder = chat_folder(tmp_path / "simple", "qwen3")
+    call = {"type": "function", "function": {"name": "Paris", "arguments": {}}}
+    called = {"role": "assistant", "content": "", "tool_calls": [call]}
+    answer = {"role": "assistant", "content": "The result is 4 in Paris."}
+    no_system = CHATML.replace("messages %}", "messages if m.role not in ('tool', 'system') %}")
+    no_tools = {"messages": [ASK, answer], "tools": [{"type": "function", "function": CALL}]}
+    for record, template, words in (
+        ({"messages": [ASK, called]}, CHATML, "the tool_calls of message 2"),
+        (
+            {"messages": [ASK, called, {"role": "tool", "content": "4"}, answer]},
+            WITH_CALLS.replace("ARGUMENTS", "''").replace(
+                "messages %}", "messages if m.role != 'tool' %}"
+            ),
+            "the content of message 3, from tool",
+        ),
+        (
+            {"messages": [{"role": "system", "content": "Paris"}, ASK, answer]},
+            no_system,
+            "the content of message 1, from system",
+        ),
+        (no_tools, CHATML, "does not read tools"),
+        ({"messages": [ASK, answer], "functions": [CALL]}, CHATML, "does not read tools"),
+        ({"messages": [ASK, answer], "tool_defs": [CALL]}, CHATML, "does not read tools"),
+    ):
+        refuses(words, ours, folder, record, template)
+
+
+def test_an_answer_with_a_second_end_of_thoughts(folders):
+    """Qwen3's template cuts an answer at its last </think>."""
+    folder, _ = folders["qwen3"]
+    for content in (
+        "<think>\na\n</think>\nfirst part\n<think>\nb\n</think>\nsecond part",
+        "Write the tag </think> and then your answer.",
+    ):
+        messages = [ASK, {"role": "assistant", "content": content}, ASK, FOUR[1]]
+        refuses("does not write out the content of message 2", ours, folder, {"messages": messages})
+
+
+def test_null_is_no_key_and_other_words_for_the_loss(tmp_path):
+    folder = chat_folder(tmp_path / "simple", "qwen3")
+    plain = told(
+        folder,
+        {"messages": FOUR},
+        CHATML.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}"),
+    )
+    nulls = dict.fromkeys(("weight", "reasoning_content", "name", "tool_calls", "anything"))
+    with_nulls = [message | nulls for message in FOUR]
+    assert told(folder, {"messages": with_nulls}) == plain
+    assert told(folder, {"messages": [FOUR[0], FOUR[1] | {"reasoning_content": ""}] * 2}) == plain
+    for off in ({"loss": False}, {"training": False}, {"masked": True}, {"train": 0}):
+        conversation = {"messages": [FOUR[0], FOUR[1] | off]}
+        (folder / "chat_template.jinja").write_text(
+            CHATML + "{% if add_generation_prompt %}<assistant>{% endif %}"
+        )
+        assert sum(ours(folder, conversation)[1]) == 0
+    turns = [{"from": "human", "value": "u"}, {"from": "gpt", "value": "a", "train": False}]
+    assert sum(ours(folder, {"conversations": turns})[1]) == 0
+    for role in ("model", "Assistant", "bot", "bing"):
+        record = {"messages": [FOUR[0], FOUR[1] | {"role": role}]}
+        assert ours(folder, record) == ours(folder, {"messages": FOUR[:2]})

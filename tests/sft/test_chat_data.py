@@ -142,10 +142,10 @@ def test_nothing_predicts_how_a_conversation_begins(tmp_path):
 
 
 def test_a_conversation_without_any_token_is_none(tmp_path):
-    """ShareGPT's names in any spelling are known; an unknown role may take the whole conversation
+    """ShareGPT's names in any spelling are known; a role that a template does not write may take the whole conversation
     out."""
     folder = chat_folder(tmp_path / "qwen", "qwen3")
-    strange = {"conversations": [{"from": "Bing", "value": ""}]}
+    strange = {"conversations": [{"from": "developer", "value": ""}]}
     known = {"conversations": [{"from": "Human", "value": "x"}, {"from": "GPT", "value": "y"}]}
     (tmp_path / "chat.jsonl").write_text(
         "".join(json.dumps(line) + "\n" for line in (strange, known, strange))
