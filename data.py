@@ -571,7 +571,12 @@ def open_part(
                     f"--tokenizer {cfg.tokenizer} is not the one that {folder} was made with; "
                     "leave it out"
                 )
-        is_chat = read_index(folder)["version"] == MASKED
+        index = read_index(folder)
+        if "lost" in index and own_rank() == 0:
+            from corpus.spelling import warn_lost
+
+            warn_lost(what, index["lost"])
+        is_chat = index["version"] == MASKED
         if is_chat and no_chats:
             raise ValueError(no_chats)
         data = (Chats if is_chat else TokenData)(

@@ -20,7 +20,7 @@ from corpus.special import ids_of
 from corpus.tokenizer import ChatConfig, load_tokenizer
 from distributed.refusals import refuse
 from flags.config import Parser, parse_config, usage_error
-from flags.files import printable, read_json, step_folders
+from flags.files import printable, read_json, step_folders, tokenizer_hint
 from rl.decoding import draw_noise, rollout
 from storage.newest import is_hf_folder
 from storage.saved import load_model
@@ -117,15 +117,29 @@ def open_checkpoint(folder: str, device="cpu"):
     model, _ = load(folder, device, torch.bfloat16 if torch.device(device).type == "cuda" else None)
     path = text_folder(folder)
     if not os.path.isfile(os.path.join(path, "tokenizer.json")):
-        raise ValueError(
-            f"{folder} has no tokenizer.json, its data came without one: call generate.generate "
-            "with token ids"
-        )
+        raise ValueError(no_tokenizer(folder, path))
     try:
         ends = ends_of(path)
     except ValueError:
         ends = []  # no known end-of-text token: texts run on to max_new_tokens
     return model, load_tokenizer(Path(path, "tokenizer.json")), ends
+
+
+def no_tokenizer(folder: str, path: str) -> str:
+    """The error for weights without tokenizer.json. path: where it should be."""
+    if is_hf_folder(folder):
+        return f"{path} has no tokenizer.json{tokenizer_hint(path) or ': put one there'}"
+    return (
+        f"{folder} has no tokenizer.json, its data came without one: call generate.generate with "
+        "token ids"
+    )
+
+
+def new_text(tokenizer, prompt: list[int], ids: list[int]) -> str:
+    """The text of new ids after a prompt. Many tokenizers strip the space at the beginning of a
+    text, so the new ids are not decoded alone."""
+    before, whole = tokenizer.decode(prompt), tokenizer.decode(prompt + ids)
+    return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(ids)
 
 
 def continue_texts(
@@ -148,10 +162,10 @@ def continue_texts(
     tokenizer.encode_special_tokens = chat is None
     # an empty text begins a document, after the end of another
     prompts = [ids_of(tokenizer, text, bos and not chat) or ends[:1] for text in prompts]
-    return [
-        printable(tokenizer.decode(ids))
-        for ids in generate(model, prompts, max_new_tokens, eot=ends, **options)
-    ]
+    found = generate(model, prompts, max_new_tokens, eot=ends, **options)
+    if chat:  # an answer is a text of its own
+        return [printable(tokenizer.decode(ids)) for ids in found]
+    return [printable(new_text(tokenizer, *pair)) for pair in zip(prompts, found)]
 
 
 def print_sample(run: str, n_params: int, data=None):

@@ -651,7 +651,7 @@ def main(cfg: Config, Trainer=Trainer):
         env,
     )
     Model, model_config = model_of(cfg, text.tokenizer.get_vocab_size())
-    left_out = leave_out_long(env, text, cfg.seq_len)
+    left_out = leave_out_long(env, text, cfg.seq_len, cfg.max_new_tokens)
     held_out = (
         held_out_tasks(env, cfg.eval_n, partial(text.fits, seq_len=cfg.seq_len))
         if cfg.eval_every

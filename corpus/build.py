@@ -4,6 +4,7 @@ piece by piece."""
 import contextlib
 import hashlib
 import json
+import math
 import mmap
 import multiprocessing
 import os
@@ -18,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from corpus.files import CONVERSATION, bad_byte, check_beginning, check_nuls, unpacked
 from corpus.mixture import PACKED, format_of, prepare_column
 from corpus.shards import (
     FIRST,
@@ -30,12 +32,27 @@ from corpus.shards import (
     write_shard,
 )
 from corpus.special import EOT_NAMES
+from corpus.spelling import (
+    MOST,
+    SEGMENT,
+    Spelling,
+    add_counts,
+    describe_lost,
+    per_cent,
+    segment_tokenizer,
+    spelling_rules,
+    traits_of,
+)
 from corpus.tokenizer import BESIDE, BPE_VOCAB, files_beside, load_tokenizer
+from distributed.agree import brief
 from flags.config import own_rank
 from flags.files import sha256_file, write_file
 
 VAL_PART = 20  # one document in 20 is for validation, or the last 20th of a file with few documents
 MANY_DOCUMENTS = 100  # a .jsonl with at least so many lines is split by hash
+NULLS_AT_MOST = (
+    1000  # lines at the beginning of a file that may be null, when we look what it holds
+)
 BPE_BYTES = 10_000_000  # bytes of text for a tokenizer of our own
 
 
@@ -57,8 +74,6 @@ def read_chunks(piece: Piece):
     """Yields the text of a piece in chunks of bytes: of a packed file as unpacked, of a .parquet
     lines of JSON."""
     if piece.path.suffix in PACKED:
-        from corpus.files import unpacked
-
         chunks = unpacked(piece.path, piece.text_column)
         yield from chunks if piece.end is None else [b"".join(chunks)[piece.start : piece.end]]
     else:
@@ -77,22 +92,35 @@ def json_lines(piece: Piece):
 
 
 def is_chat(path: Path, text_column: str = "text") -> bool:
-    """Whether a file holds conversations, by its first line or row. A row with "text" is plain text
-    to train on."""
+    """Whether a file holds conversations, by its first line or row that is not null. A row with
+    "text" is plain text to train on."""
     if format_of(path) != ".jsonl" or not path.is_file():
         return False
     packed = contextlib.closing(json_lines(Piece(path, 0, None, "hash", True, text_column)))
     with packed if path.suffix in PACKED else open(path, "rb") as lines:
-        first = next((line for line in lines if line.strip()), b"")
-    try:
-        record = json.loads(first)
-    except (ValueError, RecursionError):
-        return False  # read_documents reports the error with the line number
-    return (
-        isinstance(record, dict)
-        and text_column not in record
-        and bool({"messages", "conversations"} & record.keys())
-    )
+        for line in islice(lines, NULLS_AT_MOST):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                return False  # read_documents reports the error with the line number
+            if not is_null(record, text_column):
+                return (
+                    isinstance(record, dict)
+                    and text_column not in record
+                    and bool({"messages", "conversations"} & record.keys())
+                )
+    return False
+
+
+def is_null(record, text_column: str) -> bool:
+    """Whether a line or row has a null where its text or conversation should be: nothing to train
+    on."""
+    if not isinstance(record, dict):
+        return False
+    found = [record[name] for name in (text_column, *CONVERSATION[:2]) if name in record]
+    return found != [] and all(value is None for value in found)
 
 
 def name_line(piece: Piece, index: int) -> str:
@@ -108,31 +136,52 @@ def name_line(piece: Piece, index: int) -> str:
 # --------------------------------------------------------------------------------------------------
 # Text -> documents
 def cut_into_pieces(paths: list, eot_text: str, text_column: str = "text") -> list:
-    """The pieces of all files. In a file of many JSON objects the hash of each document decides
-    about training or validation, so that both are alike; of any other text the tail is for
-    validation."""
-    pieces, total = [], sum(path.stat().st_size for path in paths)
-    # enough pieces for all processes, few enough files for a file system
-    chunk = min(max(total // 64, 1 << 20), 512 << 20)
+    """The pieces of all files; an empty file has none. In a file of many JSON objects the hash of
+    each document decides about training or validation, so that both are alike; of any other text
+    the tail is for validation. Raises ValueError if all are empty, and for what is no text."""
+    chunk = piece_size(paths)
+    pieces = []
     for path in paths:
-        whole = Piece(path, 0, None, "hash", True, text_column)
-        if path.suffix not in PACKED:
-            with (
-                open(path, "rb") as file,
-                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text,
-            ):
-                found = cut_bytes(path, text, eot_text, text_column, chunk)
-        elif (
-            format_of(path) == ".jsonl"
-            and next(islice(json_lines(whole), MANY_DOCUMENTS, None), None) is not None
-        ):
-            found = [whole]  # one piece: unpacked once, by the reader
-        else:
-            found = cut_bytes(path, b"".join(read_chunks(whole)), eot_text, text_column, chunk)
-        if not found:
-            raise ValueError(f"{path} is empty; give a file with text in it")
-        pieces += found
+        pieces += cut_file(path, eot_text, text_column, chunk)
+    if not pieces:
+        raise ValueError(f"{brief([*map(str, paths)])} is empty; give a file with text in it")
     return pieces
+
+
+def piece_size(paths: list) -> int:
+    """Bytes of a piece: enough pieces for all processes, few enough files for a file system."""
+    total = sum(path.stat().st_size for path in paths)
+    return min(max(total // 64, 1 << 20), 512 << 20)
+
+
+def cut_file(path: Path, eot_text: str, text_column: str, chunk: int) -> list:
+    """The pieces of a file, each of about `chunk` bytes. Raises ValueError for what is no text."""
+    whole = Piece(path, 0, None, "hash", True, text_column)
+    is_jsonl = format_of(path) == ".jsonl"
+    if is_jsonl and path.suffix in PACKED:
+        lines = json_lines(whole)
+        first = next(lines)
+        check_beginning(path, first[:4])
+        if next(islice(lines, MANY_DOCUMENTS - 1, None), None) is not None:
+            return [whole]  # one piece: unpacked once, by the reader
+    with text_of(path, text_column) as text:
+        check_beginning(path, text[:4])
+        if not is_jsonl:
+            check_nuls(path, text.find(b"\0"))
+        return cut_bytes(path, text, eot_text, text_column, chunk)
+
+
+@contextlib.contextmanager
+def text_of(path: Path, text_column: str = "text"):
+    """The bytes of a file, unpacked; a file that is not packed is mapped into memory."""
+    if path.suffix in PACKED:
+        yield b"".join(read_chunks(Piece(path, 0, None, "hash", True, text_column)))
+    elif path.stat().st_size == 0:
+        yield b""
+    else:
+        with open(path, "rb") as file:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+                yield text
 
 
 def cut_bytes(
@@ -172,35 +221,62 @@ def tail_border(text: mmap.mmap | bytes, is_jsonl: bool) -> int:
     return border
 
 
-def read_documents(piece: Piece, eot_text: str):
+def goes_on(piece: Piece, eot_text: str) -> bool:
+    """Whether a piece of a .txt goes on with the document of the piece before."""
+    if format_of(piece.path) != ".txt" or piece.start == 0:
+        return False
+    eot = eot_text.encode()
+    with text_of(piece.path) as text:
+        begins = text[piece.start - len(eot) : piece.start] == eot
+        return not begins and piece.start != tail_border(text, False)
+
+
+def read_documents(piece: Piece, eot_text: str, whole_words: bool = False, nulls: list = None):
     """Yields (split, text, whether the document ends) for each segment. In a .txt the spelled eot
-    token ends a document."""
+    token ends a document. whole_words: see cut_at_lines. nulls: list that takes the lines or rows
+    with null for a text, which are left out."""
     if format_of(piece.path) == ".txt":
+        content = b"".join(read_chunks(piece))
         try:
-            text = b"".join(read_chunks(piece)).decode().removeprefix("\ufeff")
+            text = content.decode().removeprefix("\ufeff")
         except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{piece.path}: byte {piece.start + error.start} is not UTF-8; use iconv -f latin1"
-            ) from None
+            place = piece.start + error.start
+            with text_of(piece.path) as whole:
+                around = whole[max(0, place - SEGMENT) : place + SEGMENT]
+            problem = bad_byte(piece.path, place, around)
+            raise ValueError(f"{piece.path}: {problem}") from None
         *whole, last = text.split(eot_text)
         for document in whole:
-            yield from cut_at_lines(piece.split, document, True)
-        yield from cut_at_lines(piece.split, last, piece.closed)
+            yield from cut_at_lines(piece.split, document, True, whole_words)
+        yield from cut_at_lines(piece.split, last, piece.closed, whole_words)
         return
     for i, line in enumerate(json_lines(piece)):
+        if not line.strip():
+            continue
         try:
-            record = (
-                json.loads(line.decode("utf-8-sig")) if line.strip() else {piece.text_column: ""}
-            )
+            record = json.loads(line.decode("utf-8-sig"))
+            if is_null(record, piece.text_column):
+                if nulls is not None:
+                    nulls.append(i)
+                continue
             document = record[piece.text_column]
             key = record.get("split_key", document)  # our stdlib.jsonl is split by path
             split = split_of(piece, key.encode())
             document.encode()  # a string, and valid Unicode: "\ud800" is JSON, but no text
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            cure = f"; {prepare_column(piece.path)}" * isinstance(error, KeyError)
-            need = f'need a JSON object with a string "{piece.text_column}"'
-            raise ValueError(f"{name_line(piece, i)}: {need} ({error!r}){cure}") from None
-        yield from cut_at_lines(split, document, True)
+            raise ValueError(f"{name_line(piece, i)}: {problem_of(piece, line, error)}") from None
+        yield from cut_at_lines(split, document, True, whole_words)
+
+
+def problem_of(piece: Piece, line: bytes, error: Exception) -> str:
+    """What is wrong with a line of a .jsonl, and what to do."""
+    # the repr of an error about bytes has the whole line
+    if isinstance(error, UnicodeDecodeError):
+        return bad_byte(piece.path, error.start, line)
+    cure = f"; {prepare_column(piece.path)}" * isinstance(error, KeyError)
+    if b"\0" in line:
+        cure = "; it has NULs: is it a text, in UTF-8?"
+    return f'need a JSON object with a string "{piece.text_column}" ({error!r:.200}){cure}'
 
 
 def split_of(piece: Piece, key: bytes) -> str:
@@ -210,86 +286,130 @@ def split_of(piece: Piece, key: bytes) -> str:
     return by_hash if piece.split == "hash" else piece.split
 
 
-def cut_at_lines(split: str, text: str, closed: bool, size: int = 1 << 16):
+def cut_at_lines(split: str, text: str, closed: bool, whole_words: bool = False, size=SEGMENT):
     """Yields (split, segment, whether the document ends) for a document, to be tokenized in
-    parallel and in little memory. Cuts after a newline if possible."""
+    parallel and in little memory. Cuts after a newline if possible. whole_words: else before a
+    space, if possible."""
     start = 0
     while start < len(text):
-        stop = (
-            len(text)
-            if start + size >= len(text)
-            else text.rfind("\n", start, start + size) + 1 or start + size
-        )
+        stop = start + size
+        if stop >= len(text):
+            stop = len(text)
+        elif line := text.rfind("\n", start, stop) + 1:
+            stop = line
+        elif whole_words:
+            space = text.rfind(" ", start + 1, stop)
+            stop = space if space > 0 else stop
         yield split, text[start:stop], closed and stop == len(text)
         start = stop
 
 
-def begins_document(piece: Piece, eot_text: str) -> bool:
-    """Whether a document begins with the piece: in a .txt the piece before may end inside of one."""
-    if piece.start == 0 or format_of(piece.path) == ".jsonl":
-        return True
-    start = max(0, piece.start - len(eot_text.encode()))
-    before = b"".join(read_chunks(piece._replace(start=start, end=piece.start)))
-    return before.endswith(eot_text.encode())
+class Findings:
+    """What is found in a piece while it is tokenized, beside its tokens."""
+
+    def __init__(self, tokenizer_file: Path, skip_bad: bool):
+        traits = traits_of(tokenizer_file)
+        self.has_seams = traits.has_seams
+        # counts what the tokenizer cannot spell
+        self.spelling = None if traits.spells_all else Spelling(tokenizer_file)
+        self.skip_bad = skip_bad  # leave out bad conversations
+        self.skipped = []  # their errors
+        self.nulls = []  # lines or rows with null for a text
+
+    def look(self, text: str, ids: list[int] | None = None):
+        if self.spelling is not None:
+            self.spelling.look(text, ids)
 
 
-def tokenize_text(piece: Piece, tokenizer, eot: int, begin: list[int] = ()):
+def tokenize_text(
+    piece: Piece, tokenizer_file: Path, eot: int, findings: Findings, begin: list[int] = ()
+):
     """Yields (split, ids, mask, whether a document ends) for each segment; begin: ids before the
     first segment of a document, eot follows the last."""
-    eot_text = tokenizer.id_to_token(eot)
-    found = read_documents(piece, eot_text)
-    begins = bool(begin) and begins_document(piece, eot_text)
+    eot_text = load_tokenizer(tokenizer_file).id_to_token(eot)
+    seams = findings.has_seams
+    found = read_documents(piece, eot_text, seams, findings.nulls)
+    # whether a segment begins a document
+    opens = not (seams or begin) or not goes_on(piece, eot_text)
     # 4 MB of text at once: as Encoding objects they take 200 MB
     while group := list(islice(found, 64)):
-        encodings = tokenizer.encode_batch_fast(
-            [text for _, text, _ in group], add_special_tokens=False
-        )
-        for (split, _, closed), encoding in zip(group, encodings):
-            ids = encoding.ids + [eot] * closed
-            if begin and begins:
+        kinds = []  # of each segment, for its tokens: opens, closes
+        first = []  # whether a segment is the first of its document
+        for _, _, closed in group:
+            kinds.append((opens, closed) if seams else (True, True))
+            first.append(opens)
+            opens = closed
+        all_ids = tokenize_segments([text for _, text, _ in group], kinds, tokenizer_file)
+        for (split, text, closed), ids, is_first in zip(group, all_ids, first):
+            findings.look(text, ids)
+            ids = ids + [eot] * closed
+            if begin and is_first:
                 ids = [*begin, *ids]
-            begins = closed
             yield split, ids, [1] * len(ids), closed
 
 
-def tokenize_chats(piece: Piece, tokenizer_file: Path, skipped: list | None):
-    """Yields (split, ids, mask, whether a document ends) for each conversation; mask: 1 for a token
-    with a loss.
+def tokenize_segments(texts: list[str], kinds: list[tuple], tokenizer_file: Path) -> list:
+    """The ids of each text. kinds: of each text, whether it opens and closes a document."""
+    all_ids = [[]] * len(texts)
+    for kind in dict.fromkeys(kinds):
+        places = [i for i, other in enumerate(kinds) if other == kind]
+        tokenizer = segment_tokenizer(tokenizer_file, *kind)
+        try:
+            encodings = tokenizer.encode_batch_fast(
+                [texts[i] for i in places], add_special_tokens=False
+            )
+        except Exception as error:  # the library raises plain Exception
+            raise ValueError(f"{tokenizer_file} fails on this text: {error}") from None
+        for i, encoding in zip(places, encodings):
+            all_ids[i] = encoding.ids
+    return all_ids
 
-    skipped: list that takes the error of each bad conversation; None: raise the first."""
+
+def tokenize_chats(piece: Piece, tokenizer_file: Path, findings: Findings):
+    """Yields (split, ids, mask, whether a document ends) for each conversation; mask: 1 for a token
+    with a loss. Raises ValueError for a bad conversation, unless findings take them."""
     from corpus.chat import chat_tokenizer, parse_conversation, read_template, tokens_and_mask
 
-    template, tokenizer = (
-        read_template(str(tokenizer_file.parent), str(piece.path)),
-        chat_tokenizer(tokenizer_file),
-    )
+    template = read_template(str(tokenizer_file.parent), str(piece.path))
+    tokenizer = chat_tokenizer(tokenizer_file)
     for i, line in enumerate(json_lines(piece)):
-        if line := line.strip():
-            try:
-                ids, mask = tokens_and_mask(parse_conversation(line), template, tokenizer)
-            except ValueError as error:
-                problem = f"{name_line(piece, i)}: {error}"
-                if skipped is None:
-                    raise ValueError(
-                        f"{problem}; python data.py prepare --skip_bad N leaves out up to N such "
-                        "lines"
-                    ) from None
-                skipped.append(problem)
-            else:
-                yield split_of(piece, line), ids, mask, len(ids) > 0
+        line = line.strip()
+        if not line:
+            continue
+        try:
+            conversation = parse_conversation(line)
+            ids, mask = tokens_and_mask(conversation, template, tokenizer)
+        except ValueError as error:
+            if is_null_line(line):
+                findings.nulls.append(i)
+                continue
+            problem = f"{name_line(piece, i)}: {error}"
+            if not findings.skip_bad:
+                raise ValueError(
+                    f"{problem}; python data.py prepare --skip_bad N leaves out up to N such lines"
+                ) from None
+            findings.skipped.append(problem)
+        else:
+            for message in conversation.messages:
+                findings.look(message.get("content") or "")
+            yield split_of(piece, line), ids, mask, len(ids) > 0
+
+
+def is_null_line(line: bytes) -> bool:
+    """Whether a line has null in place of its conversation."""
+    try:
+        return is_null(json.loads(line), "messages")
+    except (ValueError, RecursionError):
+        return False
 
 
 def tokenize_documents(
-    piece: Piece,
-    tokenizer_file: Path,
-    eot: int,
-    skipped: list | None = None,
-    begin: list[int] = (),
+    piece: Piece, tokenizer_file: Path, eot: int, findings: Findings, begin: list[int] = ()
 ):
     """tokenize_chats or tokenize_text, depending on the file. A chat template begins its own texts."""
     if is_chat(piece.path, piece.text_column):
-        return tokenize_chats(piece, tokenizer_file, skipped)
-    return tokenize_text(piece, load_tokenizer(tokenizer_file), eot, begin)
+        return tokenize_chats(piece, tokenizer_file, findings)
+    return tokenize_text(piece, tokenizer_file, eot, findings, begin)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -303,7 +423,7 @@ def train_tokenizer(
 
     texts, enough = [], BPE_BYTES * vocab_size // BPE_VOCAB // len(paths)
     for path in paths:
-        size, pieces = 0, cut_into_pieces([path], EOT_NAMES[0], text_column)
+        size, pieces = 0, cut_file(path, EOT_NAMES[0], text_column, piece_size([path]))
         for split, text, _ in (
             document for piece in pieces for document in read_documents(piece, EOT_NAMES[0])
         ):
@@ -336,7 +456,8 @@ def tokenize_piece(
     piece: Piece, number: int, folder: Path, tokenizer: tuple, source: dict, skip_bad: int
 ) -> dict:
     """Writes the shards of a piece, then a note, piece-00000.json. Returns the note, {"entries":
-    {split: entry of index.json}, "skipped": errors of bad conversations}. Of a fitting note with
+    {split: entry of index.json}, "skipped": errors of bad conversations, "nulls": lines without a
+    text, "lost": Spelling.counted()}; the last two only where there are some. Of a fitting note with
     intact shards nothing is written again."""
     (tokenizer_file, eot, vocab_size), text = tokenizer, piece.path.stat()
     note, dtype, chat = (
@@ -344,7 +465,15 @@ def tokenize_piece(
         token_dtype(vocab_size),
         source.get("chat_template"),
     )
-    made_from = cache_name(piece, text.st_size, text.st_mtime_ns, source["tokenizer"], eot, chat)
+    made_from = cache_name(
+        piece,
+        text.st_size,
+        text.st_mtime_ns,
+        source["tokenizer"],
+        eot,
+        chat,
+        *spelling_rules(tokenizer_file),
+    )
     if source.get("begin"):
         made_from = cache_name(made_from, source["begin"])
     # no note, or a damaged one
@@ -357,13 +486,11 @@ def tokenize_piece(
 
     splits = ("train", "val") if piece.split == "hash" else (piece.split,)
     tokens = {split: [np.empty(0, dtype)] for split in splits}
-    bits, documents, skipped = (
-        {split: [np.empty(0, np.uint8)] for split in splits},
-        dict.fromkeys(splits, 0),
-        [],
-    )
+    bits = {split: [np.empty(0, np.uint8)] for split in splits}
+    documents = dict.fromkeys(splits, 0)
+    findings = Findings(tokenizer_file, bool(skip_bad))
     for split, ids, mask, closed in tokenize_documents(
-        piece, tokenizer_file, eot, skipped if skip_bad else None, source.get("begin", ())
+        piece, tokenizer_file, eot, findings, source.get("begin", ())
     ):
         tokens[split].append(np.array(ids, dtype))
         documents[split] += closed
@@ -379,7 +506,11 @@ def tokenize_piece(
         )
         for split in splits
     }
-    known = {"made_from": made_from, "entries": entries, "skipped": skipped}
+    known = {"made_from": made_from, "entries": entries, "skipped": findings.skipped}
+    if findings.nulls:
+        known["nulls"] = len(findings.nulls)
+    if findings.spelling is not None:
+        known["lost"] = findings.spelling.counted()
     write_file(note, json.dumps(known).encode())
     return known
 
@@ -393,6 +524,8 @@ def build_shards(
     skip_bad=0,
     share=(0, 1),
     begin: list[int] = (),
+    max_lost=MOST,
+    accept="",
 ):
     """Tokenizes text files into a folder of token shards. After an interruption, the same call
     keeps finished pieces.
@@ -402,7 +535,8 @@ def build_shards(
     skip_bad: leave out at most so many bad conversations; skipped.txt lists them. share (i, n):
     make every n-th piece from
     number i on, and no index.json; a call for all pieces keeps the pieces of the shares. begin: ids
-    before each document of text. Raises ValueError."""
+    before each document of text. max_lost: per cent of the characters that the tokenizer may fail
+    to spell; accept: the command that takes --max_lost, "" if it is the user's. Raises ValueError."""
     tokenizer_file, eot, vocab_size = tokenizer
     pieces = cut_into_pieces(paths, load_tokenizer(tokenizer_file).id_to_token(eot), text_column)
     source = {
@@ -412,11 +546,16 @@ def build_shards(
     source |= {"text_column": text_column} if text_column != "text" else {}
     if begin:
         source["begin"] = list(begin)
-    if chats := [path for path in paths if is_chat(path, text_column)]:
-        if other := next((path for path in paths if path not in chats), None):
+    with_text = {piece.path for piece in pieces}
+    if empty := [str(path) for path in paths if path not in with_text]:
+        say(f"{brief(empty)} is empty and left out")
+    chats = [path for path in paths if is_chat(path, text_column)]
+    if chats:
+        texts = [path for path in paths if path in with_text and path not in chats]
+        if texts:
             raise ValueError(
-                f"{chats[0]} holds conversations and {other} text; use --data "
-                "name=path:weight,name=path:weight"
+                f"{chats[0]} holds conversations and {texts[0]} text; name the files of one kind, "
+                "or use --data name=path:weight,name=path:weight"
             )
         from corpus.chat import read_template
 
@@ -437,8 +576,9 @@ def build_shards(
     job = partial(
         tokenize_piece, folder=folder, tokenizer=tokenizer, source=source, skip_bad=skip_bad
     )
-    splits, skipped, mine = {"train": [], "val": []}, [], range(len(pieces))[share[0] :: share[1]]
+    mine = range(len(pieces))[share[0] :: share[1]]
     workers = min(workers, len(mine))
+    notes = []
     with contextlib.ExitStack() as stack:
         do = map
         if workers > 1:
@@ -447,9 +587,7 @@ def build_shards(
                 ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
             ).map
         for done, note in enumerate(do(job, pieces[share[0] :: share[1]], mine), 1):
-            skipped += note["skipped"]
-            for split, entry in note["entries"].items():
-                splits[split].append(entry)
+            notes.append(note)
             if sys.stderr.isatty() and own_rank() == 0:
                 print(
                     f"\rtokenizing {done}/{len(mine)}",
@@ -457,8 +595,19 @@ def build_shards(
                     file=sys.stderr,
                     flush=True,
                 )
+    if nulls := sum(note.get("nulls", 0) for note in notes):
+        say(f"{nulls:,} lines or rows have null for a text and are left out")
+    lost = add_counts([note["lost"] for note in notes if "lost" in note])
+    if per_cent(lost) > max_lost:
+        raise ValueError(lost_refusal(lost, accept))
     if share[1] > 1:
         return
+    splits = {"train": [], "val": []}
+    skipped = []
+    for note in notes:
+        skipped += note["skipped"]
+        for split, entry in note["entries"].items():
+            splits[split].append(entry)
     if skip_bad or skipped:  # an interrupted run with --skip_bad may have left notes
         write_file(folder / "skipped.txt", "".join(f"{line}\n" for line in skipped).encode())
         total = sum(entry["documents"] for entry in chain(*splits.values())) + len(skipped)
@@ -476,15 +625,30 @@ def build_shards(
         for name, content in files.items()
         if name in BESIDE
     }
-    write_index(
-        folder,
-        {
-            "vocab_size": vocab_size,
-            "eot": eot,
-            "source": source,
-            "beside": beside,
-            "splits": splits,
-        },
+    index = {
+        "vocab_size": vocab_size,
+        "eot": eot,
+        "source": source,
+        "beside": beside,
+        "splits": splits,
+    }
+    if lost["characters"]:  # looked at, because this tokenizer cannot spell everything
+        index["lost"] = lost
+    write_index(folder, index)
+
+
+def say(line: str):
+    if own_rank() == 0:
+        print(line, flush=True)
+
+
+def lost_refusal(lost: dict, accept: str) -> str:
+    """What to type when a tokenizer cannot spell a text. accept: see build_shards."""
+    flag = f"--max_lost {math.ceil(per_cent(lost))}"
+    accept = f"{accept} {flag}, and train with --data FOLDER" if accept else f"type {flag}"
+    return (
+        f"{describe_lost(lost)}; take a tokenizer with all bytes (python data.py tokenizer trains "
+        f"one), or to accept the loss, {accept}"
     )
 
 

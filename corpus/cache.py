@@ -6,11 +6,12 @@ import sys
 import sysconfig
 import time
 from pathlib import Path
+from shlex import quote
 
+from corpus.mixture import PACKED
 from corpus.shards import cache_name
 from corpus.special import TextSource, find_tokenizer, prefix_ids
 from corpus.tokenizer import BPE_VOCAB, added_beside, files_beside, load_tokenizer, tokenizer_path
-from distributed.agree import brief
 from flags.config import own_rank
 from flags.files import sha256_file
 
@@ -60,7 +61,9 @@ def cached_corpus(data: str, source: TextSource, cache_dir: str, no_chats: str =
     and time of each file, so that a later start does not read the text. Of the tokenizer's small
     files the contents count, because every checkpoint has a copy under another path. no_chats: the
     error for a recipe that trains on text only."""
-    cache, rules, left_out = cache_folder(cache_dir), BPE_VOCAB, []
+    cache = cache_folder(cache_dir)
+    rules = BPE_VOCAB
+    left_out = {}
     tokenizer = source.folder  # a folder or a tokenizer.json
     begin = []  # ids before each document
     if data == "stdlib":
@@ -70,12 +73,17 @@ def cached_corpus(data: str, source: TextSource, cache_dir: str, no_chats: str =
 
         paths, left_out = text_files(data)
     if tokenizer:
+        from corpus.spelling import SEGMENT, spelling_rules
+
         file = tokenizer_path(tokenizer)
         rules = sha256_file(file), sorted(files_beside(file).items())
         begin = prefix_ids(load_tokenizer(file)) if source.begins else []
         # only what was not known to earlier versions, whose folders are found again by their names
         if more := [part for part in (begin, added_beside(file)) if part]:
             rules = (*rules, more)
+        # a text of so many bytes is one segment
+        long = any(path.suffix in PACKED or path.stat().st_size > SEGMENT for path in paths)
+        rules += spelling_rules(file, long)
     stats = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     folder = (
         cache
@@ -103,9 +111,9 @@ def cached_corpus(data: str, source: TextSource, cache_dir: str, no_chats: str =
         if (folder / "index.json").is_file():
             return folder
         if own_rank() == 0:
-            others = f", without {brief([path.name for path in left_out])} (no text)" * bool(
-                left_out
-            )
+            from corpus.files import describe_left_out
+
+            others = describe_left_out(left_out)
             size = sum(size for _, size, _ in stats) / 1e6
             print(
                 f"{data}: {len(paths):,} file{'s' * (len(paths) > 1)}{others}, {size:.1f} MB of "
@@ -117,5 +125,10 @@ def cached_corpus(data: str, source: TextSource, cache_dir: str, no_chats: str =
             paths = [collect_stdlib(paths, cache / "stdlib.jsonl")]
         if not tokenizer:
             train_tokenizer(paths, folder / "tokenizer.json")
-        build_shards(paths, find_tokenizer(tokenizer or str(folder)), folder, begin=begin)
+        accept = (
+            f"python data.py prepare --input {quote(data)} --tokenizer {quote(tokenizer)} "
+            "--out FOLDER"
+        )
+        found = find_tokenizer(tokenizer or str(folder))
+        build_shards(paths, found, folder, begin=begin, accept=accept)
     return folder

@@ -6,13 +6,21 @@ import sys
 from itertools import chain, groupby, islice
 from pathlib import Path
 
-from corpus.build import build_shards, cut_into_pieces, tokenize_documents, train_tokenizer
+from corpus.build import (
+    Findings,
+    build_shards,
+    cut_file,
+    piece_size,
+    tokenize_documents,
+    train_tokenizer,
+)
 from corpus.cache import cached_corpus
 from corpus.chat import chat_tokenizer
-from corpus.files import text_files
+from corpus.files import describe_left_out, text_files
 from corpus.mixture import FORMATS
 from corpus.shards import find_damage, is_shards, read_index
 from corpus.special import EOT_NAMES, TextSource, find_tokenizer, prefix_ids
+from corpus.spelling import MOST, WARN, describe_lost, per_cent, traits_of
 from corpus.tokenizer import BPE_VOCAB, load_tokenizer
 from flags.config import Parser, usage_error
 from flags.files import check_local
@@ -25,12 +33,11 @@ UNDERLINED, NO_LINE = "\033[4m", "\033[24m"
 def documents_of(path: Path, tokenizer_file: Path, eot: int, text_column: str = "text"):
     """Yields (ids, mask) of each document, of a long text in parts. Every token of a text has a
     loss, of a conversation the assistant's tokens."""
-    for piece in cut_into_pieces(
-        [path], load_tokenizer(tokenizer_file).id_to_token(eot), text_column
-    ):
-        yield from (
-            (ids, mask) for _, ids, mask, _ in tokenize_documents(piece, tokenizer_file, eot)
-        )
+    eot_text = load_tokenizer(tokenizer_file).id_to_token(eot)
+    findings = Findings(tokenizer_file, skip_bad=False)
+    for piece in cut_file(path, eot_text, text_column, piece_size([path])):
+        for _, ids, mask, _ in tokenize_documents(piece, tokenizer_file, eot, findings):
+            yield ids, mask
 
 
 def colour_text(ids: list[int], mask: list[int], tokenizer) -> str:
@@ -122,6 +129,14 @@ def define_commands(about: str) -> Parser:
         metavar="N",
         help="leave out at most N conversations that cannot be trained; OUT/skipped.txt lists them",
     )
+    prepare.add_argument(
+        "--max_lost",
+        type=float,
+        default=MOST,
+        metavar="PERCENT",
+        help="characters that the tokenizer may lose or write as <unk>, in per cent of the text "
+        f"[default: {MOST:g}]",
+    )
     prepare.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
     prepare.add_argument(
         "--shard",
@@ -173,7 +188,13 @@ def main(about: str = ""):
             raise ValueError(
                 f"show {args.input[0]}: these are token shards; show the text or the conversations"
             )
-        paths = [path for what in getattr(args, "input", ()) for path in text_files(what)[0]]
+        paths = []
+        for what in getattr(args, "input", ()):
+            files, left_out = text_files(what)
+            paths += files
+            if left_out:
+                files_text = f"{len(files):,} file" + "s" * (len(files) > 1)
+                print(f"{what}: {files_text}{describe_left_out(left_out)}")
         if args.command == "show":
             return show_documents(paths, args.tokenizer, args.n, args.text_column)
         folder = (
@@ -200,6 +221,8 @@ def main(about: str = ""):
                 raise ValueError(
                     f"--bos: the tokenizer of {args.tokenizer} puts nothing before a text; leave it out"
                 )
+            if not 0 <= args.max_lost <= 100:
+                raise ValueError(f"--max_lost {args.max_lost:g} must be between 0 and 100 per cent")
             build_shards(
                 paths,
                 tokenizer,
@@ -209,6 +232,7 @@ def main(about: str = ""):
                 args.skip_bad,
                 (share, n),
                 begin,
+                args.max_lost,
             )
             if n > 1:
                 return print(
@@ -233,4 +257,19 @@ def main(about: str = ""):
             f"{split}: {sum(entry['tokens'] for entry in entries):,} tokens, "
             f"{index['documents'][split]:,} documents"
         )
+    if line := spelling_line(folder, index):
+        print(line)
     print(f"{folder}: {index['vocab_size']:,} ids, sha256 {index['sha256'][:16]}")
+
+
+def spelling_line(folder: Path, index: dict) -> str:
+    """What the tokenizer of a folder of token shards could not spell; "" if it spells everything."""
+    if "lost" in index:
+        warning = "warning: " * (per_cent(index["lost"]) > WARN)
+        return f"{warning}{describe_lost(index['lost'])}"
+    if traits_of(folder / "tokenizer.json").spells_all:
+        return ""
+    return (
+        "this tokenizer cannot spell everything, and it was not counted what was lost; to count, "
+        "prepare the text again, into another folder"
+    )

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from distributed.agree import reason
-from flags.files import HF_LIMIT, HF_LIMITS, hf_file, hub_hint, read_json
+from flags.files import HF_LIMIT, HF_LIMITS, hf_file, hub_hint, read_json, tokenizer_hint
 
 BPE_VOCAB = 4096  # ids of a tokenizer of our own
 # Files beside tokenizer.json in a Hugging Face folder: special tokens, chat template, and the ids
@@ -177,7 +177,8 @@ def tokenizer_path(path: str) -> Path:
     file = Path(path, "tokenizer.json") if os.path.isdir(path) else Path(path)
     if not file.is_file():
         raise ValueError(
-            f"--tokenizer {path}: need a tokenizer.json, or a folder that holds one{hub_hint(path)}"
+            f"--tokenizer {path}: need a tokenizer.json, or a folder that holds one"
+            f"{hub_hint(path)}{tokenizer_hint(path)}"
         )
     hf_file(str(file.parent), file.name, HF_LIMITS["tokenizer.json"])
     return file

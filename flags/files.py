@@ -8,6 +8,7 @@ import re
 import socket
 from fnmatch import fnmatchcase
 from pathlib import Path
+from shlex import quote
 
 # with fullmatch: a folder renamed to old-step-5 is not ours
 STEP_FOLDER = re.compile(r"step-(0|[1-9]\d*)")
@@ -105,6 +106,19 @@ def hf_file(folder: str, name: str, limit: float = math.inf) -> str:
             f"{path} has {os.path.getsize(real):,} bytes, which is absurd: {limit:,} are the most"
         )
     return real
+
+
+def tokenizer_hint(folder: str) -> str:
+    """The command for a tokenizer.json of a folder that has a tokenizer in other files; else ''."""
+    others = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+    there = [name for name in others if os.path.isfile(os.path.join(folder, name))]
+    if not there:
+        return ""
+    return (
+        f"; {there[0]} is there, and transformers makes a tokenizer.json of it: python -c 'import "
+        "sys; from transformers import AutoTokenizer as T; T.from_pretrained(sys.argv[1])"
+        f".save_pretrained(sys.argv[1])' {quote(folder)}"
+    )
 
 
 def hub_hint(path: str, kind="model") -> str:

@@ -32,11 +32,12 @@ from torch import Tensor
 from corpus.files import unpacked
 from corpus.mixture import PACKED, format_of
 from corpus.special import ids_of, prefix_ids
-from corpus.tokenizer import check_hf_tokenizer, load_tokenizer, read_special_tokens
+from corpus.spelling import tokenizer_inside
+from corpus.tokenizer import check_hf_tokenizer, encoding_of, load_tokenizer, read_special_tokens
 from distributed.refusals import refuse
 from flags.config import Need, flag
 from flags.escapes import unescape
-from flags.files import step_folders
+from flags.files import step_folders, tokenizer_hint
 from rl.answers import KINDS, is_right, never_right
 from rl.environments import ask_for_two, load_own, open_env
 from rl.prompts import Line, check_template, fill_template
@@ -331,7 +332,10 @@ class Text:
             source = text_folder(source)
             self.file = check_hf_tokenizer(source, 1 << 31)
             if self.file is None:
-                raise ValueError(f"{source} has no tokenizer.json: it cannot be given any text")
+                raise ValueError(
+                    f"{source} has no tokenizer.json: it cannot be given any text"
+                    + tokenizer_hint(source)
+                )
             self.ends, self.bos, self.tokenizer = (
                 ends_of(source),
                 has_bos(source),
@@ -382,13 +386,24 @@ class Text:
             self.eot
         ]
 
-    def ids(self, text: str, bos: bool = False) -> list[int]:
-        """The ids of a text. bos: with what the tokenizer puts before a text, never after it."""
+    def check_alphabet(self, text: str):
         if self.alphabet and (other := set(text) - set(self.alphabet)):
             raise ValueError(
                 f"{min(other)!r} in {text[:60]!r} is not in the ALPHABET of --env; add it there"
             )
+
+    def ids(self, text: str, bos: bool = False) -> list[int]:
+        """The ids of a text. bos: with what the tokenizer puts before a text, never after it."""
+        self.check_alphabet(text)
         return ids_of(self.tokenizer, text, bos)
+
+    def ids_after(self, text: str) -> list[int]:
+        """The tokens of a text that goes on from another one, as a tool's: without the space that
+        many tokenizers put in front of a text."""
+        self.check_alphabet(text)
+        inside = tokenizer_inside(self.tokenizer, False, False)
+        inside.encode_special_tokens = self.tokenizer.encode_special_tokens
+        return encoding_of(inside, text).ids
 
     def fits(self, task: str, seq_len: int) -> bool:
         """Whether a prompt leaves room for at least one new token."""

@@ -30,6 +30,7 @@ PREFILL_CHUNK = 512
 # kernels
 KEY_BUCKET = 64
 DRAW_CHUNK = 64  # tokens of the vocabulary with one sum, see draw()
+TINY = 1e-30  # temperature, below which fp32 logits may overflow
 # likeliest tokens among which top_p is looked for before the whole vocabulary is sorted
 CANDIDATES = 1024
 # --batch_invariant: from 8 rows on, the rounding of a matrix product did not depend on the number
@@ -268,6 +269,10 @@ def draw(
     fp64, without which the rare tokens would be rounded away, are over V / 64 + 64 numbers and not
     over V.
     """
+    if 0 < temperature < TINY:
+        # the quotient would overflow; only the likeliest token is left anyway
+        logits = logits - logits.amax(-1, keepdim=True)
+        temperature = TINY
     logits = logits if temperature in (0, 1) else logits / temperature
     normalizer = log_normalizer(logits)[:, None]
     if temperature == 0:

@@ -45,6 +45,7 @@ from rl.answers import cut_thoughts, opened_by
 from rl.calls import Calls
 from rl.rewards import finite, short
 
+SOME_TASKS = 64  # tasks of make() that tell how long prompts are
 # --env NAME is the file rl/tasks/NAME.py, written like a task of your own
 TASKS = (
     "reverse",
@@ -262,9 +263,10 @@ def held_out_tasks(env, n: int, fits=lambda prompt: True) -> dict[str, str]:
     return found
 
 
-def leave_out_long(env, text, seq_len: int) -> list[str]:
+def leave_out_long(env, text, seq_len: int, max_new_tokens: int = 1) -> list[str]:
     """Remove problems with prompts of seq_len tokens or more from the lists; returns messages for
-    the user. Prompts of make() are checked when drawn. Raises ValueError if nothing is left."""
+    the user, also about prompts that leave less than max_new_tokens for the answer. Prompts of
+    make() are checked when drawn. Raises ValueError if nothing is left."""
     said = [*env.left_out] if hasattr(env, "left_out") else []
     fits = functools.partial(text.fits, seq_len=seq_len)
     for name in {"problems", "eval_problems"} & set(dir(env)):
@@ -280,6 +282,7 @@ def leave_out_long(env, text, seq_len: int) -> list[str]:
     draw_task(env, "train", 0, fits)  # raises ValueError if no prompt is left
     for name, word in near_names(env):
         said.append(f"--env: nobody reads {name}; is {word} meant?")
+    said += say_tight(env, text, seq_len, max_new_tokens, fits)
     return said + notice_chance(env, fits)
 
 
@@ -328,6 +331,23 @@ def content_of(state, depth: int = 6):
         return sorted(map(repr, state))
     name = type(state).__name__
     return (name, content_of(vars(state), depth - 1)) if hasattr(state, "__dict__") else name
+
+
+def say_tight(env, text, seq_len: int, max_new_tokens: int, fits) -> list[str]:
+    """A line for the user if prompts leave less than max_new_tokens for the answer: samples that
+    are cut are paid 0, and nothing else would tell why."""
+    tasks = [*getattr(env, "problems", []), *getattr(env, "eval_problems", [])]
+    if not tasks:
+        tasks = [draw_task(env, "train", i, fits) for i in range(SOME_TASKS)]
+    lengths = [len(text.prompt(task[0])) for task in tasks]
+    tight = [length for length in lengths if length + max_new_tokens > seq_len]
+    if not tight:
+        return []
+    return [
+        f"{len(tight):,} of {len(lengths):,} prompts leave less than --max_new_tokens "
+        f"{max_new_tokens} in --seq_len {seq_len}, the longest {seq_len - max(tight)}: samples that "
+        f"are cut there are truncated; --seq_len {max(tight) + max_new_tokens} has room for all"
+    ]
 
 
 class Turns:
@@ -400,7 +420,7 @@ class Turns:
             return None
         try:
             if not self.has_state:
-                return self.text.ids(
+                return self.text.ids_after(
                     self.env.tool(completion[: completion.rindex(self.end) + len(self.end)])
                 )
             said, done, reward = self.env.step(
@@ -409,7 +429,7 @@ class Turns:
             if done is None or isinstance(done, (str, float)):
                 raise ValueError(f"whether the game is over must be True or False, not {done!r}")
             self.earned[i] += finite(reward)
-            return None if done else self.text.ids(said)
+            return None if done else self.text.ids_after(said)
         except Exception as error:
             # raising now would leave other ranks waiting in their next forward
             what = (

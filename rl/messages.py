@@ -101,8 +101,9 @@ def check_flags(cfg):
                 f"forward; add --pack_tokens {-(-8 * tokens // step) * step}, or leave it out",
             ),
             (
-                cfg.temperature <= 0,
-                f"--temperature {cfg.temperature} must be above 0: greedy samples are all the same",
+                cfg.temperature < 1e-6,
+                f"--temperature {cfg.temperature} must be above 0, at least 0.000001: greedy samples "
+                "are all the same",
             ),
             (
                 cfg.prompts_per_step % cfg.minibatches,

@@ -18,6 +18,8 @@ from flags.config import own_rank
 
 # number of sequences in the search for room; with more, a long file would take minutes
 OPEN_SEQUENCES = 1024
+# words of templates, which are no question
+ROLES = {"system", "developer", "user", "human", "assistant", "model", "tool", "ipython"}
 
 
 class Packing(NamedTuple):
@@ -137,12 +139,21 @@ class ChatData(TokenData):
         return self.learnt
 
     def first_words(self) -> str:
-        """The first words of the longest line before the first answer."""
+        """The first words of the longest line of the question before the first answer."""
         split = "val" if self.n_val_samples else "train"
         (window,) = self.windows(split, [0])
         asked = window[: int((window >> 32 & LOSS > 0).argmax())] & 0xFFFFFFFF
-        asked = load_tokenizer(Path(self.tokenizer_file)).decode(asked.tolist())
-        return " ".join(max(asked.splitlines() or [""], key=len).split()[:4])[:60].rstrip("\ufffd")
+        tokenizer = load_tokenizer(Path(self.tokenizer_file))
+        markers = [*tokenizer.get_added_tokens_decoder()]
+        # the template writes markers, such as <|im_start|>, between roles and texts
+        parts = np.split(asked, np.flatnonzero(np.isin(asked, markers)))
+        question = ""
+        for part in parts:
+            text = tokenizer.decode(part[~np.isin(part, markers)].tolist())
+            lines = [line.strip() for line in text.splitlines()]
+            lines = [line for line in lines if line and line not in ROLES]
+            question = max(lines, key=len) if lines else question
+        return " ".join(question.split()[:4])[:60].rstrip("\ufffd")
 
     def check(self, what: str, path: str, split: str):
         packing, n_sequences = self.packing[split], len(self.packing[split])

@@ -41,6 +41,8 @@ HF_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 # fp8 weights have one scale per 128 x 128 block, in a tensor <name>_scale_inv (arXiv:2412.19437,
 # sec. 3.3.2)
 FP8_BLOCK = 128
+# the stacks of experts that transformers 5 writes
+FUSED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 
 
 def read_hf_config(folder: str, Config=None):
@@ -131,6 +133,25 @@ def open_safetensors(folder: str, file: str):
         ) from None
 
 
+class ExpertMatrix:
+    """A matrix in a stack of experts, like safetensors' handle of a tensor. first, rows: its rows
+    among those of the expert."""
+
+    def __init__(self, stack, expert: int, first: int, rows: int):
+        self.stack, self.expert, self.first, self.rows = stack, expert, first, rows
+
+    def get_shape(self) -> list[int]:
+        return [self.rows, self.stack.get_shape()[2]]
+
+    def get_dtype(self) -> str:
+        return self.stack.get_dtype()
+
+    def __getitem__(self, place: tuple[slice, slice]) -> Tensor:
+        rows, columns = place
+        rows = slice(self.first + rows.start, self.first + rows.stop)
+        return self.stack[self.expert : self.expert + 1, rows, columns][0]
+
+
 class HFTensors:
     """The tensors of a Hugging Face folder, by name. Files are mapped into memory: only the bytes
     of a slice are read."""
@@ -141,6 +162,8 @@ class HFTensors:
             cache(partial(open_safetensors, folder)),
             "model.safetensors.index.json",
         )
+        # {name: stack in the file, expert, first row, rows}, see split_experts
+        self.experts = {}
         if os.path.lexists(os.path.join(folder, "model.safetensors")):
             self.where = dict.fromkeys(self.open("model.safetensors").keys(), "model.safetensors")
             return
@@ -161,8 +184,30 @@ class HFTensors:
         for file in sorted(set(self.where.values())):
             hf_file(folder, file)
 
+    def split_experts(self):
+        """Names each matrix of the experts that transformers 5 writes as stacks, gate_up_proj (E,
+        2 F, D) and down_proj (E, D, F), as all other files do."""
+        for name, file in [*self.where.items()]:
+            match = FUSED_EXPERTS.fullmatch(name)
+            shape = self.handle(name).get_shape() if match else []
+            # gpt-oss has stacks with a bias, and of another order
+            if len(shape) != 3 or f"{name}_bias" in self.where:
+                continue
+            layer, kind = match.groups()
+            parts = ["gate_proj", "up_proj"] if kind == "gate_up_proj" else [kind]
+            rows = shape[1] // len(parts)
+            for expert in range(shape[0]):
+                for i, part in enumerate(parts):
+                    matrix = f"{layer}.{expert}.{part}.weight"
+                    self.where[matrix] = file
+                    self.experts[matrix] = name, expert, i * rows, rows
+            del self.where[name]
+
     def handle(self, name: str):
         """safetensors' handle of a tensor: gives shape, dtype, and slices by indexing."""
+        if name in self.experts:
+            stack, *place = self.experts[name]
+            return ExpertMatrix(self.open(self.where[name]).get_slice(stack), *place)
         if name not in (file := self.open(self.where[name])).keys():
             raise ValueError(
                 f"{self.folder}: the index says that {name} is in {self.where[name]}, but it is not"
@@ -213,6 +258,7 @@ def open_tensors(Model: type[nn.Module], folder: str) -> HFTensors:
     forks/gpt_oss.py). Those of a PEFT adapter are its base's, merged with the adapters as they are
     read."""
     source = getattr(Model, "hf_tensors", HFTensors)(weights_folder(folder))
+    source.split_experts()
     if source.folder != folder:
         from storage.peft import merge_adapters
 
@@ -275,6 +321,11 @@ def match_names(
         for what, found in (("missing", missing), ("unknown", unknown))
         if found
     ]:
+        if "lm_head.weight" in missing and "model.embed_tokens.weight" in source.where:
+            problems.append(
+                "the files have no head: if it is the embedding, as transformers takes it, write "
+                '"tie_word_embeddings": true into config.json'
+            )
         raise ValueError(
             f"{source.folder} does not fit {type(module).__name__}: {'; '.join(problems)}"
         )

@@ -12,7 +12,7 @@ from corpus.mixture import parse_mixture
 from corpus.shards import MASKED, is_shards, read_index
 from corpus.special import SpecialIds, TextSource, prefix_ids, special_ids
 from corpus.tokenizer import BESIDE, load_tokenizer, read_beside, tokenizer_path
-from flags.files import matches, read_json, sha256_file
+from flags.files import matches, read_json, sha256_file, tokenizer_hint
 from storage.newest import ABOUT, ADAPTER, is_hf_folder, newest_readable, resume_source, saved_state
 
 
@@ -187,7 +187,10 @@ def source_tokenizer(cfg) -> TextSource:
     )
     file = os.path.join(folder, "tokenizer.json")
     if not os.path.lexists(file):
-        raise ValueError(f"{file} is missing: give the tokenizer of these weights with --tokenizer")
+        raise ValueError(
+            f"{file} is missing: give the tokenizer of these weights with --tokenizer"
+            + tokenizer_hint(folder)
+        )
     return TextSource(folder, begins)
 
 

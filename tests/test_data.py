@@ -674,6 +674,10 @@ def test_cache_folder(monkeypatch):
 # ---- tokenizers ----------------------------------------------------------------------------------
 
 
+# what word_tokenizer can spell
+KNOWN_WORDS = "\n".join(" ".join(word for word in WORDS if word != "axis") for _ in range(200))
+
+
 def word_tokenizer(path: Path, size: int = 0, special=(), **settings) -> Path:
     """A tokenizer.json that knows WORDS (and more, up to `size`)."""
     vocab = {
@@ -737,7 +741,7 @@ def test_given_tokenizer_and_uint32(tmp_path):
     assert same.fingerprint == loaded.fingerprint and same.tokenizer_file == str(
         loaded.folder / "tokenizer.json"
     )
-    other = word_tokenizer(tmp_path / "other" / "tokenizer.json", special=["</s>"])
+    other = word_tokenizer(tmp_path / "other" / "tokenizer.json", size=70_001, special=["</s>"])
     refused(
         lambda: open_data(DataConfig(data=str(loaded.folder), tokenizer=str(other)), 16),
         "--tokenizer",
@@ -768,7 +772,7 @@ def chat_tokenizer(folder: Path, template=b"{{ messages }}") -> Path:
 def test_the_files_beside_a_tokenizer_come_along(tmp_path, monkeypatch, capsys):
     """Through the cache and through prepare, for a folder and for a tokenizer.json; changed files
     are noticed."""
-    (tmp_path / "a.txt").write_text(sentences(200, 0))
+    (tmp_path / "a.txt").write_text(KNOWN_WORDS)
     file = chat_tokenizer(tmp_path / "hf")
     cfg = DataConfig(
         data=str(tmp_path / "a.txt"), tokenizer=str(file.parent), cache_dir=str(tmp_path / "c")
@@ -803,7 +807,7 @@ def test_the_files_beside_a_tokenizer_come_along(tmp_path, monkeypatch, capsys):
 def test_a_copy_of_the_tokenizer_finds_the_same_shards(tmp_path):
     """Every checkpoint has a copy of the tokenizer, the default of the next start."""
     file = chat_tokenizer(tmp_path / "hf")
-    (tmp_path / "a.txt").write_text(sentences(200, 0))
+    (tmp_path / "a.txt").write_text(KNOWN_WORDS)
 
     def folder(tokenizer):
         return opened(tmp_path, "a.txt", tokenizer=str(tokenizer)).folder

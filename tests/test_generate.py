@@ -12,6 +12,7 @@ from chats import bpe
 from pieces import in_pieces
 from policy import full_logprobs, sharp_model
 from saves import refuses
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 import generate as generate_module
 from data import DataConfig, open_data
@@ -19,6 +20,7 @@ from generate import continue_texts, generate, main, open_checkpoint, print_samp
 from models import deepseek
 from models.llama3 import Attention, Llama3, Llama3Config
 from rl import decoding
+from rl.datasets import Text
 from storage.manifest import checksums, write_manifest
 
 PROMPTS = [[5, 9, 2, 77, 31, 8], [3], [60, 61, 62], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]]
@@ -120,6 +122,15 @@ def test_logprobs_equal_a_full_forward(model, temperature, report):
         assert (
             full_logprobs(model, s | dict(prompt=prompt), report) - torch.tensor(s["logprobs"])
         ).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-37, 1e-40, 1e-300])
+def test_a_temperature_next_to_nothing_takes_the_likeliest_token(temperature):
+    """logits / 1e-40 is infinite, and inf - inf no number."""
+    logits = torch.tensor([[2.0, 30.0, 0.0, -1.0, -50.0], [-900.0, -800.0, -9e9, 5.0, 4.9]])
+    for top_k, top_p in ((0, 1.0), (3, 1.0), (0, 0.7)):
+        token, logprob = decoding.draw(logits, torch.tensor([0.3, 0.99]), temperature, top_k, top_p)
+        assert token.flatten().tolist() == [1, 3] and logprob.flatten().tolist() == [0, 0]
 
 
 def test_samples_follow_the_distribution():
@@ -244,6 +255,31 @@ def test_texts_of_a_batch_and_an_empty_text(run_folder):
     assert parts[2] == [0]
     both = continue_texts(*parts, ["def f", ""], 12, temperature=0)
     assert both == [continue_texts(*parts, [text], 12, temperature=0)[0] for text in ("def f", "")]
+
+
+@pytest.mark.parametrize("scheme", ["always", "first", "prepend"])
+def test_no_space_is_lost_between_prompt_and_new_text(scheme, monkeypatch):
+    """Tokenizers like Mistral's strip the space at the beginning of a text."""
+    made = Tokenizer(models.BPE())
+    made.decoder = decoders.Metaspace()
+    if scheme == "prepend":
+        steps = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+        made.normalizer = normalizers.Sequence(steps)
+        made.pre_tokenizer = pre_tokenizers.Split("\u2581", "merged_with_next")
+    else:
+        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    words = ["the capital of France"] * 9
+    made.train_from_iterator(words, trainers.BpeTrainer(vocab_size=200, show_progress=False))
+    new = made.encode("the capital of France").ids[-2:]
+    assert made.decode(new) == "of France"
+    monkeypatch.setattr(generate_module, "generate", lambda model, prompts, *rest, **more: [new])
+    texts = continue_texts(None, made, [], ["the capital"], 9)
+    assert texts == [" of France"]
+    # and none is put in where a tool's text goes on
+    text = object.__new__(Text)
+    text.tokenizer, text.alphabet = made, None
+    ids = text.ids("the capital ") + text.ids_after("of France")
+    assert made.decode(ids) == "the capital of France"
 
 
 def test_the_command_line(run_folder, capsys):

@@ -216,30 +216,133 @@ def test_columns(tmp_path, tokenizer):
             ),
             part,
         )
-    pyarrow.parquet.write_table(
-        pyarrow.table({"text": ["yes", None, "no"] * 50}), tmp_path / "null.parquet"
-    )
+
+
+def test_rows_of_nulls_are_left_out_and_counted(tmp_path, tokenizer, capsys):
+    """A null is no document; the same documents without nulls give the same tokens."""
+    with_nulls = [None, *DOCUMENTS[:130], None, *DOCUMENTS[130:], None]
+    parquet(tmp_path / "a.parquet", with_nulls)
+    (tmp_path / "a.jsonl").write_bytes(jsonl(with_nulls))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzipped(jsonl(with_nulls)))
+    (tmp_path / "plain.jsonl").write_bytes(jsonl(DOCUMENTS))
+    build_shards([tmp_path / "plain.jsonl"], tokenizer, tmp_path / "plain")
+    for name in ("a.parquet", "a.jsonl", "a.jsonl.gz"):
+        capsys.readouterr()
+        build_shards([tmp_path / name], tokenizer, tmp_path / f"of {name}")
+        assert tokens(tmp_path / f"of {name}") == tokens(tmp_path / "plain")
+        said = capsys.readouterr().out
+        assert said == "3 lines or rows have null for a text and are left out\n"
+    # a key that is missing is another fault
+    (tmp_path / "b.jsonl").write_text('{"text": "so it is"}\n{"txt": "no"}\n')
     refused(
-        lambda: build_shards([tmp_path / "null.parquet"], tokenizer, tmp_path / "x"),
-        "null.parquet row 2",
-        '"text"',
+        lambda: build_shards([tmp_path / "b.jsonl"], tokenizer, tmp_path / "x"),
+        "b.jsonl line 2",
+        "KeyError('text')",
     )
-    parquet(tmp_path / "late.parquet", [*DOCUMENTS[:250], None, *DOCUMENTS[:30]])
-    refused(
-        lambda: build_shards([tmp_path / "late.parquet"], tokenizer, tmp_path / "x"),
-        "late.parquet row 251",
-        '"text"',
-    )
-    pyarrow.parquet.write_table(
-        pyarrow.table({"messages": [[{"role": "user", "content": b"raw"}]]}),
-        tmp_path / "raw.parquet",
-    )
+
+
+def test_conversations_with_nulls(tmp_path, capsys):
     chat = find_tokenizer(str(chat_folder(tmp_path / "qwen", "qwen3")))
-    refused(
-        lambda: build_shards([tmp_path / "raw.parquet"], chat, tmp_path / "x"),
-        "raw.parquet row 1",
-        "needs a role",
-    )
+    turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+    rows = [None, turns, None, turns]
+    pyarrow.parquet.write_table(pyarrow.table({"messages": rows}), tmp_path / "a.parquet")
+    lines = [json.dumps({"messages": row}) + "\n" for row in rows]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    for name in ("a.parquet", "a.jsonl"):
+        build_shards([tmp_path / name], chat, tmp_path / f"of {name}")
+        assert "2 lines or rows have null for a text" in capsys.readouterr().out
+        index = json.loads((tmp_path / f"of {name}" / "index.json").read_text())
+        assert sum(index["documents"].values()) == 2 and index["version"] == 3
+
+
+BINARY = [pyarrow.binary(), pyarrow.large_binary(), pyarrow.binary_view(), pyarrow.string_view()]
+
+
+@pytest.mark.parametrize("kind", BINARY, ids=str)
+def test_text_in_bytes(tmp_path, tokenizer, kind):
+    """A column of bytes is text as much as a column of strings; bytes that are no UTF-8 are named
+    by their row."""
+    parquet(tmp_path / "a.parquet", DOCUMENTS)
+    build_shards([tmp_path / "a.parquet"], tokenizer, tmp_path / "a")
+    column = pyarrow.array([text.encode() for text in DOCUMENTS], pyarrow.binary()).cast(kind)
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "b.parquet")
+    build_shards([tmp_path / "b.parquet"], tokenizer, tmp_path / "b")
+    assert tokens(tmp_path / "a") == tokens(tmp_path / "b")
+
+
+def test_rows_that_are_not_utf8(tmp_path, tokenizer):
+    raw = [text.encode() for text in DOCUMENTS]
+    raw[250] = b"caf\xe9"
+    whole = pyarrow.array(raw, pyarrow.binary())
+    # as a writer does that trusts its text
+    trusted = pyarrow.Array.from_buffers(pyarrow.string(), len(raw), whole.buffers())
+    for name, column in (("binary", whole), ("string", trusted)):
+        path = tmp_path / f"{name}.parquet"
+        pyarrow.parquet.write_table(pyarrow.table({"text": column}), path)
+        refused(
+            lambda path=path: build_shards([path], tokenizer, tmp_path / "x"),
+            f"{path} row 251: byte 3 of a text is not UTF-8",
+            "write the file again",
+        )
+    pictures = {"text": ["so it is"] * 3, "picture": [b"\xff\xd8", b"plain", None]}
+    pyarrow.parquet.write_table(pyarrow.table(pictures), tmp_path / "p.parquet")
+    rows = b"".join(unpacked(tmp_path / "p.parquet", "")).splitlines()
+    assert [json.loads(row).get("picture") for row in rows] == [None, "plain", None]
+
+
+ENGLISH = "".join(DOCUMENTS[:30])
+
+
+@pytest.mark.parametrize(
+    "name, content, parts",
+    [
+        ("a.txt", ENGLISH.encode("utf-16"), ["is UTF-16: iconv -f utf-16 -t utf-8 < "]),
+        ("a.txt", b"\xfe\xff" + ENGLISH.encode("utf-16-be"), ["is UTF-16: iconv -f utf-16 "]),
+        ("a.txt", ENGLISH.encode("utf-32"), ["is UTF-32: iconv -f utf-32 -t utf-8 < "]),
+        ("a.md", ENGLISH.encode("utf-16-le"), ["is UTF-16, without a mark", "iconv -f utf-16le"]),
+        ("a.txt", ENGLISH.encode("utf-16-be"), ["is UTF-16, without a mark", "iconv -f utf-16be"]),
+        ("a.jsonl", b'\xff\xfe{\0"\0', ["is UTF-16: iconv -f utf-16 "]),
+        ("a.jsonl", '{"text": "x"}'.encode("utf-16-le"), ["is UTF-16, without a mark"]),
+        ("a.jsonl", b'{"text": "so"}\n{"text": "\0"}\n', ["line 2", "it has NULs"]),
+        ("a.txt.gz", gzip.compress(ENGLISH.encode("utf-16")), ["zcat", "| iconv -f utf-16 "]),
+        ("a.jsonl.zst", zstd('{"text": "x"}'.encode("utf-16")), ["zstdcat", "| iconv -f utf-16 "]),
+        ("a.txt", b"so it is\0 and so on", ["byte 8 is NUL", "tr -d '\\000' < "]),
+        ("a.txt", gzip.compress(b"so it is"), ["is packed by gzip: zcat < "]),
+        (
+            "a.txt",
+            "caf\u00e9 ".encode() * 9 + b"\xe9",
+            ["byte 54 is not UTF-8", "iconv -c -f utf-8"],
+        ),
+        ("a.txt", b"caf\xe9 " * 9, ["byte 3 is not UTF-8", "iconv -f latin1 -t utf-8 < "]),
+        ("a.jsonl", b'{"text": "' + b"a" * 9999 + b'\xe9"}', ["line 1: byte 10009 is not UTF-8"]),
+    ],
+)
+def test_text_in_another_encoding(tmp_path, tokenizer, name, content, parts):
+    path = tmp_path / name
+    path.write_bytes(content)
+    refused(lambda: build_shards([path], tokenizer, tmp_path / "out"), str(path), *parts)
+
+
+def test_empty_files_among_others(tmp_path, tokenizer, capsys):
+    """An empty file in a folder is left out with a line; alone, or with other empty ones, it is
+    refused."""
+    root = tmp_path / "data"
+    root.mkdir()
+    (root / "a.jsonl").write_bytes(jsonl(DOCUMENTS))
+    (root / "empty.jsonl").touch()
+    (root / "packed.jsonl.gz").write_bytes(gzip.compress(b""))
+    parquet(root / "rows.parquet", pyarrow.array([], pyarrow.string()))
+    files, left_out = text_files(str(root))
+    assert left_out == {root / "empty.jsonl": "empty"}
+    build_shards(files, tokenizer, tmp_path / "out")
+    said = capsys.readouterr().out
+    assert "packed.jsonl.gz" in said and "rows.parquet is empty and left out" in said
+    build_shards([root / "a.jsonl"], tokenizer, tmp_path / "one")
+    assert tokens(tmp_path / "out") == tokens(tmp_path / "one")
+    refused(lambda: text_files(str(root / "empty.jsonl")), "empty.jsonl is empty")
+    (root / "a.jsonl").write_bytes(b"")
+    for what in (root / "*.jsonl", root / "[ae]*"):
+        refused(lambda what=what: text_files(str(what)), "a.jsonl is empty")
 
 
 def test_folders_and_globs(tmp_path, tokenizer, capsys):
@@ -247,9 +350,13 @@ def test_folders_and_globs(tmp_path, tokenizer, capsys):
     text are listed."""
     places = [
         "b/a.jsonl.gz",
-        "a-b.txt",
+        "a/b.txt",
         "a/z.jsonl",
         "Z.parquet",
+        "README.md",
+        "notes.txt.gz",
+        "a/LICENSE",
+        "a/License-CC.txt",
         "a/notes.me",
         ".git/c.txt",
         "a/.b.txt.part",
@@ -274,17 +381,27 @@ def test_folders_and_globs(tmp_path, tokenizer, capsys):
         files, left_out = text_files(str(root))
         assert [path.relative_to(root).as_posix() for path in files] == [
             "Z.parquet",
-            "a-b.txt",
+            "a/b.txt",
             "a/z.jsonl",
             "b/a.jsonl.gz",
         ]
-        assert sorted(path.name for path in left_out) == ["meta.json", "notes.me"]
+        no_text = [path.name for path, reason in left_out.items() if reason == "no text"]
+        assert no_text == ["LICENSE", "notes.me", "meta.json"]
+        beside = sorted(path.name for path in left_out if path.name not in no_text)
+        assert beside == ["License-CC.txt", "README.md", "notes.txt.gz"]
         cfg = DataConfig(
             data=str(root), tokenizer=str(tokenizer[0]), cache_dir=str(root.parent / "cache")
         )
         prints.append(open_data(cfg, 16).fingerprint)
-        assert "4 files, without notes.me, meta.json (no text), " in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert (
+            "4 files, without " in said
+            and ", without LICENSE, notes.me, meta.json (no text)" in said
+        )
+        assert "README.md, a/License" not in said
+        assert "(no data beside .jsonl or .parquet; to train on it, name the file)" in said
     assert prints[0] == prints[1]
+    assert text_files(str(root / "README.md"))[0] == [root / "README.md"]
     assert [p.name for p in text_files(f"{root}/**/*.jsonl*")[0]] == ["z.jsonl", "a.jsonl.gz"]
     for what, part in (
         (f"{root}/*.zst", "no file matches"),
@@ -298,6 +415,66 @@ def test_folders_and_globs(tmp_path, tokenizer, capsys):
         "no index.json",
         "data.py prepare",
     )
+
+
+def test_texts_alone_are_all_read(tmp_path):
+    """Without .jsonl and .parquet, a README and a licence are text as well as others."""
+    for name in ("README.md", "LICENSE.txt", "book.txt", "more/README.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("so it is")
+    assert len(text_files(str(tmp_path))[0]) == 4
+
+
+def test_a_packed_twin_counts_once(tmp_path):
+    for name in ("a.jsonl", "a.jsonl.gz", "b.txt.gz", "b.txt.zst", "c.jsonl.zst", "d/a.jsonl.gz"):
+        (tmp_path / "data" / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / "data" / name).write_text("x")
+    pattern = str(tmp_path / "data" / "**" / "*")
+    files, left_out = text_files(pattern)
+    names = [file.relative_to(tmp_path / "data").as_posix() for file in files]
+    assert names == ["a.jsonl", "b.txt.gz", "c.jsonl.zst", "d/a.jsonl.gz"]
+    reasons = {path.name: reason for path, reason in left_out.items()}
+    assert reasons == {"a.jsonl.gz": "a.jsonl, packed", "b.txt.zst": "b.txt.gz, packed"}
+    # named by its own name it is read
+    assert text_files(str(tmp_path / "data" / "a.jsonl.gz"))[0] != []
+
+
+def test_linked_folders(tmp_path):
+    """Another disk is linked in; no circle is followed, and nothing is read twice."""
+    disk, data = tmp_path / "disk", tmp_path / "data"
+    for folder in (disk / "part" / "deep", data / "own"):
+        folder.mkdir(parents=True)
+    (disk / "part" / "a.jsonl").write_text("{}")
+    (disk / "part" / "deep" / "b.jsonl").write_text("{}")
+    (data / "own" / "c.jsonl").write_text("{}")
+    (data / "more").symlink_to("../disk/part")
+    expected = ["more/a.jsonl", "more/deep/b.jsonl", "own/c.jsonl"]
+
+    def names() -> list[str]:
+        return [file.relative_to(data).as_posix() for file in text_files(str(data))[0]]
+
+    assert names() == expected
+    links = {
+        data / "circle": ".",
+        data / "own" / "up": "..",
+        data / "around": tmp_path,
+        disk / "part" / "back": data,
+        data / "twice": disk / "part" / "deep",
+        data / "own" / "same.jsonl": "c.jsonl",
+        disk / "part" / "deep" / ".hidden": disk,
+    }
+    for link, target in links.items():
+        link.symlink_to(target)
+    assert names() == expected
+    left_out = text_files(str(data))[1]
+    assert sorted(path.name for path in left_out) == sorted(
+        ["circle", "up", "around", "back", "twice", "same.jsonl"]
+    )
+    # with ** Python's glob would try every way through the circles
+    files = text_files(f"{data}/**/*.jsonl")[0]
+    assert sorted(file.name for file in files) == ["a.jsonl", "b.jsonl", "c.jsonl"]
+    (data / "lost").symlink_to("/no/disk")
+    refused(lambda: text_files(str(data)), "lost is a link to /no/disk, which is not there")
 
 
 def test_prepare_again_keeps_what_is_packed(tmp_path, tokenizer, monkeypatch, capsys):

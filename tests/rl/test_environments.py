@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from fractions import Fraction
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from policy import TINY, run, steps_of, trainer_of
@@ -121,6 +121,23 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path, finite):
     )
 
 
+def test_prompts_that_leave_little_room_are_told():
+    """A prompt of 27 tokens in 29: every sample is cut after two, and paid nothing."""
+    text = SimpleNamespace(prompt=lambda task: [1] * len(task), fits=lambda task, seq_len: True)
+    finite, endless = ModuleType("finite"), ModuleType("endless")
+    finite.problems = [("x" * 13, ""), ("x" * 14, ""), ("x" * 27, "")]
+    finite.eval_problems = [("x", "")]
+    endless.make = lambda rng: (str(rng.random())[:13] + "x" * rng.randint(0, 14), "")
+    (said,) = environments.leave_out_long(finite, text, 29, 16)
+    assert said.startswith(
+        "2 of 4 prompts leave less than --max_new_tokens 16 in --seq_len 29, the "
+    )
+    assert "longest 2:" in said and "--seq_len 43 has room for all" in said
+    assert "of 64 prompts leave less" in environments.leave_out_long(endless, text, 29, 16)[0]
+    for env in (finite, endless):
+        assert environments.leave_out_long(env, text, 43, 16) == []
+
+
 @pytest.mark.parametrize(
     "processes, flags",
     [
@@ -191,7 +208,7 @@ def test_a_tool_is_asked_once_where_a_token_goes_on_after_its_mark():
     words, heard = ["", "1+1", "</", "code>", "code>\n", "2", "1+"], []
     text = SimpleNamespace(
         decode=lambda ids: "".join(words[i] for i in ids),
-        ids=lambda said: [words.index(said)],
+        ids_after=lambda said: [words.index(said)],
         ends=[0],
     )
     env = SimpleNamespace(

@@ -379,6 +379,18 @@ def test_many_pieces_are_the_same_conversations(chats, tmp_path, monkeypatch):
     assert len(list((tmp_path / "tokens").glob("train-*.mask.npy"))) == 2
 
 
+@pytest.mark.parametrize("kind", ["llama3", "qwen3"])
+@pytest.mark.parametrize("system", [[], ["You are a model that trains other models all day long."]])
+def test_the_first_words_are_the_question_alone(tmp_path, kind, system):
+    """Neither roles, which a template writes as text, nor the system message."""
+    folder = chat_folder(tmp_path / "m", kind)
+    turns = [{"role": "system", "content": text} for text in system]
+    turns += [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Four."}]
+    (tmp_path / "a.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 40)
+    build_shards([tmp_path / "a.jsonl"], find_tokenizer(str(folder)), tmp_path / "tokens")
+    assert ChatData(tmp_path / "tokens", 256).first_words() == "Hi?"
+
+
 def test_what_conversations_need(chats, tmp_path):
     root = chats[0]
     refused(

@@ -23,11 +23,13 @@ from tables import as_parameters
 from torch import nn
 
 import generate
+from corpus.special import find_tokenizer
 from corpus.tokenizer import ChatConfig
 from distributed.layout import local_tensor
 from flags.config import override_fields
 from flags.files import printable
 from models.llama3 import FLAVORS, Llama3, Llama3Config
+from rl.datasets import Text
 from storage import commands as checkpoint_commands
 from storage import hf
 from storage.manifest import verify
@@ -944,3 +946,77 @@ def test_a_run_begins_with_a_folder(theirs, tmp_path):
             all(torch.equal(weight, expected[fqn]) for fqn, weight in weights.items())
             and not norm.any()
         )
+
+
+DEEPSEEK = dict(
+    first_k_dense_replace=1,
+    q_lora_rank=16,
+    kv_lora_rank=16,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=8,
+    v_head_dim=8,
+    num_key_value_heads=8,
+    moe_intermediate_size=24,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    n_group=2,
+    topk_group=1,
+)
+
+
+@pytest.mark.parametrize("kind, values", [("Qwen3Moe", VARIANTS["moe"]), ("DeepseekV3", DEEPSEEK)])
+def test_experts_in_stacks(tmp_path, kind, values):
+    """transformers 5 writes all experts of a layer in one tensor: the same weights, and slices of
+    them, as FSDP and expert parallelism read them."""
+    model, plain, stacks = (
+        random_model(kind, TINY | values),
+        tmp_path / "plain",
+        tmp_path / "stacks",
+    )
+    model.save_pretrained(plain)
+    model.save_pretrained(stacks, save_original_format=False, max_shard_size="60KB")
+    names = tensors_of(stacks)
+    assert any(name.endswith("mlp.experts.gate_up_proj") for name in names)
+    ours, expected = hf.load_hf_model(str(stacks))[0], hf.load_hf_model(str(plain))[0]
+    expected = expected.state_dict()
+    for fqn, tensor in ours.state_dict().items():
+        assert torch.equal(tensor, expected[fqn]), fqn
+    fused, single = hf.HFTensors(str(stacks)), hf.HFTensors(str(plain))
+    fused.split_experts()
+    assert fused.where.keys() == single.where.keys()
+    for name in single.where:
+        if ".experts.1." in name:
+            part = name, (3, 2), (5, 7)
+            assert torch.equal(fused.read(*part), single.read(*part)), name
+
+
+def test_a_head_that_is_missing(theirs, tmp_path):
+    """transformers takes the embedding then, and so may we, if config.json says so."""
+    shutil.copytree(theirs("plain")[1], tmp_path / "m")
+    file = tmp_path / "m" / "model.safetensors"
+    tensors = tensors_of(tmp_path / "m")
+    del tensors["lm_head.weight"]
+    save_file(tensors, file, {"format": "pt"})
+    said = refuses("missing: lm_head.weight", hf.load_hf_model, str(tmp_path / "m"))
+    assert 'write "tie_word_embeddings": true into config.json' in said
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    model = hf.load_hf_model(str(tmp_path / "m"))[0]
+    assert model.head is None
+
+
+def test_a_tokenizer_in_another_format(chat_folder, tmp_path):
+    """tokenizer.model alone: every program says how to make a tokenizer.json of it."""
+    folder = tmp_path / "m"
+    shutil.copytree(chat_folder, folder)
+    (folder / "tokenizer.json").rename(folder / "tokenizer.model")
+    command = f"T.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[1])' {folder}"
+    for call in (
+        lambda: generate.open_checkpoint(str(folder)),
+        lambda: find_tokenizer(str(folder)),
+        lambda: Text(str(folder)),
+    ):
+        said = refuses("tokenizer.model is there", call)
+        assert command in said and "\n" not in said
+    (folder / "tokenizer.model").unlink()
+    refuses("has no tokenizer.json: put one there", generate.open_checkpoint, str(folder))
