@@ -78,10 +78,14 @@ def check_before(before: str, plain: str, name: str) -> None:
     command = COMMAND.search(plain)
     if command or in_formula and plain.endswith("_"):
         shown = command[0] if command else "_"
+        word = f"write {shown}{{{{{name}}}}} for the word {name} in braces"
+        if name == "answer":
+            raise ValueError(
+                f"--prompt_template: {shown}{{answer}} would show the right answer; {word}"
+            )
         raise ValueError(
-            f"--prompt_template: {shown}{{{name}}} could be the word or the field; write "
-            f"{shown}{{{{{name}}}}} for the word {name} in braces, {shown}{{{{{{{name}}}}}}} for "
-            f"the field in braces, or a space before {{{name}}}"
+            f"--prompt_template: {shown}{{{name}}} could be the word or the field; {word}, "
+            f"{shown}{{{{{{{name}}}}}}} for the field in braces, or a space before {{{name}}}"
         )
 
 

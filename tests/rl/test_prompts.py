@@ -39,7 +39,7 @@ def test_braces(template, text):
 @pytest.mark.parametrize(
     "template, message",
     [
-        (r"{question} $\boxed{answer}$", r"\\boxed\{answer\} could be the word or the field"),
+        (r"{question} $\boxed{answer}$", r"\\boxed\{answer\} would show the right answer; write"),
         (r"{question} \frac{{a}}{unit}", "could be the word or the field"),
         ("{question} $x^{n}$", "could be the word or the field"),
         ("{question} $x_{n}$", "could be the word or the field"),
