@@ -31,7 +31,7 @@ def jsonl(documents, column="text") -> bytes:
 
 def gzipped(text: bytes) -> bytes:
     # as two runs of gzip would append
-    return gzip.compress(text[: len(text) // 3]) + gzip.compress(text[len(text) // 3 :])
+    return gzip.compress(text[: len(text) // 3], mtime=0) + gzip.compress(text[len(text) // 3 :])
 
 
 def zstd(text: bytes) -> bytes:
@@ -149,15 +149,15 @@ def test_conversations_in_every_format(tmp_path):
             lambda raw: raw[:4] + bytes(len(raw) // 2) + raw[4 + len(raw) // 2 :],
             ["damaged"],
         ),
-        ("a.jsonl.gz", lambda raw: gzip.compress(b""), ["empty"]),
+        ("a.jsonl.gz", lambda raw: gzip.compress(b"", mtime=0), ["empty"]),
         (
             "a.jsonl.gz",
-            lambda raw: gzip.compress(jsonl(DOCUMENTS) + b"oops\n"),
+            lambda raw: gzip.compress(jsonl(DOCUMENTS) + b"oops\n", mtime=0),
             ["line 301", '"text"'],
         ),
         (
             "a.jsonl.gz",
-            lambda raw: gzip.compress(jsonl(DOCUMENTS[:30]) + b"oops\n"),
+            lambda raw: gzip.compress(jsonl(DOCUMENTS[:30]) + b"oops\n", mtime=0),
             ["line 31", '"text"'],
         ),
         (
@@ -165,7 +165,11 @@ def test_conversations_in_every_format(tmp_path):
             lambda raw: zstd(jsonl(DOCUMENTS) + b'{"text": "caf\xe9"}\n'),
             ["line 301", "utf-8"],
         ),
-        ("a.txt.gz", lambda raw: gzip.compress(b"caf\xe9 " * 100), ["byte 3 is not UTF-8"]),
+        (
+            "a.txt.gz",
+            lambda raw: gzip.compress(b"caf\xe9 " * 100, mtime=0),
+            ["byte 3 is not UTF-8"],
+        ),
     ],
 )
 def test_damaged_files(tmp_path, tokenizer, name, change, parts):
@@ -192,7 +196,7 @@ def test_a_package_that_is_missing(tmp_path, tokenizer, monkeypatch, name, packa
 
 def test_columns(tmp_path, tokenizer):
     parquet(tmp_path / "a.parquet", DOCUMENTS, "content")
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(jsonl(DOCUMENTS, "content")))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(jsonl(DOCUMENTS, "content"), mtime=0))
     for name in ("a.parquet", "a.jsonl.gz"):
         build_shards([tmp_path / name], tokenizer, tmp_path / f"of {name}", text_column="content")
     assert tokens(tmp_path / "of a.parquet") == tokens(tmp_path / "of a.jsonl.gz")
@@ -304,10 +308,14 @@ ENGLISH = "".join(DOCUMENTS[:30])
         ("a.jsonl", b'\xff\xfe{\0"\0', ["is UTF-16: iconv -f utf-16 "]),
         ("a.jsonl", '{"text": "x"}'.encode("utf-16-le"), ["is UTF-16, without a mark"]),
         ("a.jsonl", b'{"text": "so"}\n{"text": "\0"}\n', ["line 2", "it has NULs"]),
-        ("a.txt.gz", gzip.compress(ENGLISH.encode("utf-16")), ["zcat", "| iconv -f utf-16 "]),
+        (
+            "a.txt.gz",
+            gzip.compress(ENGLISH.encode("utf-16"), mtime=0),
+            ["zcat", "| iconv -f utf-16 "],
+        ),
         ("a.jsonl.zst", zstd('{"text": "x"}'.encode("utf-16")), ["zstdcat", "| iconv -f utf-16 "]),
         ("a.txt", b"so it is\0 and so on", ["byte 8 is NUL", "tr -d '\\000' < "]),
-        ("a.txt", gzip.compress(b"so it is"), ["is packed by gzip: zcat < "]),
+        ("a.txt", gzip.compress(b"so it is", mtime=0), ["is packed by gzip: zcat < "]),
         (
             "a.txt",
             "caf\u00e9 ".encode() * 9 + b"\xe9",
@@ -330,7 +338,7 @@ def test_empty_files_among_others(tmp_path, tokenizer, capsys):
     root.mkdir()
     (root / "a.jsonl").write_bytes(jsonl(DOCUMENTS))
     (root / "empty.jsonl").touch()
-    (root / "packed.jsonl.gz").write_bytes(gzip.compress(b""))
+    (root / "packed.jsonl.gz").write_bytes(gzip.compress(b"", mtime=0))
     parquet(root / "rows.parquet", pyarrow.array([], pyarrow.string()))
     files, left_out = text_files(str(root))
     assert left_out == {root / "empty.jsonl": "empty"}
@@ -369,7 +377,7 @@ def test_folders_and_globs(tmp_path, tokenizer, capsys):
             if "json" in name
             else "".join(DOCUMENTS[30 * i : 30 * i + 30]).encode()
         )
-        contents[name] = gzip.compress(text) if name.endswith("gz") else text
+        contents[name] = gzip.compress(text, mtime=0) if name.endswith("gz") else text
     parquet(tmp_path / "Z.parquet", DOCUMENTS[:30])
     contents["Z.parquet"] = (tmp_path / "Z.parquet").read_bytes()
     prints = []
