@@ -21,6 +21,7 @@ BESIDE = (
     "chat_template.jinja",
     "special_tokens_map.json",
     "generation_config.json",
+    "added_tokens.json",
 )
 
 
@@ -55,19 +56,43 @@ FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
 
 
 def listed_tokens(folder: str) -> dict[int, dict]:
-    """{id: AddedToken's fields} of added_tokens_decoder in tokenizer_config.json. Raises ValueError."""
-    listed = read_beside(folder, "tokenizer_config.json").get("added_tokens_decoder") or {}
+    """{id: AddedToken's fields} of added_tokens_decoder in tokenizer_config.json, or, without one, of
+    added_tokens.json, its older form. Raises ValueError."""
+    config = read_beside(folder, "tokenizer_config.json")
+    if "added_tokens_decoder" not in config:
+        return older_tokens(folder)
+    listed = config["added_tokens_decoder"] or {}
     found = {}
     try:
         for key, token in listed.items():
             fields = {name: token[name] for name in (*FLAGS, "special") if name in token}
             if not isinstance(token["content"], str) or not token["content"]:
                 raise TypeError("a content is no text")
+            for name in fields:
+                if not isinstance(fields[name], bool):
+                    raise TypeError(f"{name} is no truth value")
             found[int(key)] = {"content": token["content"], **fields}
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{folder}/tokenizer_config.json: added_tokens_decoder must be {{id: token}} ({error!r})"
         ) from None
+    return dict(sorted(found.items()))
+
+
+def older_tokens(folder: str) -> dict[int, dict]:
+    """{id: AddedToken's fields} of added_tokens.json, which holds {text: id}. As in transformers those
+    that another file names are special. Raises ValueError."""
+    named = named_tokens(folder)
+    found = {}
+    for content, number in read_beside(folder, "added_tokens.json").items():
+        if type(number) is not int or number < 0 or not content:
+            raise ValueError(f"{folder}/added_tokens.json must be {{token: id}}, not {content!r}")
+        is_special = content in named
+        found[number] = {
+            "content": content,
+            "special": is_special,
+            "normalized": not is_special,
+        }
     return dict(sorted(found.items()))
 
 
@@ -82,6 +107,8 @@ def named_tokens(folder: str) -> list[str]:
             others = content.get(key) or []
             if isinstance(others, dict):
                 others = list(others.values())
+            if not isinstance(others, list):
+                raise ValueError(f"{folder}/{file}: {key} must be a list of tokens, not {others!r}")
             found += [text for text in map(text_of_token, others) if text]
     return list(dict.fromkeys(found))
 
@@ -104,7 +131,10 @@ def add_tokens_beside(tokenizer, folder: str) -> None:
     where the two files give a token different ids."""
     from tokenizers import AddedToken
 
-    file = f"{folder}/tokenizer_config.json"
+    is_older = "added_tokens_decoder" not in read_beside(folder, "tokenizer_config.json")
+    file, key = f"{folder}/tokenizer_config.json", "added_tokens_decoder"
+    if is_older:
+        file, key = f"{folder}/added_tokens.json", "added_tokens.json"
     known = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
     for number, fields in listed_tokens(folder).items():
         content = fields["content"]
@@ -112,9 +142,11 @@ def add_tokens_beside(tokenizer, folder: str) -> None:
         if there not in (None, number) or other not in (None, content):
             raise ValueError(
                 f"{file} says that id {number} is {content!r}, but in tokenizer.json "
-                f"{content!r} is {there} and {number} is {other!r}; correct added_tokens_decoder"
+                f"{content!r} is {there} and {number} is {other!r}; correct {key}"
             )
         token = AddedToken(**fields)
+        if content in known and is_older:
+            continue  # added_tokens.json tells no flags
         if content in known:
             # tokenizer.json decides whether a token counts as special
             token.special = known[content].special
@@ -125,7 +157,7 @@ def add_tokens_beside(tokenizer, folder: str) -> None:
             raise ValueError(
                 f"{file} says that {content!r} is id {number}, but tokenizer.json ends before: it "
                 f"would be id {tokenizer.token_to_id(content)}; name the ids between in "
-                "added_tokens_decoder"
+                f"{key}"
             )
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     for content in named_tokens(folder):

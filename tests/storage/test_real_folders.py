@@ -163,13 +163,14 @@ BESIDE = {
     "appends its end": dict(generation=[END], config=END, before=[BEGIN], after=[END]),
     "markers by id": dict(own=1, listed=True, generation=[END], config=END),
     "markers by name": dict(own=1, generation=[END], config=END),
+    "markers by added_tokens.json": dict(own=1, older=True, generation=[END], config=END),
 }
 QUICK = {(family, beside) for family in FAMILIES for beside in ("all", "markers by id")}
 QUICK |= {("llama3", beside) for beside in BESIDE} | {("unigram", beside) for beside in BESIDE}
 
 
 def make_folder(folder: Path, family: str, own=4, listed=False, eos=END, generation=None, config=None,
-                before=(), after=()) -> Path:  # fmt: skip
+                before=(), after=(), older=False) -> Path:  # fmt: skip
     """A Hugging Face folder with a model of random weights."""
     made = FAMILIES[family]()
     markers = [AddedToken(name, special=True, normalized=False) for name in MARKERS]
@@ -222,6 +223,8 @@ def make_folder(folder: Path, family: str, own=4, listed=False, eos=END, generat
         rules["added_tokens_decoder"] = {
             str(ids[name]): {"content": name, **flags} for name in MARKERS
         }
+    elif older:
+        (folder / "added_tokens.json").write_text(json.dumps({name: ids[name] for name in MARKERS}))
     elif own < 4:  # in the order in which transformers gives ids
         rules["additional_special_tokens"] = [TURN, END]
         rules |= {"pad_token": DOCUMENT, "bos_token": BEGIN, "eos_token": DOCUMENT}
@@ -314,6 +317,27 @@ def test_contradictions_are_refused(tmp_path, listed, words):
     rules["added_tokens_decoder"] = {i: {"content": content} for i, content in listed.items()}
     (folder / "tokenizer_config.json").write_text(json.dumps(rules))
     refuses(words, load_tokenizer, folder / "tokenizer.json")
+
+
+def test_older_files_that_contradict_or_are_odd_are_refused(tmp_path):
+    row = BESIDE["markers by added_tokens.json"]
+    folder = make_folder(tmp_path, "llama3", **row)
+    file = folder / "tokenizer.json"
+    for listed, words in (
+        ({END: 9}, "correct added_tokens.json"),
+        ({END: 999}, "name the ids between in added_tokens.json"),
+        ({END: "9"}, "added_tokens.json must be {token: id}"),
+    ):
+        (folder / "added_tokens.json").write_text(json.dumps(listed))
+        refuses(words, load_tokenizer, file)
+    (folder / "added_tokens.json").unlink()
+    rules = json.loads((folder / "tokenizer_config.json").read_text())
+    for odd, words in (
+        ({"additional_special_tokens": 5}, "additional_special_tokens must be a list of tokens"),
+        ({"added_tokens_decoder": {"9": {"content": END, "lstrip": "x"}}}, "lstrip is no truth"),
+    ):
+        (folder / "tokenizer_config.json").write_text(json.dumps(rules | odd))
+        refuses(words, load_tokenizer, file)
 
 
 def test_bytes_of_tokens_that_only_tokenizer_config_has(tmp_path):
