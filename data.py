@@ -8,10 +8,13 @@ data_seed, cursor) alone.
     python data.py check tokens                 # is every byte as it was written? exit status 0 or 1
 
 Text is .txt, .jsonl (each also .gz or .zst) and .parquet, files, folders of them, and globs
-(corpus/files.py). A mixture is --data "web=tokens/web:0.7,code=tokens/code:0.3": shares of the
-sequences, exact at every moment (corpus/mixture.py). A .jsonl of conversations, {"messages": [...]}
-per line, is written out by the tokenizer's chat template, and only answers of the assistant have a
-loss (corpus/chat.py); `show` prints them in green.
+(corpus/files.py). Of a folder, linked folders count too; beside .jsonl or .parquet a README, a
+licence, .md or .txt does not, and of a file and its packed twin one. Text that the tokenizer cannot
+spell is counted: above 5 % of the characters preparation refuses, see prepare --max_lost. A mixture
+is --data "web=tokens/web:0.7,code=tokens/code:0.3": shares of the sequences, exact at every moment
+(corpus/mixture.py). A .jsonl of conversations, {"messages": [...]} per line, is written out by the
+tokenizer's chat template, and only answers of the assistant have a loss (corpus/chat.py); `show`
+prints them in green.
 Read next: corpus/build.py (text -> shards), corpus/shards.py (files of a folder of shards).
 """
 
