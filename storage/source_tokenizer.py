@@ -10,7 +10,7 @@ from pathlib import Path
 
 from corpus.mixture import parse_mixture
 from corpus.shards import MASKED, is_shards, read_index
-from corpus.special import SpecialIds, TextSource, prefix_ids, special_ids
+from corpus.special import EOT_NAMES, SpecialIds, TextSource, prefix_ids, special_ids
 from corpus.tokenizer import BESIDE, load_tokenizer, read_beside, tokenizer_path
 from flags.files import matches, read_json, sha256_file, tokenizer_hint
 from storage.newest import ABOUT, ADAPTER, is_hf_folder, newest_readable, resume_source, saved_state
@@ -115,6 +115,8 @@ def generation_of_run(
             index = read_index(Path(shards))
             learnt = [] if index["version"] == MASKED else [index["eot"]]
     folder = folder_of_ids(out, cfg)
+    if not folder and tells_all(shards, learnt):
+        return None, []
     try:
         ids = ids_of_folder(folder or shards)
     except ValueError:  # nothing names an end
@@ -138,6 +140,17 @@ def ids_of_run(
         return begins, *generation_of_run(out, cfg, tokenizer_file, learnt)
     except ValueError:
         return False, None, []
+
+
+def tells_all(folder: str, ends: list[int]) -> bool:
+    """Whether a tokenizer.json alone shows that these ends are the usual one: such a run starts
+    without the library of tokenizers, whose import takes a while."""
+    if any(os.path.lexists(os.path.join(folder, name)) for name in BESIDE):
+        return False
+    added = read_json(folder, "tokenizer.json").get("added_tokens") or []
+    ids = {token["content"]: token["id"] for token in added}
+    usual = [ids[name] for name in EOT_NAMES if name in ids]
+    return usual[:1] == ends
 
 
 def describe_ends(tokenizer_file: str, ends: list[int]) -> str:
