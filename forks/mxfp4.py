@@ -38,6 +38,9 @@ class PackedTensors(HFTensors):
         }
         self.where |= {name: self.files[f"{name}_blocks"] for name in self.packed}
 
+    def split_experts(self):
+        """The experts of gpt-oss are stacks in the model as well."""
+
     def handles(self, name: str) -> list:
         """safetensors' handles of blocks (E, out, in / 32, 16) and scales (E, out, in / 32)."""
         parts = [

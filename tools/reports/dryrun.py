@@ -98,7 +98,13 @@ def build(main, cfg, connect, **stand_ins):
         layouts.append(usual(layout))
         return layouts[0]
 
-    data = SimpleNamespace(vocab_size=0, n_val_samples=1, fingerprint={}, tokenizer_file=None)
+    data = SimpleNamespace(
+        vocab_size=0,
+        n_val_samples=1,
+        fingerprint={},
+        tokenizer_file=None,
+        learnt_ends=lambda: [],
+    )
     # check_groups, of forks/ft.py, and find_server, of grpo.py, would ask a server
     stand_ins |= dict.fromkeys(
         (
