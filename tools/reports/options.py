@@ -14,7 +14,7 @@ from typing import Literal
 
 from distributed.layout import AXES
 from distributed.refusals import refuse
-from flags.config import Need, flag, no_effect, own_rank, parse_config, say_flags
+from flags.config import Need, default_of, flag, no_effect, own_rank, parse_config, say_flags
 from tools.study.report import draw_curves
 from training.metrics import MetricsConfig, points_of, read_lines
 
@@ -59,6 +59,9 @@ class ReportConfig(PlotConfig):
     advice: bool = flag(True, WHERE, Need("with --against", lambda c: not c.against))
     # a Hugging Face folder: compare with transformers, module by module, in place of a layout
     against: str = flag("", WHERE)
+    # a logged step of the run in --out: compute it again, and print which sequences, documents and
+    # tokens had how much of the loss and of the gradient
+    replay: int = 0
 
 
 def with_report_flags(Config, Reports=ReportConfig) -> type:
@@ -80,8 +83,11 @@ def run_report(main, Config, argv=None) -> int:
     if "update_policy" in main.__globals__:
         Reports = GrpoReports
         report = report_grpo_or_train
-    given = vars(parse_config(with_report_flags(Config, Reports), argv))
+    WithReports = with_report_flags(Config, Reports)
+    given = vars(parse_config(WithReports, argv))
     options = Reports(**{field.name: given[field.name] for field in fields(Reports)})
+    if is_recipe and given.get("replay"):
+        return replay_alone(main, Config, WithReports, options, argv)
     return report(
         main, Config(**{field.name: given[field.name] for field in fields(Config)}), options
     )
@@ -177,6 +183,20 @@ def report_or_train(main, cfg, options: ReportConfig) -> int:
     if shows or options.plot and not launched and any(getattr(cfg, axis) > 1 for axis in AXES):
         return report_layout(main, cfg, options)
     return train(main, cfg, options)
+
+
+def replay_alone(main, Config, WithReports, options: ReportConfig, argv) -> int:
+    """--replay, and no other report; returns the exit status."""
+    others = [
+        f"--{field.name}"
+        for field in fields(options)
+        if field.name != "replay" and getattr(options, field.name) != default_of(field)
+    ]
+    if others:
+        raise ValueError(f"--replay computes a step of a run again: leave {', '.join(others)} out")
+    from tools.parity.replay import replay_step
+
+    return replay_step(main, Config, WithReports, options, argv)
 
 
 def report_layout(main, cfg, options: ReportConfig) -> int:

@@ -1,0 +1,565 @@
+"""--replay STEP: compute a step of a logged run again, and say which texts made its loss and its
+gradient.
+
+Nothing was recorded for it: the data of a step are a function of the step, and the weights come from
+the nearest checkpoint before. The recipe trains the steps in between as it did then, in a temporary
+folder. In the step itself the sequences of the global batch are computed once more, one by one.
+
+The recipe needs no change, as for --check_parity: functions of parallel.py, training/metrics.py and
+data.py are replaced before its start.
+"""
+
+import hashlib
+import math
+import os
+import shutil
+import sys
+import tempfile
+import time
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, fields, replace
+from types import SimpleNamespace
+from typing import NamedTuple
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import models.loss
+import parallel
+from corpus.origins import files_of_parts
+from data import Batch, TokenData
+from distributed.checks import reduce_hash
+from distributed.launch import LaunchConfig
+from distributed.layout import AXES, ExpertConfig, Layout, ParallelConfig, local_tensor
+from distributed.pipeline import PipelineConfig, tied_copy
+from flags.config import own_rank, parse_config, spell_flag
+from flags.files import read_json, step_folders
+from models.loss import IGNORE, token_logprobs
+from storage.changes import UNTOLD_FLAGS, changes
+from storage.manifest import Damaged, read_manifest
+from storage.resume import job_name
+from tools.parity.replay_report import print_report
+from tools.reports.stop_main import Stopped
+from training.metrics import Metrics, read_lines
+
+# Flags of a layout that change what is computed, beyond rounding
+NUMBERS = {"compute_dtype", "param_dtype", "reduce_dtype"}
+# Other flags that may be typed beside --replay: where things are now
+PLACES = {"out", "data", "tokenizer", "cache_dir", "init_from"}
+# Flags about what a run writes, with the value that writes nothing
+QUIET = dict(
+    load_only=True,
+    load_step=-1,
+    checkpoint_every=0,
+    checkpoint_async="off",
+    keep_latest_k=10,
+    checkpoint_first_step=False,
+    last_save_model_only=False,
+    after_save="",
+    export_hf="",
+    export_dtype="float32",
+    tensorboard=False,
+    wandb="",
+    profile="",
+    memory_snapshot=False,
+)
+
+
+class Run(NamedTuple):
+    """A logged run, and the step to compute again."""
+
+    out: str
+    step: int
+    logged: dict[int, dict]  # {step: line of metrics.jsonl}
+    flags: str  # the config.json of the start that trained the step
+    start: str  # the step folder to begin from; "" = step 0
+    first: int  # the first step that is trained again
+    data: dict  # identity of the data
+    layout: str  # in words, as the step was trained
+    world_size: int
+
+
+# ---------------------------------------------------------------- the run, as it lies there
+
+
+def open_run(out: str, step: int) -> Run:
+    """What the folder of a run knows about a step. Raises ValueError if the step cannot be computed
+    again."""
+    config = os.path.join(out, "config.json")
+    if not os.path.isfile(config) or "_run" not in read_json(out, "config.json"):
+        raise ValueError(
+            f"--replay {step}: {out} is no run, for it has no config.json; --out names the folder "
+            "of the run"
+        )
+    lines = read_lines(os.path.join(out, "metrics.jsonl"))
+    logged = {line["step"]: line for line in lines if "loss" in line}
+    saved = sorted(step_folders(out))
+    # All steps from a checkpoint to the next were trained by one start, whose flags the later one
+    # holds. After the last checkpoint there was one start: the one that wrote config.json.
+    after = next((path for number, path in saved if number >= step), "")
+    folder = after or out
+    flags = read_json(folder, "config.json")
+    check_step(out, step, logged, flags)
+    start, first = nearest_checkpoint(saved, step)
+    run = read_json(out, "config.json")["_run"]
+    world_size = run["world_size"]
+    if after:
+        world_size = read_manifest(after)["world_size"]
+    identity = read_json(start or after, "state.json")["identity"] if start or after else run
+    words = words_of_layout(flags, world_size)
+    path = os.path.join(folder, "config.json")
+    return Run(out, step, logged, path, start, first, identity["data"], words, world_size)
+
+
+def check_step(out: str, step: int, logged: dict, flags: dict):
+    """Raises ValueError for a step that the run has not trained."""
+    if not logged:
+        raise ValueError(f"--replay {step}: {out}/metrics.jsonl has no step; has the run trained?")
+    last = max(logged)
+    # A run that ended with a NaN ended before the next log line
+    most = last + max(1, flags.get("log_every", 1))
+    if step > most:
+        raise ValueError(
+            f"--replay {step}: {out}/metrics.jsonl ends with step {last}; give a step from 1 to "
+            f"{last}"
+        )
+
+
+def nearest_checkpoint(saved: list[tuple[int, str]], step: int) -> tuple[str, int]:
+    """(the newest step folder before the step that can be continued, the step after it); ("", 1) if
+    there is none."""
+    for number, path in reversed(saved):
+        if number >= step:
+            continue
+        with suppress(Damaged):
+            read_manifest(path)
+            if not read_json(path, "state.json")["model_only"]:
+                return path, number + 1
+    return "", 1
+
+
+def words_of_layout(flags: dict, world_size: int) -> str:
+    """ "2 processes (--tp 2)", with all that decides about rounding."""
+    others = [flags[axis] for axis in AXES if flags[axis] > 0]
+    if flags["dp_shard"] == -1:
+        flags = flags | {"dp_shard": world_size // math.prod(others)}
+    usual = dict.fromkeys((*AXES, "ep", "etp"), 1)
+    usual |= dict(local_batch_size=None, ac="none", compile=False)
+    names = [name for name in usual if flags.get(name, usual[name]) != usual[name]]
+    given = " ".join(spell_flag(name, flags[name]) for name in names)
+    return f"{world_size} process{'es' * (world_size > 1)}" + f" ({given})" * (given != "")
+
+
+def computed_on(layout: Layout, cfg) -> str:
+    """words_of_layout of this process."""
+    degrees = layout.degrees | dict(ep=layout.ep, etp=layout.etp)
+    sizes = dict(local_batch_size=layout.local_batch_size, ac=cfg.ac, compile=cfg.compile)
+    return words_of_layout(degrees | sizes, layout.world_size)
+
+
+# ---------------------------------------------------------------- its flags
+
+
+def flags_of_layout(Config) -> set[str]:
+    """The flags that may be another than in the run: those of the layout."""
+    groups = (ParallelConfig, ExpertConfig, PipelineConfig, LaunchConfig)
+    names = {field.name for group in groups for field in fields(group)}
+    known = {field.name for field in fields(Config)}
+    return (names | {"local_batch_size"}) & known - NUMBERS
+
+
+def typed_names(Config, words: list[str]) -> set[str]:
+    """The fields of Config that a command line names."""
+    given = {word.split("=")[0] for word in words if word.startswith("--")}
+    names = {field.name for field in fields(Config)}
+    return {name for name in names if {f"--{name}", f"--no-{name}"} & given}
+
+
+def run_flags(Config, WithReports, run: Run, argv: list[str] | None):
+    """The flags of the run, with those that are typed in their place. Raises ValueError for a typed
+    flag that would not repeat the run."""
+    words = sys.argv[1:] if argv is None else argv
+    cfg = parse_config(WithReports, [f"--config={run.flags}", *words])
+    cfg = Config(**{field.name: getattr(cfg, field.name) for field in fields(Config)})
+    saved = read_json(os.path.dirname(run.flags), "config.json")
+    typed = typed_names(Config, words)
+    layout = flags_of_layout(Config)
+    others = sorted(typed - layout - PLACES)
+    in_vain = [name for name in others if name in UNTOLD_FLAGS or name in QUIET]
+    if in_vain:
+        verb, them = ("has", "it") if len(in_vain) == 1 else ("have", "them")
+        raise ValueError(
+            f"{', '.join(f'--{name}' for name in in_vain)} {verb} no effect with --replay, which "
+            f"writes nothing; leave {them} out"
+        )
+    for name in others:
+        for _, old, new in changes(saved.get(name, "not set"), getattr(cfg, name)):
+            raise ValueError(
+                f"--{name} {new} is not what {run.out} was trained with, {old}; --replay repeats "
+                "the run: leave it out"
+            )
+    check_processes(run, cfg, typed)
+    return cfg
+
+
+def check_processes(run: Run, cfg, typed: set[str]):
+    """Raises ValueError if the run's own layout does not fit the processes that are started."""
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    degrees = [getattr(cfg, axis) for axis in AXES]
+    fixed = math.prod(n for n in degrees if n > 0)
+    fits = processes % fixed == 0 if -1 in degrees else processes == fixed
+    if not fits and not typed & set(AXES):
+        here = f"{processes} process{'es' * (processes > 1)}"
+        raise ValueError(
+            f"{run.out} was trained on {run.layout}, and here {'are' if processes > 1 else 'is'} "
+            f"{here}; start torchrun --nproc_per_node {run.world_size} {sys.argv[0]} --out "
+            f"{run.out} --replay {run.step}, or give a layout for {here}, such as "
+            + " ".join(f"--{axis} 1" for axis in AXES if getattr(cfg, axis) > 1)
+        )
+
+
+def quiet_flags(cfg, run: Run, folder: str):
+    """The run's flags, to train in a temporary folder where nothing is kept."""
+    known = {field.name for field in fields(cfg)}
+    values = {name: value for name, value in QUIET.items() if name in known}
+    values["out"] = folder
+    if run.start:  # what was left out of the first weights is in the checkpoint
+        values["exclude_from_loading"] = []
+    return replace(cfg, **values)
+
+
+@contextmanager
+def temporary_run(run: Run):
+    """The name of a temporary run folder, the same for all processes of a start: its only checkpoint
+    is a link to the checkpoint to begin from."""
+    mark = hashlib.sha256(f"{job_name()} {os.getuid()}".encode()).hexdigest()[:12]
+    alone = "RANK" not in os.environ
+    folder = os.path.join(tempfile.gettempdir(), f"replay-{os.getpid() if alone else mark}")
+    name = os.path.basename(run.start)
+    os.makedirs(os.path.join(folder, "checkpoints"), exist_ok=True)
+    if run.start:
+        with suppress(FileExistsError):
+            os.symlink(os.path.abspath(run.start), os.path.join(folder, "checkpoints", name))
+    try:
+        yield folder
+    finally:
+        if own_rank("LOCAL_RANK") == 0:
+            shutil.rmtree(folder, ignore_errors=True)  # removes the link, not what it leads to
+
+
+# ---------------------------------------------------------------- the command
+
+
+def replay_step(main, Config, WithReports, options, argv=None) -> int:
+    """--replay of the running recipe; returns the exit status. Raises ValueError."""
+    words = sys.argv[1:] if argv is None else argv
+    if any(word.split("=")[0] == "--config" for word in words):
+        raise ValueError(
+            "--replay reads the flags of the run in --out; leave --config out, and name the run by "
+            "--out"
+        )
+    out = parse_config(WithReports, argv).out
+    run = open_run(out, options.replay)
+    cfg = run_flags(Config, WithReports, run, argv)
+    begin = f"from {run.start}" if run.start else "from step 0, for no checkpoint is before it"
+    before = run.step - run.first
+    if own_rank() == 0:
+        print(
+            f"replay: step {run.step} of {out}, with the flags of {run.flags}, {begin}; "
+            f"{before} step{'s' * (before != 1)} before it {'is' if before == 1 else 'are'} trained "
+            f"again, and nothing is written to {out}",
+            flush=True,
+        )
+    with temporary_run(run) as folder:
+        with check_data(main, run), stop_at(run, cfg):
+            try:
+                main(quiet_flags(cfg, run, folder))
+            except Stopped:
+                dist.barrier()  # rank 0 removes the folder
+                return 0
+    raise RuntimeError(f"the recipe ended before step {run.step}")
+
+
+@contextmanager
+def check_data(main, run: Run):
+    """While the recipe opens its data: raise ValueError if they are not those of the run."""
+    names = main.__globals__
+    real = names["open_data"]
+
+    def open_data(cfg, *args, **kwargs):
+        data = real(cfg, *args, **kwargs)
+        differ = [name for name, *_ in changes(run.data, data.fingerprint)]
+        if differ:
+            raise ValueError(
+                f"--data {cfg.data} is not what {run.out} was trained on: {', '.join(differ)} "
+                "differ; give the text of then by --data"
+            )
+        return data
+
+    with mock.patch.dict(names, open_data=open_data):
+        yield
+
+
+@contextmanager
+def stop_at(run: Run, cfg):
+    """While the recipe trains: compare logged steps with the run's log, and at the step of the run
+    examine its sequences, then raise Stopped."""
+    state = SimpleNamespace(step=0, data=None)
+    real = SimpleNamespace(
+        forward_backward=parallel.forward_backward,
+        start_step=Metrics.start_step,
+        end_step=Metrics.end_step,
+        log=Metrics.log,
+        batches=TokenData.batches,
+    )
+
+    def batches(data, *args):
+        state.data = data
+        return real.batches(data, *args)
+
+    def start_step(metrics, *args):
+        state.step = metrics.step + 1
+        return real.start_step(metrics, *args)
+
+    def forward_backward(stages, batch, layout):
+        loss = real.forward_backward(stages, batch, layout)
+        if state.step == run.step:
+            examine(run, cfg, real.forward_backward, stages, batch, layout, loss, state.data)
+            raise Stopped
+        return loss
+
+    def end_step(metrics, *args):
+        real.end_step(metrics, *args)
+        if metrics.step == run.step:
+            raise RuntimeError(
+                "this recipe calls parallel.forward_backward nowhere, so there is no step to look "
+                "into"
+            )
+
+    def log(metrics, step, *, loss, grad_norm, **others):
+        real.log(metrics, step, loss=loss, grad_norm=grad_norm, **others)
+        if own_rank() == 0 and computed_on(metrics.layout, cfg) == run.layout:
+            text = compare_with_log(run, step, float(loss), float(grad_norm))
+            if not text.endswith("to the bit"):
+                print(f"replay: {text}", flush=True)
+
+    with (
+        mock.patch.object(parallel, "forward_backward", forward_backward),
+        # no validation: it changes nothing
+        mock.patch.object(parallel, "evaluate", lambda *_: (math.nan, None, {})),
+        mock.patch.object(Metrics, "log_val", lambda *_: None),
+        mock.patch.object(TokenData, "batches", batches),
+        mock.patch.multiple(Metrics, start_step=start_step, end_step=end_step, log=log),
+    ):
+        yield
+
+
+def compare_with_log(run: Run, step: int, loss: float, norm: float, layout: str = "") -> str:
+    """A sentence: are the loss and the gradient norm of a step as they were logged? layout: in
+    words, if it is another than that of the run."""
+    line = run.logged.get(step)
+    found = f"the loss of step {step} is {loss:.6g} and its gradient norm {norm:.6g}"
+    if line is None:
+        return f"{found}; metrics.jsonl has no line of it, so they are compared with nothing"
+    want = line["loss"], line["grad_norm"]
+    if want == (loss, norm):
+        return f"{found}, as logged, to the bit"
+    apart = []
+    for name, got, was in zip(("loss", "norm"), (loss, norm), want, strict=True):
+        # JSON has no NaN: a line has null in its place
+        if was == got:
+            apart.append(f"{name} as logged")
+        elif was is None or not math.isfinite(got):
+            apart.append(f"{name} logged as {was}")
+        else:
+            apart.append(f"{name} logged as {was:.6g}, {abs(got - was) / abs(was or 1):.1e} apart")
+    where = f"; it was logged on {run.layout}, and computed on {layout}" if layout else ""
+    return f"{found}; {', '.join(apart)}{where}"
+
+
+# ---------------------------------------------------------------- the step, sequence by sequence
+
+
+@dataclass
+class Sequence:
+    """A sequence of the global batch, and its part in the step."""
+
+    row: int  # in the global batch
+    cursor: int  # number of the sequence in the whole run
+    data: TokenData  # the part of a mixture that gave it
+    window: int  # number of its window in the part
+    tokens: np.ndarray  # (T,)
+    labels: np.ndarray  # (T,)
+    loss: float = 0.0  # its addend of the step's loss
+    square: float = 0.0  # of the norm of its gradient
+    product: float = 0.0  # of its gradient with the step's
+    losses: np.ndarray | None = None  # (T,) of its tokens, 0 without a label
+
+
+def examine(run, cfg, forward_backward, stages, batch, layout: Layout, loss, data) -> None:
+    """Compare the step with the log, compute each of its sequences alone, and print the report.
+    Every rank calls. forward_backward: that of parallel.py."""
+    mean, _ = parallel.reduce_loss(loss, layout)
+    norm = parallel.clip_grad_norm(stages, 0.0, layout)
+    tokens_hash, _ = reduce_hash(batch.hash, layout)
+    rank0 = layout.rank == 0
+    here = computed_on(layout, cfg)
+    line = run.logged.get(run.step)
+    if rank0:
+        layout_text = "" if here == run.layout else here
+        print(
+            "replay:",
+            compare_with_log(run, run.step, float(mean), float(norm), layout_text),
+            flush=True,
+        )
+        if line and line["tokens_hash"] != tokens_hash:
+            print("replay: the tokens of the step are not those that were logged", flush=True)
+    total, _ = parallel.count_tokens(batch.labels, layout)
+    whole = {id(p): local_tensor(p.grad).clone() for p in trained(stages)}
+    mine = batch.tokens.shape[0] * batch.tokens.shape[1]
+    first = batch.first - layout.data_rank * mine
+    sequences = []
+    began = told = time.perf_counter()
+    for row in range(batch.samples):
+        sequence = read_sequence(data, first + row, row)
+        compute_alone(sequence, forward_backward, stages, batch, layout, total, whole)
+        sequences.append(sequence)
+        if rank0 and time.perf_counter() - told > 5:
+            told = time.perf_counter()
+            left = (told - began) / (row + 1) * (batch.samples - row - 1)
+            print(
+                f"replay: {row + 1} of {batch.samples} sequences, about {left:.0f} s left",
+                flush=True,
+            )
+    if rank0:
+        facts = SimpleNamespace(
+            loss=float(mean), square=float(norm) ** 2, tokens=int(total), seconds=told - began
+        )
+        print_report(sequences, facts, files_of_parts(cfg))
+
+
+def read_sequence(data: TokenData, cursor: int, row: int) -> Sequence:
+    """A sequence of the run by its cursor, and the window that it is. data: of the run, perhaps a
+    mixture."""
+    found = []
+
+    def watched(part):
+        real = part.windows
+
+        def windows(split, numbers):
+            found.append((part, int(numbers[0])))
+            return real(split, numbers)
+
+        return mock.patch.object(part, "windows", windows)
+
+    with ExitStack() as stack:
+        for part in getattr(data, "parts", [data]):
+            stack.enter_context(watched(part))
+        tokens, labels, *_ = data.sequences(np.array([cursor]))
+    [(part, window)] = found
+    return Sequence(row, cursor, part, window, tokens[0], labels[0])
+
+
+def compute_alone(
+    sequence: Sequence, forward_backward, stages, batch, layout: Layout, total, whole: dict
+) -> None:
+    """Fill in the sequence's loss, losses and gradient.
+
+    Every data rank computes the same sequence, a pipeline as many copies as it has places, and the
+    result is divided by their number. So it works in every layout, with what the recipe itself
+    computes. total: tokens of the global batch, which divide the loss; whole: gradient of the step.
+    """
+    alone = batch_of_copies(sequence, batch, layout)
+    copies = layout.data_ranks * alone.tokens.shape[0] * alone.tokens.shape[1]
+    for stage in stages:
+        for p in stage.parameters():
+            p.grad = None
+    counted = mock.patch.object(parallel, "count_tokens", lambda *_: (total, total))
+    with counted, token_losses() as losses:
+        loss, _ = parallel.reduce_loss(forward_backward(stages, alone, layout), layout)
+    sequence.loss = float(loss) / copies
+    squares = torch.zeros(2, dtype=torch.float64, device=layout.device)
+    for p in trained(stages):
+        part = local_tensor(p.grad)
+        n = parallel.replicas(p.grad, layout)
+        squares[0] += inner_product(part, part).to(layout.device) / n
+        if id(p) in whole:
+            squares[1] += inner_product(part, whole[id(p)]).to(layout.device) / n
+    dist.all_reduce(squares)
+    sequence.square = squares[0].item() / copies**2
+    sequence.product = squares[1].item() / copies
+    found = join_token_losses(losses, len(sequence.labels), layout)
+    # a loss of a fork's own may not be the sum of these
+    if math.isclose(float(found.sum()), sequence.loss * float(total), rel_tol=1e-2, abs_tol=1e-3):
+        sequence.losses = found
+
+
+def batch_of_copies(sequence: Sequence, batch: Batch, layout: Layout) -> Batch:
+    """A batch of one sequence, or in a pipeline of as many copies as the schedule has places."""
+    arrays = sequence.data.arrays(sequence.data.windows("train", [sequence.window]))
+    shape = batch.tokens.shape if layout.pp > 1 else (1, 1, batch.tokens.shape[2])
+    tensors = [
+        a if a is None else torch.from_numpy(a.copy()).to(layout.device).expand(shape).contiguous()
+        for a in arrays
+    ]
+    return Batch(*tensors, batch.samples, batch.hash, first=sequence.cursor)
+
+
+def trained(stages) -> list[Tensor]:
+    """The parameters with a gradient; of a weight on two stages only the first."""
+    copies = {id(tied_copy(stage)) for stage in stages if hasattr(stage, "n_stages")}
+    return [
+        p
+        for stage in stages
+        for p in stage.parameters()
+        if p.grad is not None and id(p) not in copies
+    ]
+
+
+def inner_product(a: Tensor, b: Tensor) -> Tensor:
+    """The sum of a * b in fp64, some million numbers at a time."""
+    total = torch.zeros((), dtype=torch.float64, device=a.device)
+    for x, y in zip(a.flatten().split(2**22), b.flatten().split(2**22), strict=True):
+        total += torch.dot(x.double(), y.double())
+    return total
+
+
+# ---------------------------------------------------------------- the losses of its tokens
+
+
+@contextmanager
+def token_losses():
+    """Yields a list, into which every loss of a forward goes, a number per token."""
+    found = []
+    real = models.loss.LinearCrossEntropy
+
+    def apply(h, weight, labels, all_reduce, vocab_start, *others):
+        known = labels != IGNORE
+        with torch.no_grad():
+            words = torch.where(known, labels, 0)
+            logprobs, _ = token_logprobs(h, weight, words, 1.0, all_reduce, vocab_start)
+        found.append(torch.where(known, -logprobs, 0.0).double().cpu())
+        return real.apply(h, weight, labels, all_reduce, vocab_start, *others)
+
+    with mock.patch.object(models.loss, "LinearCrossEntropy", SimpleNamespace(apply=apply)):
+        yield found
+
+
+def join_token_losses(losses: list[Tensor], T: int, layout: Layout) -> np.ndarray:
+    """(T,) losses of a sequence's tokens, from the parts of all ranks. losses: of token_losses; the
+    first is that of the first micro-batch, and with a second prediction that of the next token."""
+    sums = torch.zeros(2, T, dtype=torch.float64)
+    if losses:
+        places = torch.arange(T)
+        if layout.cp > 1:
+            places = parallel.sequence_index(T, layout.cp, layout.coordinate("cp"))
+        if not layout.loss_parallel:
+            places = places.chunk(layout.tp)[layout.rank % layout.tp]
+        # the first of the micro-batch's copies
+        sums[0, places] += losses[0][: len(places)]
+        sums[1, places] += 1
+    dist.all_reduce(sums)
+    return (sums[0] / sums[1].clamp(min=1)).numpy()
