@@ -135,7 +135,7 @@ def find_origin(data, span: Span, files: list[Path] | None) -> Origin:
         # in a shard of text the tokens are the text, so its lines can be counted in the tokens
         lines = tokenizer.decode(shard[shard != data.eot].tolist()).count("\n")
         return Origin(str(piece.path), f"line {lines_before(piece) + lines + 1}")
-    documents = documents_of(piece)
+    documents = training_lines(piece)
     if len(documents) != entry["documents"]:
         return Origin(str(piece.path), f"({in_shard}; the file has other documents today)")
     line, key = documents[span.document]
@@ -160,7 +160,7 @@ def lines_before(piece: Piece) -> int:
 
 
 @lru_cache(256)
-def documents_of(piece: Piece) -> list[tuple[int, str]]:
+def training_lines(piece: Piece) -> list[tuple[int, str]]:
     """(line in the piece, from 0; the path of a file of the built-in corpus, else "") of every
     training document of a .jsonl or .parquet, in the order of read_documents and tokenize_chats."""
     chats = is_chat(piece.path, piece.text_column)

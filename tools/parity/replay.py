@@ -120,7 +120,7 @@ def check_step(out: str, step: int, logged: dict, flags: dict):
         raise ValueError(f"--replay {step}: {out}/metrics.jsonl has no step; has the run trained?")
     last = max(logged)
     # A run that ended with a NaN ended before the next log line
-    most = last + max(1, flags.get("log_every", 1))
+    most = min(last + max(1, flags.get("log_every", 1)), flags["steps"])
     if step > most:
         raise ValueError(
             f"--replay {step}: {out}/metrics.jsonl ends with step {last}; give a step from 1 to "
@@ -235,7 +235,9 @@ def quiet_flags(cfg, run: Run, folder: str):
 def temporary_run(run: Run):
     """The name of a temporary run folder, the same for all processes of a start: its only checkpoint
     is a link to the checkpoint to begin from."""
-    mark = hashlib.sha256(f"{job_name()} {os.getuid()}".encode()).hexdigest()[:12]
+    # a folder that a killed replay has left is that of the same step
+    what = f"{job_name()} {os.getuid()} {os.path.abspath(run.out)} {run.step} {run.start}"
+    mark = hashlib.sha256(what.encode()).hexdigest()[:12]
     alone = "RANK" not in os.environ
     folder = os.path.join(tempfile.gettempdir(), f"replay-{os.getpid() if alone else mark}")
     name = os.path.basename(run.start)
@@ -422,12 +424,13 @@ def examine(run, cfg, forward_backward, stages, batch, layout: Layout, loss, dat
     mine = batch.tokens.shape[0] * batch.tokens.shape[1]
     first = batch.first - layout.data_rank * mine
     sequences = []
-    began = told = time.perf_counter()
+    began = time.perf_counter()
+    told = began
     for row in range(batch.samples):
         sequence = read_sequence(data, first + row, row)
         compute_alone(sequence, forward_backward, stages, batch, layout, total, whole)
         sequences.append(sequence)
-        if rank0 and time.perf_counter() - told > 5:
+        if rank0 and row + 1 < batch.samples and time.perf_counter() - told > 5:
             told = time.perf_counter()
             left = (told - began) / (row + 1) * (batch.samples - row - 1)
             print(
@@ -436,7 +439,10 @@ def examine(run, cfg, forward_backward, stages, batch, layout: Layout, loss, dat
             )
     if rank0:
         facts = SimpleNamespace(
-            loss=float(mean), square=float(norm) ** 2, tokens=int(total), seconds=told - began
+            loss=float(mean),
+            square=float(norm) ** 2,
+            tokens=int(total),
+            seconds=time.perf_counter() - began,
         )
         print_report(sequences, facts, files_of_parts(cfg))
 
