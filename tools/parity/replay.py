@@ -41,7 +41,7 @@ from models.loss import IGNORE, token_logprobs
 from storage.changes import UNTOLD_FLAGS, changes
 from storage.manifest import Damaged, read_manifest
 from storage.resume import job_name
-from tools.parity.replay_report import print_report
+from tools.parity.replay_report import print_replay
 from tools.reports.stop_main import Stopped
 from training.metrics import Metrics, read_lines
 
@@ -444,7 +444,7 @@ def examine(run, cfg, forward_backward, stages, batch, layout: Layout, loss, dat
             tokens=int(total),
             seconds=time.perf_counter() - began,
         )
-        print_report(sequences, facts, files_of_parts(cfg))
+        print_replay(sequences, facts, files_of_parts(cfg))
 
 
 def read_sequence(data: TokenData, cursor: int, row: int) -> Sequence:

@@ -28,7 +28,7 @@ class Document:
     rows: list = field(default_factory=list)  # of the global batch
 
 
-def print_report(sequences: list, facts, files: dict) -> None:
+def print_replay(sequences: list, facts, files: dict) -> None:
     """sequences: of replay.Sequence. facts: loss, square (of the gradient norm), tokens with a loss,
     seconds. files: of files_of_parts."""
     documents = defaultdict(list)  # {row: [(span, document)]}

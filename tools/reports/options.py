@@ -22,6 +22,7 @@ DRY_RUN = Need("without --dry_run", lambda c: c.dry_run)
 PARITY = Need("without --check_parity", lambda c: c.check_parity)
 EXPLAIN = Need("without --explain", lambda c: c.explain)
 WHERE = Need("without --check_parity --where", lambda c: c.where)
+BISECT = Need("without --check_parity --bisect", lambda c: c.bisect)
 
 
 @dataclass(kw_only=True)
@@ -56,9 +57,16 @@ class ReportConfig(PlotConfig):
     # in a single step, compare every activation and gradient, and name the first difference
     where: bool = flag(False, PARITY)
     # say which functions to look at
-    advice: bool = flag(True, WHERE, Need("with --against", lambda c: not c.against))
-    # a Hugging Face folder: compare with transformers, module by module, in place of a layout
+    advice: bool = flag(
+        True, WHERE, Need("with --against FOLDER", lambda c: "@" in c.against or not c.against)
+    )
+    # in place of a layout: RECIPE@COMMIT, another commit of the recipe (@HEAD~5: of this recipe); or
+    # a Hugging Face folder, for a comparison with transformers, module by module
     against: str = flag("", WHERE)
+    # GOOD..BAD, two commits: name the commit between them that changed losses or gradients
+    bisect: str = flag("", PARITY)
+    # of --bisect: equal = up to rounding, bits = to the last bit
+    expect: Literal["equal", "bits"] = flag("equal", BISECT)
     # a logged step of the run in --out: compute it again, and print which sequences, documents and
     # tokens had how much of the loss and of the gradient
     replay: int = 0
@@ -162,12 +170,26 @@ def report_or_train(main, cfg, options: ReportConfig) -> int:
                 "folder that exists",
             ),
             (
+                options.bisect and options.where,
+                "--bisect names a commit, and --where an operation: leave one out; then --where "
+                "--against @COMMIT~1",
+            ),
+            (
                 options.check_parity and shows,
                 "--check_parity trains, and --dry_run and --explain do not: ask for one after the "
                 "other",
             ),
         ]
     )
+    if options.bisect:
+        from tools.parity.bisect import bisect_commits
+
+        return bisect_commits(cfg, options)
+    if options.against and "@" in options.against:
+        from tools.parity.versions import compare_versions, names_commit
+
+        if names_commit(options.against):
+            return compare_versions(cfg, options)
     if options.against:
         from tools.parity.against import check_against
 
