@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from runs import MODEL, launch, run, train_lines
+from runs import MODEL, ended, launch, run, train_lines
 
 import train_llama3
 from data import open_data
@@ -47,7 +47,7 @@ def spiked(tmp_path_factory):
 
 def in_root(root: Path) -> Path:
     """The folder, with the recipes in it as links: a command is typed there as it is in ours."""
-    for name in ("train_llama3.py", "finetune.py"):
+    for name in ("train_llama3.py", "train_qwen3.py"):
         link = root / name
         if not link.exists():
             link.symlink_to(Path(train_llama3.__file__).with_name(name))
@@ -187,6 +187,15 @@ def test_what_cannot_be_replayed_is_refused(spiked, monkeypatch, flags, words):
     monkeypatch.chdir(spiked)
     with pytest.raises(ValueError, match=re.escape(words)):
         run_report(train_llama3.main, train_llama3.Config, ["--out", "run", *flags.split()])
+
+
+def test_the_recipe_of_another_model_is_refused(spiked):
+    """Also from step 0, where no checkpoint compares models."""
+    root = in_root(spiked)
+    for step in (5, 30):
+        command = ["train_qwen3.py", "--out", "run", "--cache_dir", "cache", "--replay", step]
+        said = ended(launch(1, *command), cwd=root, status=2).stderr
+        assert said.count("\n") == 1 and "but run was trained with models.llama3" in said, said
 
 
 def test_flags_of_the_layout_may_be_others(spiked, monkeypatch):

@@ -1,9 +1,8 @@
-"""--check_parity --bisect GOOD..BAD: the commit that changed what a recipe computes.
+"""--check_parity --bisect GOOD..BAD: the commit that changed the numbers of a recipe.
 
 Some steps of GOOD and of BAD are trained on one layout, in fp32, and then of commits halfway between
-the last with GOOD's numbers and the first with others. Compared are the tokens, the losses, the
-gradient norms, every gradient, and the updates of the weights. Only commits count, not what lies
-uncommitted in the working tree.
+the last commit with GOOD's numbers and the first with others. Compared are the tokens, the losses,
+the gradient norms, every gradient, and the updates of the weights. Uncommitted changes do not count.
 """
 
 import math
@@ -33,15 +32,15 @@ SHOWN = 120  # lines of the hunks
 
 
 class Result(NamedTuple):
-    """What a commit computes, compared with GOOD."""
+    """A commit in comparison with GOOD."""
 
     difference: str  # "" = as GOOD
-    failure: str  # "" = it runs
+    failure: str  # the error; "" = the commit runs
 
 
 @dataclass
 class Search:
-    """What stays the same during a bisection, and what is known."""
+    """The constants of a bisection, and the results so far."""
 
     root: str
     recipe: str
@@ -58,9 +57,9 @@ class Search:
 
 
 def files_of(search: Search, commit: str) -> tuple:
-    """What a run of a commit reads from its tree: the contents of the files that were imported so
-    far, and of tables beside them. A commit that changes others, such as the documents, computes
-    the same."""
+    """The contents of all files that a run reads: of the imported files of earlier runs, and of
+    tables beside these files. Two commits with the same contents, such as before and after a change
+    of the documents, compute the same."""
     listed = git(search.root, "ls-tree", "-r", "-z", commit).decode(errors="replace").split("\0")
     folders = {os.path.dirname(name) for name in search.loaded}
     found = []
@@ -121,9 +120,9 @@ def copied(step: dict) -> dict:
 
 
 def differs_in(a: dict, b: dict, n: int, later: float) -> str:
-    """The first thing of step n that two runs do not have in common, "" if all is equal: to the bit
-    if later is -1, else within the tolerances of --check_parity. In the order in which they come to
-    be: weights, or their updates by the step before; loss; gradients; norm."""
+    """The first difference of two runs in step n, "" if all is equal: to the bit if later is -1, else
+    within the tolerances of --check_parity. In the order of computation: weights, or updates by the
+    step before; loss; gradients; norm."""
     if a["hash"] != b["hash"]:
         return "the tokens of the global batch"
     slack = 1 if n == 1 else later
@@ -240,9 +239,9 @@ def has_experts(search: Search) -> bool:
 
 
 def narrow(search: Search, between: list[str], last: Result) -> dict[int, Result]:
-    """{place in between: result} of the commits that were tried: at the end one with GOOD's numbers,
-    or GOOD itself (-1), and one with others have none but failures between them. last: the result
-    of BAD."""
+    """{place in between: result} of the tried commits, with place -1 for GOOD. At the end only
+    failures lie between the last commit with GOOD's numbers and the first with others. last: the
+    result of BAD."""
     low = -1
     high = len(between) - 1
     results = {-1: Result("", ""), high: last}
@@ -270,7 +269,7 @@ def narrow(search: Search, between: list[str], last: Result) -> dict[int, Result
 
 
 def report_commit(search: Search, between: list[str], results: dict[int, Result]) -> int:
-    """Print the commit that changed the numbers, and its hunks of the files that runs load."""
+    """Print the commit that changed the numbers, with the hunks of files that a run loads."""
     good = max(i for i, result in results.items() if not result.failure and not result.difference)
     bad = min(i for i, result in results.items() if result.difference)
     about = "--format=%h  %s  (%an, %ad)"

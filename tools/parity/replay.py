@@ -1,12 +1,12 @@
-"""--replay STEP: compute a step of a logged run again, and say which texts made its loss and its
-gradient.
+"""--replay STEP: compute a step of a logged run again, and say which texts made the loss and the
+gradient of the step.
 
-Nothing was recorded for it: the data of a step are a function of the step, and the weights come from
-the nearest checkpoint before. The recipe trains the steps in between as it did then, in a temporary
+No recording is needed: the data of a step are a function of the step, and the weights come from the
+nearest checkpoint before. The recipe trains the steps in between as the run did, in a temporary
 folder. In the step itself the sequences of the global batch are computed once more, one by one.
 
 The recipe needs no change, as for --check_parity: functions of parallel.py, training/metrics.py and
-data.py are replaced before its start.
+data.py are replaced before the start.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
@@ -45,11 +45,11 @@ from tools.parity.replay_report import print_replay
 from tools.reports.stop_main import Stopped
 from training.metrics import Metrics, read_lines
 
-# Flags of a layout that change what is computed, beyond rounding
+# Flags of a layout that change the numbers beyond rounding
 NUMBERS = {"compute_dtype", "param_dtype", "reduce_dtype"}
-# Other flags that may be typed beside --replay: where things are now
+# Other flags that may be typed beside --replay: today's places of files
 PLACES = {"out", "data", "tokenizer", "cache_dir", "init_from"}
-# Flags about what a run writes, with the value that writes nothing
+# Flags about files of a run, with the value that writes nothing
 QUIET = dict(
     load_only=True,
     load_step=-1,
@@ -74,10 +74,10 @@ class Run(NamedTuple):
     out: str
     step: int
     logged: dict[int, dict]  # {step: line of metrics.jsonl}
-    flags: str  # the config.json of the start that trained the step
+    flags: str  # the config.json of the start (command) with this step
     start: str  # the step folder to begin from; "" = step 0
     first: int  # the first step that is trained again
-    data: dict  # identity of the data
+    identity: dict  # of model and data
     layout: str  # in words, as the step was trained
     world_size: int
 
@@ -86,8 +86,8 @@ class Run(NamedTuple):
 
 
 def open_run(out: str, step: int) -> Run:
-    """What the folder of a run knows about a step. Raises ValueError if the step cannot be computed
-    again."""
+    """Read all about a step from the folder of a run. Raises ValueError if the step cannot be
+    computed again."""
     config = os.path.join(out, "config.json")
     if not os.path.isfile(config) or "_run" not in read_json(out, "config.json"):
         raise ValueError(
@@ -96,9 +96,9 @@ def open_run(out: str, step: int) -> Run:
         )
     lines = read_lines(os.path.join(out, "metrics.jsonl"))
     logged = {line["step"]: line for line in lines if "loss" in line}
-    saved = sorted(step_folders(out))
-    # All steps from a checkpoint to the next were trained by one start, whose flags the later one
-    # holds. After the last checkpoint there was one start: the one that wrote config.json.
+    saved = [(number, path) for number, path in sorted(step_folders(out)) if is_readable(path)]
+    # One start trained all steps from a checkpoint to the next, and the later checkpoint holds the
+    # flags of this start. After the last checkpoint the flags are those of config.json.
     after = next((path for number, path in saved if number >= step), "")
     folder = after or out
     flags = read_json(folder, "config.json")
@@ -111,7 +111,7 @@ def open_run(out: str, step: int) -> Run:
     identity = read_json(start or after, "state.json")["identity"] if start or after else run
     words = words_of_layout(flags, world_size)
     path = os.path.join(folder, "config.json")
-    return Run(out, step, logged, path, start, first, identity["data"], words, world_size)
+    return Run(out, step, logged, path, start, first, identity, words, world_size)
 
 
 def check_step(out: str, step: int, logged: dict, flags: dict):
@@ -124,25 +124,31 @@ def check_step(out: str, step: int, logged: dict, flags: dict):
     if step > most:
         raise ValueError(
             f"--replay {step}: {out}/metrics.jsonl ends with step {last}; give a step from 1 to "
-            f"{last}"
+            f"{most}"
         )
 
 
 def nearest_checkpoint(saved: list[tuple[int, str]], step: int) -> tuple[str, int]:
-    """(the newest step folder before the step that can be continued, the step after it); ("", 1) if
-    there is none."""
+    """(the newest complete step folder before the step, the first step to train again); ("", 1)
+    without such a folder."""
     for number, path in reversed(saved):
-        if number >= step:
-            continue
-        with suppress(Damaged):
-            read_manifest(path)
-            if not read_json(path, "state.json")["model_only"]:
-                return path, number + 1
+        if number < step and not read_json(path, "state.json")["model_only"]:
+            return path, number + 1
     return "", 1
 
 
+def is_readable(path: str) -> bool:
+    """Whether a step folder has an undamaged manifest. The files themselves are checked when they
+    are loaded."""
+    try:
+        read_manifest(path)
+    except Damaged:
+        return False
+    return True
+
+
 def words_of_layout(flags: dict, world_size: int) -> str:
-    """ "2 processes (--tp 2)", with all that decides about rounding."""
+    """ "2 processes (--tp 2)", with all flags that decide about rounding."""
     others = [flags[axis] for axis in AXES if flags[axis] > 0]
     if flags["dp_shard"] == -1:
         flags = flags | {"dp_shard": world_size // math.prod(others)}
@@ -164,7 +170,7 @@ def computed_on(layout: Layout, cfg) -> str:
 
 
 def flags_of_layout(Config) -> set[str]:
-    """The flags that may be another than in the run: those of the layout."""
+    """The flags of the layout, which may differ from the run's."""
     groups = (ParallelConfig, ExpertConfig, PipelineConfig, LaunchConfig)
     names = {field.name for group in groups for field in fields(group)}
     known = {field.name for field in fields(Config)}
@@ -179,8 +185,8 @@ def typed_names(Config, words: list[str]) -> set[str]:
 
 
 def run_flags(Config, WithReports, run: Run, argv: list[str] | None):
-    """The flags of the run, with those that are typed in their place. Raises ValueError for a typed
-    flag that would not repeat the run."""
+    """The flags of the run, replaced by the typed ones. Raises ValueError for a typed flag that
+    would not repeat the run."""
     words = sys.argv[1:] if argv is None else argv
     cfg = parse_config(WithReports, [f"--config={run.flags}", *words])
     cfg = Config(**{field.name: getattr(cfg, field.name) for field in fields(Config)})
@@ -206,7 +212,7 @@ def run_flags(Config, WithReports, run: Run, argv: list[str] | None):
 
 
 def check_processes(run: Run, cfg, typed: set[str]):
-    """Raises ValueError if the run's own layout does not fit the processes that are started."""
+    """Raises ValueError if the run's own layout does not fit the number of processes."""
     processes = int(os.environ.get("WORLD_SIZE", 1))
     degrees = [getattr(cfg, axis) for axis in AXES]
     fixed = math.prod(n for n in degrees if n > 0)
@@ -222,20 +228,20 @@ def check_processes(run: Run, cfg, typed: set[str]):
 
 
 def quiet_flags(cfg, run: Run, folder: str):
-    """The run's flags, to train in a temporary folder where nothing is kept."""
+    """The run's flags, to train in a temporary folder and keep nothing."""
     known = {field.name for field in fields(cfg)}
     values = {name: value for name, value in QUIET.items() if name in known}
     values["out"] = folder
-    if run.start:  # what was left out of the first weights is in the checkpoint
+    if run.start:  # the checkpoint has all weights, also those left out of the first ones
         values["exclude_from_loading"] = []
     return replace(cfg, **values)
 
 
 @contextmanager
 def temporary_run(run: Run):
-    """The name of a temporary run folder, the same for all processes of a start: its only checkpoint
-    is a link to the checkpoint to begin from."""
-    # a folder that a killed replay has left is that of the same step
+    """The name of a temporary run folder, the same for all processes of a start. The only checkpoint
+    in the folder is a link to the run's checkpoint."""
+    # a folder left by a killed replay belongs to the same step
     what = f"{job_name()} {os.getuid()} {os.path.abspath(run.out)} {run.step} {run.start}"
     mark = hashlib.sha256(what.encode()).hexdigest()[:12]
     alone = "RANK" not in os.environ
@@ -249,7 +255,7 @@ def temporary_run(run: Run):
         yield folder
     finally:
         if own_rank("LOCAL_RANK") == 0:
-            shutil.rmtree(folder, ignore_errors=True)  # removes the link, not what it leads to
+            shutil.rmtree(folder, ignore_errors=True)  # removes the link, not the checkpoint
 
 
 # ---------------------------------------------------------------- the command
@@ -276,24 +282,27 @@ def replay_step(main, Config, WithReports, options, argv=None) -> int:
             flush=True,
         )
     with temporary_run(run) as folder:
-        with check_data(main, run), stop_at(run, cfg):
+        with check_identity(main, run), stop_at(run, cfg):
             try:
                 main(quiet_flags(cfg, run, folder))
             except Stopped:
                 dist.barrier()  # rank 0 removes the folder
                 return 0
+            except ValueError as error:
+                raise ValueError(str(error).replace(folder, out)) from error
     raise RuntimeError(f"the recipe ended before step {run.step}")
 
 
 @contextmanager
-def check_data(main, run: Run):
-    """While the recipe opens its data: raise ValueError if they are not those of the run."""
+def check_identity(main, run: Run):
+    """While the recipe opens the data and claims the folder: raise ValueError if the run had another
+    model or other data."""
     names = main.__globals__
-    real = names["open_data"]
+    real = SimpleNamespace(open_data=names["open_data"], claim_run=names["claim_run"])
 
     def open_data(cfg, *args, **kwargs):
-        data = real(cfg, *args, **kwargs)
-        differ = [name for name, *_ in changes(run.data, data.fingerprint)]
+        data = real.open_data(cfg, *args, **kwargs)
+        differ = [name for name, *_ in changes(run.identity["data"], data.fingerprint)]
         if differ:
             raise ValueError(
                 f"--data {cfg.data} is not what {run.out} was trained on: {', '.join(differ)} "
@@ -301,14 +310,25 @@ def check_data(main, run: Run):
             )
         return data
 
-    with mock.patch.dict(names, open_data=open_data):
+    def claim_run(cfg, Model, model_config, *args, **kwargs):
+        model = {"module": Model.__module__, "class": Model.__name__, **asdict(model_config)}
+        for name, old, new in changes(run.identity["model"], model):
+            # a field of today that is off changes nothing for a run of before
+            if (old, new) in (("not set", "False"), ("not set", "None")):
+                continue
+            raise ValueError(
+                f"{name} is {new} but {run.out} was trained with {old}: start the recipe of the run"
+            )
+        return real.claim_run(cfg, Model, model_config, *args, **kwargs)
+
+    with mock.patch.dict(names, open_data=open_data, claim_run=claim_run):
         yield
 
 
 @contextmanager
 def stop_at(run: Run, cfg):
-    """While the recipe trains: compare logged steps with the run's log, and at the step of the run
-    examine its sequences, then raise Stopped."""
+    """While the recipe trains: compare each logged step with the run's log; at the step of the run
+    examine the sequences, then raise Stopped."""
     state = SimpleNamespace(step=0, data=None)
     real = SimpleNamespace(
         forward_backward=parallel.forward_backward,
@@ -360,8 +380,8 @@ def stop_at(run: Run, cfg):
 
 
 def compare_with_log(run: Run, step: int, loss: float, norm: float, layout: str = "") -> str:
-    """A sentence: are the loss and the gradient norm of a step as they were logged? layout: in
-    words, if it is another than that of the run."""
+    """A sentence: are the loss and the gradient norm of a step as logged? layout: in words, if
+    another than the run's."""
     line = run.logged.get(step)
     found = f"the loss of step {step} is {loss:.6g} and its gradient norm {norm:.6g}"
     if line is None:
@@ -371,7 +391,7 @@ def compare_with_log(run: Run, step: int, loss: float, norm: float, layout: str 
         return f"{found}, as logged, to the bit"
     apart = []
     for name, got, was in zip(("loss", "norm"), (loss, norm), want, strict=True):
-        # JSON has no NaN: a line has null in its place
+        # JSON has no NaN: the line has null
         if was == got:
             apart.append(f"{name} as logged")
         elif was is None or not math.isfinite(got):
@@ -387,23 +407,23 @@ def compare_with_log(run: Run, step: int, loss: float, norm: float, layout: str 
 
 @dataclass
 class Sequence:
-    """A sequence of the global batch, and its part in the step."""
+    """A sequence of the global batch, and the sequence's part in the step."""
 
     row: int  # in the global batch
     cursor: int  # number of the sequence in the whole run
-    data: TokenData  # the part of a mixture that gave it
+    data: TokenData  # of the part of a mixture
     window: int  # number of its window in the part
     tokens: np.ndarray  # (T,)
     labels: np.ndarray  # (T,)
-    loss: float = 0.0  # its addend of the step's loss
-    square: float = 0.0  # of the norm of its gradient
-    product: float = 0.0  # of its gradient with the step's
-    losses: np.ndarray | None = None  # (T,) of its tokens, 0 without a label
+    loss: float = 0.0  # the sequence's addend of the step's loss
+    square: float = 0.0  # squared norm of the sequence's gradient
+    product: float = 0.0  # inner product with the gradient of the step
+    losses: np.ndarray | None = None  # (T,) losses of the tokens, 0 without a label
 
 
 def examine(run, cfg, forward_backward, stages, batch, layout: Layout, loss, data) -> None:
-    """Compare the step with the log, compute each of its sequences alone, and print the report.
-    Every rank calls. forward_backward: that of parallel.py."""
+    """Compare the step with the log, compute each sequence alone, and print the report. Every rank
+    calls. forward_backward: of parallel.py."""
     mean, _ = parallel.reduce_loss(loss, layout)
     norm = parallel.clip_grad_norm(stages, 0.0, layout)
     tokens_hash, _ = reduce_hash(batch.hash, layout)
@@ -448,8 +468,7 @@ def examine(run, cfg, forward_backward, stages, batch, layout: Layout, loss, dat
 
 
 def read_sequence(data: TokenData, cursor: int, row: int) -> Sequence:
-    """A sequence of the run by its cursor, and the window that it is. data: of the run, perhaps a
-    mixture."""
+    """The sequence with this cursor. data: of the run, perhaps a mixture."""
     found = []
 
     def watched(part):
@@ -474,9 +493,10 @@ def compute_alone(
 ) -> None:
     """Fill in the sequence's loss, losses and gradient.
 
-    Every data rank computes the same sequence, a pipeline as many copies as it has places, and the
-    result is divided by their number. So it works in every layout, with what the recipe itself
-    computes. total: tokens of the global batch, which divide the loss; whole: gradient of the step.
+    Every data rank computes the same sequence, a pipeline one copy for each place of the schedule,
+    and the result is divided by the number of copies. So the recipe's own code computes the numbers,
+    in every layout. total: tokens of the global batch, to divide the loss by; whole: gradient of the
+    step.
     """
     alone = batch_of_copies(sequence, batch, layout)
     copies = layout.data_ranks * alone.tokens.shape[0] * alone.tokens.shape[1]
@@ -498,13 +518,14 @@ def compute_alone(
     sequence.square = squares[0].item() / copies**2
     sequence.product = squares[1].item() / copies
     found = join_token_losses(losses, len(sequence.labels), layout)
-    # a loss of a fork's own may not be the sum of these
-    if math.isclose(float(found.sum()), sequence.loss * float(total), rel_tol=1e-2, abs_tol=1e-3):
+    # the loss of a fork may be another sum
+    want = sequence.loss * float(total)
+    if not math.isfinite(want) or math.isclose(found.sum(), want, rel_tol=1e-2, abs_tol=1e-3):
         sequence.losses = found
 
 
 def batch_of_copies(sequence: Sequence, batch: Batch, layout: Layout) -> Batch:
-    """A batch of one sequence, or in a pipeline of as many copies as the schedule has places."""
+    """A batch of one sequence; in a pipeline one copy for each place of the schedule."""
     arrays = sequence.data.arrays(sequence.data.windows("train", [sequence.window]))
     shape = batch.tokens.shape if layout.pp > 1 else (1, 1, batch.tokens.shape[2])
     tensors = [
@@ -515,7 +536,7 @@ def batch_of_copies(sequence: Sequence, batch: Batch, layout: Layout) -> Batch:
 
 
 def trained(stages) -> list[Tensor]:
-    """The parameters with a gradient; of a weight on two stages only the first."""
+    """The parameters with a gradient. A weight on two stages counts once."""
     copies = {id(tied_copy(stage)) for stage in stages if hasattr(stage, "n_stages")}
     return [
         p
@@ -538,7 +559,7 @@ def inner_product(a: Tensor, b: Tensor) -> Tensor:
 
 @contextmanager
 def token_losses():
-    """Yields a list, into which every loss of a forward goes, a number per token."""
+    """Yields a list. Each loss of a forward adds a tensor, a number per token."""
     found = []
     real = models.loss.LinearCrossEntropy
 
@@ -556,7 +577,7 @@ def token_losses():
 
 def join_token_losses(losses: list[Tensor], T: int, layout: Layout) -> np.ndarray:
     """(T,) losses of a sequence's tokens, from the parts of all ranks. losses: of token_losses; the
-    first is that of the first micro-batch, and with a second prediction that of the next token."""
+    first tensor belongs to the first micro-batch and the prediction of the next token."""
     sums = torch.zeros(2, T, dtype=torch.float64)
     if losses:
         places = torch.arange(T)

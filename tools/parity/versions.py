@@ -1,9 +1,10 @@
 """--check_parity --where --against RECIPE@COMMIT: the first operation that another commit of a recipe
 computes in another way.
 
-Both run on the same layout, one process without flags of a layout. The commit's files are unpacked
-into a temporary folder, and its recipe runs there with its own modules, under today's recorder
-(tools/parity/version_half.py). Then every rank is compared with the same rank of the other.
+Both commits run on the same layout; without flags of a layout on one process. The files of the other
+commit are unpacked into a temporary folder, and the recipe runs there with the commit's own modules,
+under today's recorder (tools/parity/version_half.py). Then every rank is compared with the same rank
+of the other run.
 """
 
 import glob
@@ -42,21 +43,21 @@ class Version(NamedTuple):
 
     name: str  # "train_llama3.py of 1a2b3c4 (title)", or "... of the working tree"
     tree: str  # the folder that stands for the root of the repository
-    recipe: str  # its path in the tree
+    recipe: str  # path of the recipe in the tree
 
 
 class Failure(NamedTuple):
     """A version that does not run."""
 
     status: int
-    text: str  # its error
+    text: str  # the error
 
 
 # ---------------------------------------------------------------- git
 
 
 def git(root: str, *words: str) -> bytes:
-    """What git prints. Raises ValueError with git's own word."""
+    """Output of git. Raises ValueError with git's own words."""
     ours = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")
     env = {name: value for name, value in os.environ.items() if name not in ours}
     try:
@@ -84,7 +85,7 @@ def repository() -> tuple[str, str]:
 
 
 def commit_of(root: str, name: str) -> str:
-    """The hash of a commit. Raises ValueError if there is none of this name."""
+    """The hash of a commit. Raises ValueError for an unknown name."""
     try:
         return git(root, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}").decode().strip()
     except ValueError:
@@ -99,7 +100,7 @@ def title_of(root: str, commit: str) -> str:
 
 
 def unpack(root: str, commit: str, recipe: str, folder: str) -> Version:
-    """The files of a commit in a folder. Raises ValueError if the recipe is not among them."""
+    """Unpack a commit into a folder. Raises ValueError if the commit has no such recipe."""
     try:
         git(root, "cat-file", "-e", f"{commit}:{recipe}")
     except ValueError:
@@ -114,7 +115,7 @@ def unpack(root: str, commit: str, recipe: str, folder: str) -> Version:
 
 
 def working_tree(root: str, recipe: str) -> Version:
-    """The files as they lie there, with all that no commit has yet."""
+    """The files of today, uncommitted changes included."""
     changed = [line[3:] for line in changes_of_tree(root)]
     beside = f" with changes of {brief(changed)}" if changed else ""
     name = f"{recipe} of the working tree, {title_of(root, 'HEAD')}{beside}"
@@ -150,7 +151,7 @@ def training_words(options, argv: list[str]) -> list[str]:
 
 
 def flags_of_version(cfg, out: str, steps: int) -> dict:
-    """The flags to append for a run that is recorded: short, in fp32, and without anything kept."""
+    """The flags to append for a recorded run: short, in fp32, and nothing is kept."""
     flags = dict(
         steps=steps,
         compute_dtype="float32",
@@ -191,7 +192,7 @@ def run_version(
 
 
 def read_loaded(out: str) -> list[str]:
-    """The files of its tree that a recorded run has imported."""
+    """The files that a recorded run has imported from the tree."""
     with open(os.path.join(out + RECORD, "loaded.json")) as file:
         return json.load(file)
 
@@ -207,8 +208,7 @@ def read_seams(out: str) -> list[dict]:
 
 
 def compare_ranks(theirs: list[dict], ours: list[dict]) -> list[Seam]:
-    """All seams of two runs on one layout, in the order of execution: each rank's part with the same
-    rank's."""
+    """All seams of two runs on one layout, in the order of execution."""
     rows = [[part["rows"] for part in side] for side in (theirs, ours)]
     seams = [Seam("sequences", "", 0, float(rows[0] != rows[1]), TOLERANCES["sequences"])]
     if rows[0] != rows[1]:
@@ -223,7 +223,7 @@ def compare_ranks(theirs: list[dict], ours: list[dict]) -> list[Seam]:
 
 
 def compare_pieces(key: tuple, theirs: list[Piece], ours: list[Piece], degrees: dict) -> Seam:
-    """A seam; its error is nan if the two have not the same parts of it."""
+    """Compare a seam rank by rank; error nan if the two runs have different parts."""
     phase, name, call = key
     tolerance = TOLERANCES[phase]
     if [about(piece) for piece in theirs] != [about(piece) for piece in ours]:
@@ -242,7 +242,7 @@ def compare_pieces(key: tuple, theirs: list[Piece], ours: list[Piece], degrees: 
 
 
 def about(piece: Piece) -> tuple:
-    """What must be equal of two parts before their numbers are compared."""
+    """The facts of a part that must agree before numbers are compared."""
     return piece.rank, piece.rows, piece.offset, piece.tensor.shape
 
 
@@ -308,7 +308,7 @@ def without_advice(text: str) -> str:
 
 
 def print_changed_files(root: str, commit: str, loaded: list[str]) -> None:
-    """The files that the runs have loaded and that are not the same in both."""
+    """Print the loaded files with changes since the commit."""
     changed = git(root, "diff", "--stat=100", commit, "--", *loaded).decode(errors="replace")
     print(f"changed since {title_of(root, commit)}, of the files that the runs load:")
     print(changed.rstrip("\n") or "  none", flush=True)
