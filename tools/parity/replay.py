@@ -251,10 +251,13 @@ def temporary_run(run: Run):
     if run.start:
         with suppress(FileExistsError):
             os.symlink(os.path.abspath(run.start), os.path.join(folder, "checkpoints", name))
+    ended = False
     try:
         yield folder
+        ended = True
     finally:
-        if own_rank("LOCAL_RANK") == 0:
+        # a rank that fails may be later than rank 0, and have made the folder again
+        if own_rank("LOCAL_RANK") == 0 or not ended:
             shutil.rmtree(folder, ignore_errors=True)  # removes the link, not the checkpoint
 
 
@@ -287,10 +290,11 @@ def replay_step(main, Config, WithReports, options, argv=None) -> int:
                 main(quiet_flags(cfg, run, folder))
             except Stopped:
                 dist.barrier()  # rank 0 removes the folder
-                return 0
             except ValueError as error:
                 raise ValueError(str(error).replace(folder, out)) from error
-    raise RuntimeError(f"the recipe ended before step {run.step}")
+            else:
+                raise RuntimeError(f"the recipe ended before step {run.step}")
+    return 0
 
 
 @contextmanager

@@ -192,9 +192,17 @@ def run_version(
 
 
 def read_loaded(out: str) -> list[str]:
-    """The files that a recorded run has imported from the tree."""
+    """The files that a recorded run has imported from the tree. Prints a line if today's recorder did
+    not fit."""
     with open(os.path.join(out + RECORD, "loaded.json")) as file:
-        return json.load(file)
+        found = json.load(file)
+    if found["own_recorder"]:
+        print(
+            f"recorded by the commit's own recorder, for today's does not fit: "
+            f"{found['own_recorder']}",
+            flush=True,
+        )
+    return found["files"]
 
 
 def read_seams(out: str) -> list[dict]:
@@ -283,6 +291,7 @@ def compare_versions(cfg, options) -> int:
             if failed := run_version(version, "seams", words, cfg, out, steps=2):
                 print(f"error: {version.name} does not run: {failed.text}", file=sys.stderr)
                 return 2 if failed.status == 2 else 1
+        loaded = {name for out in outs for name in read_loaded(out)}
         ours, theirs = (read_seams(out) for out in outs)
         for version, parts in ((working_tree(root, recipe), ours), (other, theirs)):
             if not parts:
@@ -298,7 +307,6 @@ def compare_versions(cfg, options) -> int:
             text = without_advice(text)
         print(text, flush=True)
         if status:
-            loaded = {*read_loaded(outs[0]), *read_loaded(outs[1])}
             print_changed_files(root, commit, sorted(loaded))
     return status
 
