@@ -5,6 +5,7 @@ import hashlib
 import json
 import random
 import re
+from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 
@@ -14,9 +15,11 @@ import torch.nn.functional as F
 from runs import MODEL, ended, launch, run, train_lines
 
 import train_llama3
+from corpus.origins import find_origin, spans_of
 from data import open_data
 from flags.files import read_json
 from storage.saved import load_model
+from tools.parity.sequences import read_sequence
 from tools.reports.options import run_report
 
 LINE = 417  # of the planted text
@@ -26,7 +29,9 @@ NAMES = (
 SEQUENCE = re.compile(
     r" +(\d+) +(\d+) +([\d.]+) +([\d.]+) % +([\d.]+) +([-\d.]+) % +([-\d.]+)  (.+)"
 )
-DOCUMENT = re.compile(r" +([\d.]+) % +([\d.]+) +(\d+)  (\S+) line (\d+): (['\"].*)")
+DOCUMENT = re.compile(
+    r" +([\d.]+) %(?: +(-?[\d.]+) %| {9}) +([\d.]+) +(\d+)  (\S+) line (\d+): (['\"].*)"
+)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +96,7 @@ def test_the_text_that_made_a_spike_is_found(spiked):
     assert sum(row[4] for row in found.values()) == pytest.approx(100, abs=0.3)
     assert sum(row[2] for row in found.values()) == pytest.approx(100, abs=0.3)
     documents = [match for match in map(DOCUMENT.fullmatch, text.splitlines()) if match]
-    assert documents[0][5] == str(LINE), text
+    assert documents[0][6] == str(LINE), text
     tokens = text[text.index("Tokens with the largest losses") :].splitlines()[1:]
     assert len(tokens) == 10 and all(f"stories.jsonl line {LINE}" in line for line in tokens), text
     lines = (spiked / "stories.jsonl").read_text().splitlines()
@@ -104,7 +109,8 @@ def test_the_text_that_made_a_spike_is_found(spiked):
 def test_the_gradient_of_a_sequence_is_that_of_plain_torch(spiked):
     """Step 21, whose weights lie in the checkpoint of step 20; losses and gradients of its sequences
     by F.cross_entropy on one process without any of our parallel code."""
-    found = sequences(replayed(spiked, 21))
+    text = replayed(spiked, 21)
+    found = sequences(text)
     model, state = load_model(str(spiked / "run" / "checkpoints" / "step-20"))
     config = {**read_json(str(spiked / "run"), "config.json")}
     names = {field.name for field in fields(train_llama3.Config)}
@@ -126,6 +132,23 @@ def test_the_gradient_of_a_sequence_is_that_of_plain_torch(spiked):
     for row, gradient in enumerate(gradients):
         share = 100 * (gradient @ whole / (whole @ whole)).item()
         assert found[row][4] == pytest.approx(share, abs=0.06)
+    # the same of the documents, by the labels that the other documents do not have
+    shares = Counter()
+    for row in range(8):
+        sequence = read_sequence(data, state["samples"] + row, row)
+        for span in spans_of(data, sequence.window):
+            own = torch.full_like(labels[row], -100)
+            own[span.start : span.end] = labels[row, span.start : span.end]
+            logits = model(tokens[row : row + 1])[0]
+            loss = F.cross_entropy(logits, own, reduction="sum") / labels.numel()
+            parts = torch.autograd.grad(loss, list(model.parameters()))
+            gradient = torch.cat([part.flatten() for part in parts])
+            line = find_origin(data, span, [Path(cfg.data)]).place.removeprefix("line ")
+            shares[line] += 100 * (gradient @ whole / (whole @ whole)).item()
+    known = [match for match in map(DOCUMENT.fullmatch, text.splitlines()) if match and match[2]]
+    assert len(known) >= 3, text
+    for match in known:
+        assert float(match[2]) == pytest.approx(shares[match[6]], abs=0.06), text
     assert train_lines(spiked / "run")[20]["grad_norm"] == pytest.approx(whole.norm().item())
 
 

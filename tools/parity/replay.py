@@ -16,32 +16,28 @@ import shutil
 import sys
 import tempfile
 import time
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, fields, replace
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, fields, replace
 from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
-import numpy as np
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
-import models.loss
 import parallel
 from corpus.origins import files_of_parts
-from data import Batch, TokenData
+from data import TokenData
 from distributed.checks import reduce_hash
 from distributed.launch import LaunchConfig
 from distributed.layout import AXES, ExpertConfig, Layout, ParallelConfig, local_tensor
-from distributed.pipeline import PipelineConfig, tied_copy
+from distributed.pipeline import PipelineConfig
 from flags.config import own_rank, parse_config, spell_flag
 from flags.files import read_json, step_folders
-from models.loss import IGNORE, token_logprobs
 from storage.changes import UNTOLD_FLAGS, changes
 from storage.manifest import Damaged, read_manifest
 from storage.resume import job_name
 from tools.parity.replay_report import print_replay
+from tools.parity.sequences import Step, compute_sequences, trained
 from tools.reports.stop_main import Stopped
 from training.metrics import Metrics, read_lines
 
@@ -406,23 +402,7 @@ def compare_with_log(run: Run, step: int, loss: float, norm: float, layout: str 
     return f"{found}; {', '.join(apart)}{where}"
 
 
-# ---------------------------------------------------------------- the step, sequence by sequence
-
-
-@dataclass
-class Sequence:
-    """A sequence of the global batch, and the sequence's part in the step."""
-
-    row: int  # in the global batch
-    cursor: int  # number of the sequence in the whole run
-    data: TokenData  # of the part of a mixture
-    window: int  # number of its window in the part
-    tokens: np.ndarray  # (T,)
-    labels: np.ndarray  # (T,)
-    loss: float = 0.0  # the sequence's addend of the step's loss
-    square: float = 0.0  # squared norm of the sequence's gradient
-    product: float = 0.0  # inner product with the gradient of the step
-    losses: np.ndarray | None = None  # (T,) losses of the tokens, 0 without a label
+# ---------------------------------------------------------------- the step
 
 
 def examine(run, cfg, forward_backward, stages, batch, layout: Layout, loss, data) -> None:
@@ -431,37 +411,20 @@ def examine(run, cfg, forward_backward, stages, batch, layout: Layout, loss, dat
     mean, _ = parallel.reduce_loss(loss, layout)
     norm = parallel.clip_grad_norm(stages, 0.0, layout)
     tokens_hash, _ = reduce_hash(batch.hash, layout)
-    rank0 = layout.rank == 0
     here = computed_on(layout, cfg)
-    line = run.logged.get(run.step)
-    if rank0:
+    if layout.rank == 0:
         layout_text = "" if here == run.layout else here
-        print(
-            "replay:",
-            compare_with_log(run, run.step, float(mean), float(norm), layout_text),
-            flush=True,
-        )
+        text = compare_with_log(run, run.step, float(mean), float(norm), layout_text)
+        print(f"replay: {text}", flush=True)
+        line = run.logged.get(run.step)
         if line and line["tokens_hash"] != tokens_hash:
             print("replay: the tokens of the step are not those that were logged", flush=True)
     total, _ = parallel.count_tokens(batch.labels, layout)
     whole = {id(p): local_tensor(p.grad).clone() for p in trained(stages)}
-    mine = batch.tokens.shape[0] * batch.tokens.shape[1]
-    first = batch.first - layout.data_rank * mine
-    sequences = []
+    step = Step(forward_backward, stages, batch, layout, total, whole)
     began = time.perf_counter()
-    told = began
-    for row in range(batch.samples):
-        sequence = read_sequence(data, first + row, row)
-        compute_alone(sequence, forward_backward, stages, batch, layout, total, whole)
-        sequences.append(sequence)
-        if rank0 and row + 1 < batch.samples and time.perf_counter() - told > 5:
-            told = time.perf_counter()
-            left = (told - began) / (row + 1) * (batch.samples - row - 1)
-            print(
-                f"replay: {row + 1} of {batch.samples} sequences, about {left:.0f} s left",
-                flush=True,
-            )
-    if rank0:
+    sequences = compute_sequences(step, data)
+    if layout.rank == 0:
         facts = SimpleNamespace(
             loss=float(mean),
             square=float(norm) ** 2,
@@ -469,128 +432,3 @@ def examine(run, cfg, forward_backward, stages, batch, layout: Layout, loss, dat
             seconds=time.perf_counter() - began,
         )
         print_replay(sequences, facts, files_of_parts(cfg))
-
-
-def read_sequence(data: TokenData, cursor: int, row: int) -> Sequence:
-    """The sequence with this cursor. data: of the run, perhaps a mixture."""
-    found = []
-
-    def watched(part):
-        real = part.windows
-
-        def windows(split, numbers):
-            found.append((part, int(numbers[0])))
-            return real(split, numbers)
-
-        return mock.patch.object(part, "windows", windows)
-
-    with ExitStack() as stack:
-        for part in getattr(data, "parts", [data]):
-            stack.enter_context(watched(part))
-        tokens, labels, *_ = data.sequences(np.array([cursor]))
-    [(part, window)] = found
-    return Sequence(row, cursor, part, window, tokens[0], labels[0])
-
-
-def compute_alone(
-    sequence: Sequence, forward_backward, stages, batch, layout: Layout, total, whole: dict
-) -> None:
-    """Fill in the sequence's loss, losses and gradient.
-
-    Every data rank computes the same sequence, a pipeline one copy for each place of the schedule,
-    and the result is divided by the number of copies. So the recipe's own code computes the numbers,
-    in every layout. total: tokens of the global batch, to divide the loss by; whole: gradient of the
-    step.
-    """
-    alone = batch_of_copies(sequence, batch, layout)
-    copies = layout.data_ranks * alone.tokens.shape[0] * alone.tokens.shape[1]
-    for stage in stages:
-        for p in stage.parameters():
-            p.grad = None
-    counted = mock.patch.object(parallel, "count_tokens", lambda *_: (total, total))
-    with counted, token_losses() as losses:
-        loss, _ = parallel.reduce_loss(forward_backward(stages, alone, layout), layout)
-    sequence.loss = float(loss) / copies
-    squares = torch.zeros(2, dtype=torch.float64, device=layout.device)
-    for p in trained(stages):
-        part = local_tensor(p.grad)
-        n = parallel.replicas(p.grad, layout)
-        squares[0] += inner_product(part, part).to(layout.device) / n
-        if id(p) in whole:
-            squares[1] += inner_product(part, whole[id(p)]).to(layout.device) / n
-    dist.all_reduce(squares)
-    sequence.square = squares[0].item() / copies**2
-    sequence.product = squares[1].item() / copies
-    found = join_token_losses(losses, len(sequence.labels), layout)
-    # the loss of a fork may be another sum
-    want = sequence.loss * float(total)
-    if not math.isfinite(want) or math.isclose(found.sum(), want, rel_tol=1e-2, abs_tol=1e-3):
-        sequence.losses = found
-
-
-def batch_of_copies(sequence: Sequence, batch: Batch, layout: Layout) -> Batch:
-    """A batch of one sequence; in a pipeline one copy for each place of the schedule."""
-    arrays = sequence.data.arrays(sequence.data.windows("train", [sequence.window]))
-    shape = batch.tokens.shape if layout.pp > 1 else (1, 1, batch.tokens.shape[2])
-    tensors = [
-        a if a is None else torch.from_numpy(a.copy()).to(layout.device).expand(shape).contiguous()
-        for a in arrays
-    ]
-    return Batch(*tensors, batch.samples, batch.hash, first=sequence.cursor)
-
-
-def trained(stages) -> list[Tensor]:
-    """The parameters with a gradient. A weight on two stages counts once."""
-    copies = {id(tied_copy(stage)) for stage in stages if hasattr(stage, "n_stages")}
-    return [
-        p
-        for stage in stages
-        for p in stage.parameters()
-        if p.grad is not None and id(p) not in copies
-    ]
-
-
-def inner_product(a: Tensor, b: Tensor) -> Tensor:
-    """The sum of a * b in fp64, some million numbers at a time."""
-    total = torch.zeros((), dtype=torch.float64, device=a.device)
-    for x, y in zip(a.flatten().split(2**22), b.flatten().split(2**22), strict=True):
-        total += torch.dot(x.double(), y.double())
-    return total
-
-
-# ---------------------------------------------------------------- the losses of its tokens
-
-
-@contextmanager
-def token_losses():
-    """Yields a list. Each loss of a forward adds a tensor, a number per token."""
-    found = []
-    real = models.loss.LinearCrossEntropy
-
-    def apply(h, weight, labels, all_reduce, vocab_start, *others):
-        known = labels != IGNORE
-        with torch.no_grad():
-            words = torch.where(known, labels, 0)
-            logprobs, _ = token_logprobs(h, weight, words, 1.0, all_reduce, vocab_start)
-        found.append(torch.where(known, -logprobs, 0.0).double().cpu())
-        return real.apply(h, weight, labels, all_reduce, vocab_start, *others)
-
-    with mock.patch.object(models.loss, "LinearCrossEntropy", SimpleNamespace(apply=apply)):
-        yield found
-
-
-def join_token_losses(losses: list[Tensor], T: int, layout: Layout) -> np.ndarray:
-    """(T,) losses of a sequence's tokens, from the parts of all ranks. losses: of token_losses; the
-    first tensor belongs to the first micro-batch and the prediction of the next token."""
-    sums = torch.zeros(2, T, dtype=torch.float64)
-    if losses:
-        places = torch.arange(T)
-        if layout.cp > 1:
-            places = parallel.sequence_index(T, layout.cp, layout.coordinate("cp"))
-        if not layout.loss_parallel:
-            places = places.chunk(layout.tp)[layout.rank % layout.tp]
-        # the first of the micro-batch's copies
-        sums[0, places] += losses[0][: len(places)]
-        sums[1, places] += 1
-    dist.all_reduce(sums)
-    return (sums[0] / sums[1].clamp(min=1)).numpy()

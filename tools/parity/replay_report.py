@@ -11,6 +11,7 @@ import numpy as np
 from corpus.origins import Origin, Span, find_origin, spans_of
 from corpus.tokenizer import load_tokenizer
 from models.loss import IGNORE
+from tools.parity.sequences import CLOSER, gradient_order
 
 MOST = 12  # rows of a table
 TOKENS = 10  # the most expensive tokens
@@ -25,7 +26,7 @@ class Document:
     tokens: int = 0  # with a loss
     loss: float = 0.0  # sum over its tokens, in nats
     text: str = ""
-    rows: list = field(default_factory=list)  # of the global batch
+    products: list = field(default_factory=list)  # of its spans, with the gradient; None: not known
 
 
 def print_replay(sequences: list, facts, files: dict) -> None:
@@ -37,8 +38,8 @@ def print_replay(sequences: list, facts, files: dict) -> None:
             paths = files[sequence.data.name]
             origin = find_origin(sequence.data, span, paths)
             documents[sequence.row].append((span, origin))
-    loss = sum(sequence.loss for sequence in sequences)
-    projected = sum(sequence.product for sequence in sequences)
+    loss = sum(sequence.part.loss for sequence in sequences)
+    projected = sum(sequence.part.product for sequence in sequences)
     print(
         f"\n{len(sequences)} sequences, {facts.tokens:,} tokens with a loss, each sequence computed "
         f"alone in {facts.seconds:.0f} s. The losses add up to {percent(loss, facts.loss)} of the "
@@ -64,27 +65,19 @@ def print_sequences(sequences: list, facts, documents: dict) -> None:
     ordered = sorted(sequences, key=gradient_order)
     for sequence in ordered[:MOST]:
         tokens = int((sequence.labels != IGNORE).sum())
-        mean = sequence.loss * facts.tokens / max(tokens, 1)
-        norm = math.sqrt(sequence.square)
+        mean = sequence.part.loss * facts.tokens / max(tokens, 1)
+        norm = sequence.norm
         both = norm * math.sqrt(facts.square)
-        cosine = sequence.product / both if both else 0.0
+        cosine = sequence.part.product / both if both else 0.0
         print(
             f"{sequence.row:>5} {sequence.cursor:>9} {mean:>8.4f} "
-            f"{percent(sequence.loss, facts.loss):>8} {norm:>10.4g} "
-            f"{percent(sequence.product, facts.square):>8} {cosine:>7.3f}  "
+            f"{percent(sequence.part.loss, facts.loss):>8} {norm:>10.4g} "
+            f"{percent(sequence.part.product, facts.square):>8} {cosine:>7.3f}  "
             f"{most_of_it(sequence, documents[sequence.row])}"
         )
     rest = ordered[MOST:]
     if rest:
-        print(
-            f"  and {len(rest)} more, none with a gradient norm above "
-            f"{math.sqrt(rest[0].square):.4g}"
-        )
-
-
-def gradient_order(sequence) -> tuple[bool, float]:
-    """NaN first, then the largest."""
-    return not math.isnan(sequence.square), -sequence.square
+        print(f"  and {len(rest)} more, none with a gradient norm above {rest[0].norm:.4g}")
 
 
 def most_of_it(sequence, spans: list[tuple[Span, Origin]]) -> str:
@@ -117,30 +110,39 @@ def print_documents(sequences: list, facts, documents: dict) -> None:
             whole = files.setdefault(origin.file, Document(Origin(origin.file or "?", "")))
             add_span(whole, sequence, span)
     total = facts.loss * facts.tokens
-    print("\nDocuments, largest part of the loss first")
-    print("  of loss  mean loss   tokens  document: text")
-    print_rows(found, total, MOST)
+    print(
+        "\nDocuments, largest part of the loss first (of grad: known of the sequences with the "
+        f"{CLOSER} largest gradients)"
+    )
+    print("  of loss  of grad  mean loss   tokens  document: text")
+    print_rows(found, total, facts)
     if len(files) > 1:
         print("\nFiles, largest part of the loss first")
-        print("  of loss  mean loss   tokens  file")
-        print_rows(files, total, MOST)
+        print("  of loss  of grad  mean loss   tokens  file")
+        print_rows(files, total, facts)
 
 
 def add_span(document: Document, sequence, span: Span) -> None:
     document.tokens += int((sequence.labels[span.start : span.end] != IGNORE).sum())
     document.loss += float(sequence.losses[span.start : span.end].sum())
-    document.rows.append(sequence.row)
+    part = sequence.documents.get(span)
+    document.products.append(None if part is None else part.product)
 
 
-def print_rows(found: dict, total: float, most: int) -> None:
+def print_rows(found: dict, total: float, facts) -> None:
+    """total: the losses of all tokens."""
     ordered = sorted(found.values(), key=loss_order)
-    for one in ordered[:most]:
+    for one in ordered[:MOST]:
         mean = one.loss / max(one.tokens, 1)
         text = f": {one.text}" if one.text else ""
+        of_gradient = ""
+        if None not in one.products:
+            of_gradient = percent(sum(one.products), facts.square)
         print(
-            f"{percent(one.loss, total):>9} {mean:>10.4f} {one.tokens:>8}  {one.origin.text}{text}"
+            f"{percent(one.loss, total):>9} {of_gradient:>8} {mean:>10.4f} {one.tokens:>8}  "
+            f"{one.origin.text}{text}"
         )
-    rest = ordered[most:]
+    rest = ordered[MOST:]
     if rest:
         print(f"  and {len(rest)} more, together {percent(sum(x.loss for x in rest), total)}")
 
