@@ -349,6 +349,8 @@ def stop_at(run: Run, cfg):
     def forward_backward(stages, batch, layout):
         loss = real.forward_backward(stages, batch, layout)
         if state.step == run.step:
+            if state.data is None:
+                raise RuntimeError("this recipe takes its batches from elsewhere than data.py")
             examine(run, cfg, real.forward_backward, stages, batch, layout, loss, state.data)
             raise Stopped
         return loss
