@@ -75,6 +75,7 @@ from storage.provenance import (
 )
 from storage.saved import check_excluded, check_fit, choose_step, commit_step, split_twins
 from storage.source_tokenizer import describe_beginning, describe_ends, ids_of_run
+from storage.unsaved import Unsaved
 
 # folders left by a process killed while saving or deleting
 LEFTOVER = re.compile(r"step-\d+\.tmp-.*|trash-.*")
@@ -248,6 +249,7 @@ class Checkpoints:
             if not isinstance(t, nn.Parameter)
         }
         self.copies = find_copies(self.params | buffers, self.gather)
+        self.unsaved = Unsaved(modules)
         self.pool = ThreadPoolExecutor(1)
         self.stager = None
         self.staged = None
@@ -289,9 +291,15 @@ class Checkpoints:
         about |= self.on_rank_0(
             merge_numbers,
             value=self.together(
-                lambda: (self.numbers.changed() if not model_only else {}, sum_copies(self.copies))
+                lambda: (
+                    self.numbers.changed() if not model_only else {},
+                    sum_copies(self.copies),
+                    self.numbers.late() if not model_only else [],
+                )
             ),
         )
+        for text in self.on_rank_0(self.unsaved.sentences, value=self.unsaved.names()):
+            self.say(text)
         about = {"state.json": json_bytes(about | ({"base": self.base} if self.base else {}))} | (
             files or {}
         )
@@ -518,6 +526,8 @@ class Checkpoints:
             ]
             with_state = {key.removeprefix("optimizer.").rpartition(".")[0] for key in keys}
             self.together(lambda: self.create_optimizer_state(with_state))
+            about_state = read_json(folder, "state.json")
+            self.create_late_state({key: table[key] for key in keys}, about_state.get("late", []))
         tensors = {
             key: t for key, t in self.tensors(with_optimizer).items() if not matches(excluded, key)
         }
@@ -530,7 +540,7 @@ class Checkpoints:
         self.together(lambda: read_tensors(tensors, folder, table))
         self.fill_twins()
         if with_optimizer:
-            self.numbers.restore(read_json(folder, "state.json").get("optimizer", {}))
+            self.numbers.restore(about_state.get("optimizer", {}))
         what = "continuing from" if everything else "step 0, with the weights of"
         what = "step 0, with the weights and the optimizer state of" if phase else what
         changed = f"; {describe_changes(differ)}" if differ and not phase else ""
@@ -572,6 +582,19 @@ class Checkpoints:
             optimizer.zero_grad(set_to_none=True)
             for group, lr in zip(optimizer.param_groups, lrs):
                 group["lr"] = lr
+
+    def create_late_state(self, table: dict, late: list[str]):
+        """Creates state that the optimizer makes in a later step than its first, for
+        read_tensors() to fill. table: of the checkpoint; late: names of such state."""
+        for key, saved in table.items():
+            fqn, _, name = key.removeprefix("optimizer.").rpartition(".")
+            for param in (self.params.get(fqn), self.twins.get(fqn)):
+                if param is None or name not in late or name in self.state_of(param):
+                    continue
+                # a number of its own, or a tensor like the parameter
+                like = param if saved.size == param.shape else torch.zeros((), device=param.device)
+                owner = next(o for o in self.optimizers if param in o.state)
+                owner.state[param][name] = torch.zeros_like(like.detach(), dtype=saved.dtype)
 
     def fill_twins(self):
         """Copies weights and optimizer state from each parameter to the twin of the same name."""

@@ -650,12 +650,13 @@ def reduce_loss(part: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
 def run_forwards(stages, kwargs: dict[str, Tensor], layout: Layout) -> list[Tensor]:
     """A list with the model's result; or in a pipeline, where no backward can follow, with the
     results of the micro-batches of kwargs on the rank of the last stage, elsewhere []. kwargs: the
-    model's arguments, (sequences, T/cp)."""
+    model's arguments, (sequences, T/cp). Losses are sums over tokens: loss_denom is 1."""
+    one = torch.ones((), dtype=torch.int64, device=layout.device)
     if layout.pp == 1:
-        return [stages[0](**kwargs)]
+        return [stages[0](**kwargs, loss_denom=one)]
     from distributed.schedule import pipeline_forward  # torch's pipelines take 0.7 s to load
 
-    return pipeline_forward(stages, kwargs, layout)
+    return pipeline_forward(stages, kwargs, one, layout)
 
 
 @torch.no_grad()

@@ -117,7 +117,9 @@ def sum_tied_gradients(stages, layout: Layout) -> None:
         mine[0].add_(theirs)
 
 
-def pipeline_forward(stages, kwargs: dict[str, Tensor], layout: Layout) -> list[Tensor]:
+def pipeline_forward(
+    stages, kwargs: dict[str, Tensor], loss_denom: Tensor, layout: Layout
+) -> list[Tensor]:
     """Forward only, for evaluation. Returns the result of each micro-batch on the rank of the last
     stage, elsewhere [].
 
@@ -138,7 +140,7 @@ def pipeline_forward(stages, kwargs: dict[str, Tensor], layout: Layout) -> list[
         h, (B, T) = b["tokens"], b["tokens"].shape  # the input of a stage, then its output
         for i in range(n_stages):
             if owner[i] == mine:
-                h = by_index[i](**b | {"tokens": h})
+                h = by_index[i](**b | {"tokens": h, "loss_denom": loss_denom})
                 if i + 1 == n_stages:
                     results.append(h)
                 elif owner[i + 1] != mine:

@@ -87,11 +87,12 @@ class Need(NamedTuple):
 GPU = Need("without a GPU", lambda c: c.on_cuda)
 
 
-def flag(default, *needs: Need):
-    """A field of a Config with preconditions: see no_effect."""
+def flag(default, *needs: Need, bare: str = ""):
+    """A field of a Config with preconditions: see no_effect. bare: the value of a flag that is
+    given without a value."""
     # two Configs must not share a list
     make = default.copy if isinstance(default, list) else lambda: default
-    return dataclasses.field(default_factory=make, metadata={"needs": needs})
+    return dataclasses.field(default_factory=make, metadata={"needs": needs, "bare": bare})
 
 
 def needs_of(Config, name: str) -> tuple[Need, ...]:
@@ -209,6 +210,7 @@ def make_parser(Config, kinds: dict) -> tuple[Parser, dict]:
                 f"no effect {need.text}" for need in needs_of(Config, name)
             ]
             text = f"{helps[name]} [{'; '.join([f'default: {default}', *notes])}]"
+            bare = "true" if is_bool else field.metadata.get("bare", "")
             # a flag of an inherited group that this program always refuses
             is_refused = name in getattr(Config, "REFUSED", ())
             section.add_argument(
@@ -216,7 +218,7 @@ def make_parser(Config, kinds: dict) -> tuple[Parser, dict]:
                 default=argparse.SUPPRESS,
                 metavar=describe(kinds[name]),
                 help=argparse.SUPPRESS if is_refused else text.replace("%", "%%"),
-                **({"nargs": "?", "const": "true"} if is_bool else {}),
+                **({"nargs": "?", "const": bare} if bare else {}),
             )
             if is_bool:
                 section.add_argument(

@@ -11,6 +11,7 @@ import json
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from distributed.checks import bits_sum
 from distributed.layout import local_slice
@@ -68,6 +69,11 @@ def freeze(x, around: tuple):
     )
 
 
+def state_names(optimizer) -> set[str]:
+    states = [state for state in optimizer.state.values() if isinstance(state, dict)]
+    return {name for state in states for name in state}
+
+
 def is_json(frozen) -> bool:
     return OTHER not in json.dumps(frozen)
 
@@ -79,6 +85,22 @@ class OptimizerNumbers:
     def __init__(self, optimizers, names: dict[int, str]):
         self.optimizers, self.names = optimizers, names
         self.first = [collect_values(optimizer) for optimizer in optimizers]
+        # {optimizer: names of its state after the first step of this start}
+        self.first_state = {}
+        for optimizer in optimizers:
+            optimizer.register_step_post_hook(self.note_first_state)
+
+    def note_first_state(self, optimizer, *_):
+        if optimizer not in self.first_state:
+            self.first_state[optimizer] = state_names(optimizer)
+
+    def late(self) -> list[str]:
+        """Names of the state that an optimizer has made in a later step than the first: the step
+        that creates state in a continued run does not make it."""
+        found = set()
+        for optimizer, names in self.first_state.items():
+            found |= state_names(optimizer) - names
+        return sorted(found)
 
     def changed(self) -> dict[str, list[dict]]:
         """{fqn: [changed attributes of the optimizer, changed values of the group]}. By fqn,
@@ -135,7 +157,7 @@ class OptimizerNumbers:
 
 def find_copies(tensors: dict[str, Tensor], gather) -> dict[str, Tensor]:
     """Tensors held by several ranks, which must stay equal: parameters of several pipeline stages,
-    and all buffers."""
+    replicas of a part of a parameter, and all buffers."""
     mine = sorted(
         fqn
         for fqn, t in tensors.items()
@@ -145,26 +167,41 @@ def find_copies(tensors: dict[str, Tensor], gather) -> dict[str, Tensor]:
     return {
         fqn: t
         for fqn, t in tensors.items()
-        if not isinstance(t, nn.Parameter) or any(fqn in names for names in others)
+        if not isinstance(t, nn.Parameter)
+        or is_replicated(t)
+        or any(fqn in names for names in others)
     }
+
+
+def is_replicated(p: Tensor) -> bool:
+    """Whether several ranks hold the same part of a parameter: copies of dp_replicate, or what tp
+    does not split."""
+    if not isinstance(p, DTensor):
+        return False
+    sizes = zip(p.placements, p.device_mesh.shape, strict=True)
+    return any(placement.is_replicate() and size > 1 for placement, size in sizes)
 
 
 def sum_copies(copies: dict[str, Tensor]) -> dict[tuple, int]:
     return {(fqn, local_slice(p)): bits_sum(p) for fqn, p in copies.items()}
 
 
-def merge_numbers(ranks: list[tuple[dict, dict]]) -> dict:
-    """The entry for state.json of changed() on all ranks. Raises ValueError when the copies of a
-    tensor differ between ranks: DCP would save any of them."""
-    known, numbers = {}, {}
-    for changed, sums in ranks:
+def merge_numbers(ranks: list[tuple[dict, dict, list]]) -> dict:
+    """The entries for state.json of changed() and late() on all ranks. Raises ValueError when the
+    copies of a tensor differ between ranks: DCP would save any of them."""
+    known = {}
+    numbers = {}
+    late = set()
+    for changed, sums, names in ranks:
         numbers |= changed
+        late |= set(names)
         for key, value in sums.items():
             if known.setdefault(key, value) != value:
                 raise ValueError(
                     f"{key[0]} is not equal on all ranks that hold it, and a checkpoint holds one "
                     "copy: add up "
-                    "each rank's part, or keep a parameter on one pipeline stage (pp_stage in "
-                    "docs/fork_me.md)"
+                    "each rank's part, keep a parameter on one pipeline stage (pp_stage in "
+                    "docs/fork_me.md), and let no rank's own loss or gradient decide an update"
                 )
-    return {"optimizer": numbers} if numbers else {}
+    found = {"optimizer": numbers, "late": sorted(late)}
+    return {name: value for name, value in found.items() if value}

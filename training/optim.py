@@ -158,10 +158,17 @@ class Guard:
         """Let rank 0 name the parameters without a gradient, and the parameters with a gradient
         that did not move."""
         reached, unreached, moving = self.found
+        plain = numbers_in_state(self.optimizers, self.start) if self.cfg.checkpoint_every else []
         self.start = None
         everyone = [None] * self.layout.world_size
         still = [fqn for fqn, p, total in moving if bits_sum(p) == total]
-        dist.all_gather_object(everyone, (reached, still, unreached, self.random != random_state()))
+        drew = self.random != random_state()
+        dist.all_gather_object(everyone, (reached, still, unreached, plain, drew))
+        for *_, plain, _ in everyone:
+            if plain:
+                raise ValueError(
+                    f"{plain[0]}: no checkpoint holds it; make it a tensor, torch.tensor(0.0)"
+                )
         # adamw_sr, by chance
         rounds = any("torchao" in type(optimizer).__module__ for optimizer in self.optimizers)
         if any(drew for *_, drew in everyone) and not (rounds or self.cfg.compile):
@@ -173,7 +180,7 @@ class Guard:
         if self.layout.rank > 0:
             return
         reached = {fqn for names, *_ in everyone for fqn in names}
-        if names := sorted({fqn for _, _, names, _ in everyone for fqn in names} - reached):
+        if names := sorted({fqn for _, _, names, *_ in everyone for fqn in names} - reached):
             print(
                 f"no gradient reaches {brief(names)}: nothing trains what is not used in the loss"
             )
@@ -186,6 +193,19 @@ class Guard:
                 "gradient: is every parameter in an optimizer, and changed in place? (p.data = "
                 "... changes no shard)"
             )
+
+
+def numbers_in_state(optimizers, trained: list[tuple]) -> list[str]:
+    """Sentences on numbers in the optimizers' state that are no tensors. trained: (fqn, parameter,
+    checksum) of the parameters."""
+    found = []
+    for fqn, p, _ in trained:
+        for optimizer in optimizers:
+            for name, x in optimizer.state.get(p, {}).items():
+                if not isinstance(x, Tensor):
+                    kind = type(x).__name__
+                    found.append(f"state {name} of {fqn} in {type(optimizer).__name__} is a {kind}")
+    return found
 
 
 def skip_if_not_finite(optimizers, grad_norm: Tensor, on_host: bool = False) -> None:

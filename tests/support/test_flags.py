@@ -477,7 +477,7 @@ def printed(program: str, cfg) -> str:
         mock.patch.object(
             tools.parity.check_parity,
             "check_parity",
-            lambda main, cfg: print("parity of", cfg.flavor),
+            lambda main, cfg, through: print("parity of", cfg.flavor, "through", through),
         ),
         mock.patch.object(
             tools.parity.where,
@@ -854,6 +854,13 @@ row(
     model_args=SIZES.replace("n_layers=2", "n_layers=3"),
 )
 row("check_parity", True, lambda new, old: "parity of" in new and "trains" in old, printed)
+row(
+    "through",
+    "tp=2",
+    lambda new, old: "through tp=2" in new and "parity of" in old,
+    printed,
+    check_parity=True,
+)
 row(
     "where",
     True,

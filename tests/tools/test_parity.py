@@ -3,24 +3,22 @@
 import json
 import subprocess
 import sys
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal
-from unittest import mock
 
 import pytest
 import torch
 from runs import REPO
 from test_refusals import MODEL
 
-import tools.parity.check_parity
+import tools.parity.halves as halves_of
 import train_llama3
 from distributed.refusals import check_layout
 from flags.config import Need, flag, parse_config
 from tools.parity import check_parity as parity
 from tools.parity.check_parity import check_parity
+from tools.parity.compare import LATER, OTHERS, Run, Step, read_run
 from tools.reports.options import with_report_flags
 
 
@@ -46,15 +44,19 @@ def test_both_halves_of_check_parity_are_given_no_flag_in_vain(tmp_path, monkeyp
     cfg.out = str(tmp_path)  # with a checkpoint, so that --exclude_from_loading has an effect
 
     def started(command, **kwargs):
-        halves.append(
-            parse_config(with_report_flags(Fork), command[command.index("recipe.py") + 1 :])
-        )
-        return subprocess.CompletedProcess(command, 0)
+        plan = command[command.index("--plan") + 1]
+        for run in json.loads(Path(plan).read_text()):
+            given = command[command.index("recipe.py") + 1 :] + run["flags"]
+            halves.append(parse_config(with_report_flags(Fork), given))
+            Path(run["record"] + ".status").write_text("0")
+            for name in ("out", "err"):
+                Path(f"{run['record']}.{name}").write_text("")
+        return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(sys, "argv", ["recipe.py", *argv])
-    monkeypatch.setattr(parity, "subprocess", SimpleNamespace(run=started))
-    monkeypatch.setattr(tools.parity.check_parity, "read_records", lambda out: [{"gradient": {}}])
-    monkeypatch.setattr(tools.parity.check_parity, "print_comparison", lambda *records: 0)
+    monkeypatch.setattr(halves_of, "subprocess", SimpleNamespace(run=started))
+    nothing_compared(monkeypatch)
+    cfg.checkpoint_every = 0  # nothing is continued
     assert check_parity(train_llama3.main, cfg) == 0
     one, layout = halves
     for half, size in (one, 1), (layout, 4):
@@ -78,65 +80,87 @@ def test_both_halves_of_check_parity_are_given_no_flag_in_vain(tmp_path, monkeyp
     assert len(halves) == 2
 
 
-@pytest.mark.slow
+def nothing_compared(monkeypatch):
+    """No half runs: what they would record is empty, and the comparison finds no difference."""
+    monkeypatch.setattr(parity, "read_run", lambda out: Run({1: Step(1.0, 1.0, "")}))
+    monkeypatch.setattr(parity, "print_comparison", lambda one, layout, later: "")
+
+
 @pytest.mark.parametrize(
-    "argv, same",
+    "n, flags, size",
     [
-        ("", True),
-        ("--lr 0.1 --dp_replicate 1 --seq_len 64", True),
-        ("--ac full", False),
-        ("--cpu_offload", False),
-        ("--compile", False),
-        ("--cp 2", False),
+        # as many forwards as one process with --local_batch_size 2: another cut on both sides
+        (4, dict(local_batch_size=2, dp_shard=2), 1),
+        (8, dict(local_batch_size=8), 4),
+        (8, dict(local_batch_size=4, tp=2), 8),
+        (1, dict(local_batch_size=1), 1),
     ],
 )
-def test_check_parity_needs_something_to_compare(argv, same, monkeypatch):
-    """A process compared with itself would hide every mistake of a recipe."""
-    cfg = parse_config(train_llama3.Config, argv.split())
-    started = []
-    run = lambda command, **kwargs: started.append(command) or mock.Mock(returncode=0)  # noqa: E731
-    monkeypatch.setattr(tools.parity.check_parity.subprocess, "run", run)
-    monkeypatch.setattr(tools.parity.check_parity, "read_records", lambda out: [{"gradient": {}}])
-    monkeypatch.setattr(tools.parity.check_parity, "print_comparison", lambda *records: 0)
-    with pytest.raises(ValueError, match="add a layout like --tp 2") if same else nullcontext():
-        check_parity(train_llama3.main, cfg)
-    assert len(started) == (0 if same else 2)
+def test_one_half_always_accumulates(n, flags, size):
+    """What counts the forwards of a step would count one on both sides."""
+    cfg = train_llama3.Config(**flags)
+    data_ranks = max(cfg.dp_shard, 1) * cfg.dp_replicate
+    assert halves_of.choose_another_cut(cfg, n, data_ranks) == size
+    assert n == 1 or n // size > 1 or n // (cfg.local_batch_size * data_ranks) > 1
 
 
-def test_check_parity_of_an_optimizer_that_it_does_not_know(monkeypatch, tmp_path):
+def steps_of(**differences) -> Run:
+    """A run of three steps of one weight, with other values in the last two."""
+    weight = {"w": torch.ones(2)}
+    steps = {n: Step(1.0, 1.0, "0", weight, weight, {}, {}, {"w"}) for n in (1, 2, 3)}
+    about = dict(has_experts=False, rounds=False, choices=[])
+    for n, step in steps.items():
+        step.ranks = [about]
+        if n > 1:
+            step.update = weight
+        for name, value in differences.items():
+            if n > 1:
+                setattr(step, name, {"w": torch.full((2,), float(value[n - 2]))})
+    return Run(steps)
+
+
+@pytest.mark.parametrize(
+    "optimizer, layout, equal",
+    [
+        ("lion", dict(gradient=(1.04, 1.08)), True),
+        ("lion", dict(gradient=(1.4, 1.8)), False),
+        ("lion", dict(update=(0, 0)), False),
+        ("adamw", dict(gradient=(1.04, 1.08)), False),
+        ("adamw", {}, True),
+    ],
+)
+def test_check_parity_of_an_optimizer_that_it_does_not_know(optimizer, layout, equal):
     """After the first update the limit of rounding is unknown, but below the size of a mistake."""
+    later = LATER.get(optimizer, OTHERS)
+    assert (parity.print_comparison(steps_of(), steps_of(**layout), later) == "") == equal
 
-    @dataclass(kw_only=True)
-    class Fork(train_llama3.Config):
-        optimizer: Literal["lion", "adamw"] = "lion"
 
-    one = {"w": torch.ones(2)}
-    known = dict(loss=1.0, norm=1.0, hash="0", buffer={}, uneven=set(), trained={"w"})
-    steps = [known | dict(gradient=one, weight=one, update=one) for _ in range(3)]
-    off = [
-        dict(step, gradient={"w": torch.full((2,), 1.0 + 0.04 * n)}) for n, step in enumerate(steps)
-    ]
-    far = [
-        dict(step, gradient={"w": torch.full((2,), 1.0 + 0.4 * n)}) for n, step in enumerate(steps)
-    ]
-    still = [dict(step, update={"w": torch.zeros(2)}) for step in steps]
-    monkeypatch.setattr(
-        tools.parity.check_parity.subprocess, "run", lambda *args, **kwargs: mock.Mock(returncode=0)
+def test_a_first_gradient_of_an_unknown_optimizer_has_the_usual_limit():
+    off = steps_of()
+    off.steps[1].gradient = {"w": torch.full((2,), 1.04)}
+    assert "step 1 differs first in the gradient of w" in parity.print_comparison(
+        steps_of(), off, OTHERS
     )
-    for optimizer, layout, status in (
-        ("lion", off, 0),
-        ("lion", off[::-1], 1),
-        ("lion", far, 1),
-        ("lion", still, 1),
-        ("adamw", off, 1),
-        ("adamw", steps, 0),
-    ):
-        records = iter([steps, layout])
-        monkeypatch.setattr(
-            tools.parity.check_parity, "read_records", lambda out, records=records: next(records)
-        )
-        cfg = Fork(optimizer=optimizer, tp=2)
-        assert check_parity(train_llama3.main, cfg) == status
+
+
+@pytest.mark.parametrize(
+    "text, layouts",
+    [
+        ("dp_shard=2;tp=2, cp=2", [{"dp_shard": 2}, {"tp": 2, "cp": 2}]),
+        ("", []),
+        ("same", []),
+        ("tp", None),
+        ("fsdp=2", None),
+        ("tp=0", None),
+        ("tp=2;", None),
+    ],
+)
+def test_layouts_of_through(text, layouts):
+    if layouts is None:
+        with pytest.raises(ValueError, match="is no axis and degree; write layouts like"):
+            parity.read_layouts(text)
+    else:
+        assert parity.read_layouts(text) == layouts
 
 
 # --------------------------------------------------------- tools/parity/half.py: the recording half
@@ -159,7 +183,7 @@ class Config: "so that its source can be read"
 
 if __name__ == "__main__":
     import inspect
-    stage, layout = torch.nn.Linear(1, 2, bias=False), types.SimpleNamespace(rank=0, world_size=1, pp=1)
+    stage, layout = torch.nn.Linear(1, 2, bias=False), types.SimpleNamespace(rank=0, world_size=1, pp=1, degrees={})
     norms = []
     for step in range(4):
         stage.weight.data.fill_(step)
@@ -220,6 +244,7 @@ def test_a_recipe_runs_as_if_started_by_python_and_is_recorded(fork, tmp_path):
 
 def test_a_recipe_without_clip_grad_norm_has_nothing_to_compare(tmp_path):
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "metrics.jsonl").write_text('{"loss": 1.0}\n')
+    line = '{"step": 1, "loss": 1.0, "grad_norm": 1.0, "tokens_hash": ""}'
+    (tmp_path / "out" / "metrics.jsonl").write_text(line + "\n")
     with pytest.raises(RuntimeError, match="calls parallel.clip_grad_norm nowhere"):
-        parity.read_records(str(tmp_path / "out"))
+        read_run(str(tmp_path / "out"))

@@ -20,7 +20,7 @@ from distributed.agree import reason
 from distributed.layout import AXES
 from flags.config import override_fields
 from storage.hf import load_hf, read_hf_config
-from tools.parity.check_parity import distance
+from tools.parity.compare import distance
 from tools.parity.where import Seam, factor_of, module_around, report_seams
 from tools.reports.costs import tensors_in
 from tools.reports.stop_main import do_nothing, stop_main

@@ -1,353 +1,283 @@
-"""--check_parity: train a few steps on one process and on a layout, and compare every gradient and
-weight."""
+"""--check_parity: does the recipe train the same model on one process and on a layout, with every
+gradient and weight compared; and does a run that is saved and continued go on as the same run?"""
 
-import glob
-import math
 import os
-import subprocess
 import sys
 import tempfile
-from dataclasses import replace
-
-import torch
 
 from distributed.agree import brief
 from distributed.layout import AXES
-from distributed.refusals import collect_facts, runs_on_cuda
-from flags.config import FROM_FILE, no_effect, spell, unmet_needs
-from tools.reports.stop_main import stop_main
-from training.metrics import read_lines
+from tools.parity.compare import (
+    BF16,
+    LATER,
+    MOVED,
+    OTHERS,
+    SAME_LAYOUT,
+    Limits,
+    Run,
+    compare_step,
+    compare_validation,
+    compared_fqns,
+    limits_of,
+    read_run,
+    widen,
+)
+from tools.parity.halves import Half, Halves, run_half, run_on_one_process
+from tools.parity.loop_state import lost_state
+from tools.parity.routing import MARGIN, knows_choices, moved_tokens
 
-# RECORD: appended to --out, the folder of a half's gradients
-STEPS = 3
-RECORD = "_record"
-# In fp32, from the first step on. Every mistake of tests/test_mutants.py is far above these
-# tolerances. Updates get more room than gradients because AdamW divides a gradient by its own size:
-# the rounding of a tiny gradient moves a weight as far as a large gradient does. Differences of
-# updates are relative to the update, not to the weight, or a small learning rate would hide the
-# optimizer.
-LOSS_TOLERANCE = 1e-5
-NORM_TOLERANCE = 2e-5
-GRADIENT_TOLERANCE = 1e-4
-WEIGHT_TOLERANCE = 5e-4
-UPDATE_TOLERANCE = 0.01
-# After the first update the weights differ by rounding, and the gradients by more: multiply the
-# tolerances of step 1 by LATER. Muon makes small directions as large as the others; how other
-# optimizers (OTHERS) answer to rounding is unknown. With experts there is no limit: because of
-# rounding a router may send a token to another expert.
-LATER = {"adamw": 10, "muon": 100}
-OTHERS = 1000
-
-
-def without_refused(cfg, flags: dict, model_config) -> dict:
-    """The flags of a half, plus the default of every flag that these flags make ineffective, and so
-    refused."""
-    flags = {name: value for name, value in flags.items() if hasattr(cfg, name)}
-    defaults = type(cfg)()
-    while True:  # a default may make another flag ineffective
-        half = replace(cfg, **flags)
-        degrees = {axis: getattr(half, axis) for axis in AXES}
-        unmet = unmet_needs(
-            half, collect_facts(half, model_config, degrees, runs_on_cuda(half.device))
-        )
-        if not unmet:
-            return flags
-        flags |= {name: getattr(defaults, name) for name in unmet}
+STEPS = 4  # unless --steps is given
+PART = 2  # steps between two saves of --through
+SAME = "same"  # --through without a value: the layout of the command line
+# Relative errors of rounding to 8 bits and to bfloat16, and below
+HAND_ROUNDED = (2**-12, 2**-6)
 
 
-def flags_of_halves(main, cfg, folder: str) -> dict[str, dict]:
-    """{name of a half: flags to append to the user's command}. ValueError if there is nothing to
-    compare."""
-    degrees = {axis: getattr(cfg, axis) for axis in AXES}
-    if degrees["dp_shard"] == -1:
-        # the experts use these ranks again
-        degrees = degrees | {"dp_shard": vars(cfg).get("ep", 1)}
-    # a copy: main writes the batch size into cfg
-    (_, model_config), _ = stop_main(main, replace(cfg), "check_layout")
-    if unused := no_effect(
-        cfg, collect_facts(cfg, model_config, degrees, runs_on_cuda(cfg.device))
-    ):
-        raise ValueError("; ".join(unused))
-    degrees = {axis: max(n, 1) for axis, n in degrees.items()}
-    device = "cuda" if torch.cuda.device_count() >= math.prod(degrees.values()) else "cpu"
-    both = dict(
-        steps=STEPS,
-        compute_dtype="float32",
-        checkpoint_every=0,
-        export_hf="",
-        val_every=0,
-        log_every=1,
-        device=device,
+def check_parity(main, cfg, through: str = "") -> int:
+    """Train some steps of the running recipe on one process and on the layout, in fp32, and part of
+    them once more from checkpoints; compare; return the exit status.
+
+    Works for any copy of a recipe: tools/parity/half.py runs the recipe, with flags appended, and
+    records the arguments of functions of parallel.py.
+    through: see --through.
+    """
+    layouts = read_layouts(through)
+    parts = max(2, len(layouts) + 1)
+    steps = cfg.steps if is_typed("steps") else PART * parts
+    save_at = steps_to_save(cfg, steps, parts, through)
+    halves = Halves(
+        main,
+        cfg,
+        steps=steps,
+        checkpoint_every=1 if save_at else 0,  # tools/parity/steps.py leaves the others out
+        val_every=steps if vars(cfg).get("val_every", 0) else 0,
     )
-    # else both halves read the size from --config, and find a fitting local batch
-    if "global_batch_size" not in FROM_FILE:
-        local = cfg.local_batch_size * degrees["dp_replicate"] * degrees["dp_shard"]
-        both["global_batch_size"] = local if cfg.global_batch_size == -1 else cfg.global_batch_size
-    one = dict.fromkeys(degrees, 1) | dict(ep=1, etp=1, ac="none", compile=False, cpu_offload=False)
-    halves = {
-        name: without_refused(
-            cfg, both | half | {"out": os.path.join(folder, name.replace(" ", "_"))}, model_config
-        )
-        for name, half in {"one process": one, "layout": degrees}.items()
-    }
-    if len({repr(replace(cfg, **half | {"out": ""})) for half in halves.values()}) == 1:
-        raise ValueError(
-            "--check_parity compares one process with a layout, and these flags ask for one "
-            "process without "
-            "anything to compare; add a layout like --tp 2, or --ac, --compile or --cpu_offload"
-        )
-    halves["one process"]["local_batch_size"] = choose_another_cut(
-        cfg, both.get("global_batch_size", cfg.global_batch_size)
-    )
-    return halves
-
-
-def choose_another_cut(cfg, n: int) -> int:
-    """Sequences per forward of the one process, of n in the global batch: another number than on
-    the layout, or mistakes that depend on the cut of a batch, such as a loss that is a mean over a
-    micro-batch, would be equal on both sides. Also not a number with which the means on all cp and
-    tp ranks add up to as much."""
-    # on the layout, and on others
-    here, other = (cfg.local_batch_size, cfg.pp_microbatch_size)[:: -1 if cfg.pp > 1 else 1]
-    ranks = {1, cfg.cp, cfg.tp, cfg.cp * cfg.tp}
-    for avoided in (
-        {n // b * r for b in (here, other) for r in ranks},
-        {n // here * r for r in ranks},
-        {n // here},
-    ):
-        sizes = [size for size in range(1, n + 1) if n % size == 0 and n // size not in avoided]
-        if sizes:
-            return max((size for size in sizes if size <= cfg.local_batch_size), default=sizes[0])
-    print(
-        "check_parity: one sequence cannot be cut in another way, so a loss that depends on the "
-        "cut is not noticed; "
-        "give --global_batch_size 2 or more",
-        flush=True,
-    )
-    return 1
-
-
-def run_half(name: str, flags: dict, where: bool = False) -> int:
-    """Run the current recipe again with these flags; return the exit status, after printing the
-    error line of a failed run.
-    where: record all operations of the first step (tools/parity/operations.py), not the gradients of all
-    steps."""
-    processes = math.prod(flags[axis] for axis in AXES)
-    n = flags["steps"]
-    print(
-        f"check_parity: {n} step{'s' * (n > 1)} on {name} ({processes} "
-        f"process{'es' * (processes > 1)}) ...",
-        flush=True,
-    )
-    torchrun = (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-        if processes > 1
-        else []
-    )
-    command = [
-        sys.executable,
-        *torchrun,
-        os.path.join(os.path.dirname(os.path.abspath(__file__)), "half.py"),
-    ]
-    command += ["--where"] * where + [
-        flags["out"] + RECORD,
-        *sys.argv,
-        "--no-check_parity",
-        "--no-where",
-        "--advice",
-    ]
-    # of a repeated flag the last value counts
-    command += [f"--{flag}={spell(value)}" for flag, value in flags.items()]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if not done.returncode:
-        return 0
-    lines = done.stderr.splitlines()
-    errors = [line for line in lines if line.startswith("error")]
-    is_refused = bool(errors) and errors[0].startswith("error: ")
-    print("\n".join(errors[:1] if is_refused else errors or lines[-20:]), file=sys.stderr)
-    # torchrun's own status is always 1
-    return done.returncode if processes == 1 else 2 if is_refused else 1
-
-
-def run_both_halves(main, cfg, read, where=False, **flags) -> tuple[int, list]:
-    """Run the recipe on one process and on the layout. Returns (exit status of a failed run or 0,
-    [read(out) of each half])."""
-    found = []
+    told = set()
     with tempfile.TemporaryDirectory() as folder:
-        for name, half in flags_of_halves(main, cfg, folder).items():
-            if status := run_half(name, half | flags, where):
-                return status, []
-            found.append(read(half["out"]))
-        return 0, found
+        one = Half("one process", halves.one_process(os.path.join(folder, "one_process")))
+        layout = Half("layout", halves.layout(os.path.join(folder, "layout")))
+        continued = []
+        if through:
+            layout.save_at = save_at
+        else:
+            one.save_at = save_at
+            continued = [continue_half(one, step) for step in save_at]
+        status, *statuses = run_on_one_process([one, *continued], told)
+        status = status or run_half(layout, told=told)
+        if status:
+            return status
+        runs = [read_run(half.flags["out"]) for half in (one, layout)]
+        later = LATER.get(vars(cfg).get("optimizer", "adamw"), OTHERS)
+        problem = print_comparison(*runs, later)
+        for half, step, status in zip(continued, save_at, statuses):
+            problem = problem or judge_continued(half, step, status, *runs[:1] * 2, None)
+        if through == SAME and not problem:
+            half = continue_half(layout, save_at[0])
+            status = run_half(half, told=told)
+            problem = judge_continued(half, save_at[0], status, *runs[1:] * 2, None)
+        before = layout
+        for i, (axes, step) in enumerate(zip(layouts, save_at), 1):
+            if problem:
+                break
+            flags = halves.another_layout(os.path.join(folder, f"layout_{i}"), axes)
+            half = continue_half(before, step, flags, save_at[i : i + 1])
+            axes_text = ", ".join(f"{axis} {n}" for axis, n in axes.items())
+            half.name = f"{axes_text}, continued from step {step}"
+            status = run_half(half, told=told)
+            problem = judge_continued(half, step, status, runs[0], runs[1], later)
+            before = half
+        if problem:
+            print(f"check_parity: NOT EQUAL: {problem}")
+            return 1
+        return print_verdict(*runs, save_at)
 
 
-def check_parity(main, cfg) -> int:
-    """Train STEPS steps of the running recipe on one process and on the layout, in fp32; compare;
-    return the exit status.
-
-    Works for any copy of a recipe: tools/parity/half.py runs the recipe twice, with flags appended,
-    and records the arguments of parallel.clip_grad_norm.
-    """
-    status, halves = run_both_halves(main, cfg, read_records)
-    if status:
-        return status
-    has_experts = any(".experts." in fqn for fqn in halves[0][0]["gradient"])
-    return print_comparison(
-        *halves, math.inf if has_experts else LATER.get(vars(cfg).get("optimizer", "adamw"), OTHERS)
-    )
-
-
-def read_parts(out: str, beginning: str, function: str) -> list[dict]:
-    """The files with this beginning, in which the ranks of a half have recorded the calls of a
-    function of parallel.py."""
-    files = sorted(glob.glob(f"{glob.escape(out + RECORD)}/{beginning}-*"))
-    if not files:
-        raise RuntimeError(
-            f"this recipe calls parallel.{function} nowhere, so there is nothing to compare"
+def steps_to_save(cfg, steps: int, parts: int, through: str) -> list[int]:
+    """After which steps the runs are saved, to be continued. Without --through there are two, one
+    after an odd number of steps and one after an even: what a loop does every second step would
+    begin anew just in time. [] for a run that saves nothing."""
+    part = steps // parts
+    saves = vars(cfg).get("checkpoint_every", 1) and not vars(cfg).get("load_only")
+    if through and not (part and saves):
+        raise ValueError(
+            f"--through needs {parts} steps or more, and checkpoints: --steps {steps}, "
+            f"--checkpoint_every {vars(cfg).get('checkpoint_every')}"
         )
-    return [torch.load(file, weights_only=True, mmap=True) for file in files]
+    if not saves:
+        return []
+    if not through:
+        return [step for step in (part, part + 1) if 0 < step < steps]
+    return [part * n for n in range(1, parts)]
 
 
-def read_records(out: str) -> list[dict]:
-    """Per step: loss, norm, tokens_hash, and by fqn, of all pipeline stages together, gradients,
-    weights, and from step 2 on the update of the weights by the step before."""
-    lines = [line for line in read_lines(os.path.join(out, "metrics.jsonl")) if "loss" in line]
-    steps = []
-    for n in range(STEPS):
-        parts = read_parts(out, str(n), "clip_grad_norm")
-        line = lines[n]
-        step = {
-            "loss": line["loss"],
-            "norm": line["grad_norm"],
-            "hash": line["tokens_hash"],
-            "gradient": {},
-            "weight": {},
-            "buffer": {},
-            "trained": set(),
-            "uneven": set(),
-        }
-        for part in parts:
-            step["uneven"] |= {
-                fqn
-                for fqn, t in part["buffer"].items()
-                if not torch.equal(t, step["buffer"].get(fqn, t))
-            }
-            for kind, found in part.items():
-                step[kind] |= found if isinstance(found, dict) else set(found)
-        if steps:
-            before = steps[-1]["weight"]
-            step["update"] = {
-                fqn: w.float() - before[fqn].float() for fqn, w in step["weight"].items()
-            }
-        steps.append(step)
-    return steps
+def continue_half(saved: Half, step: int, flags=None, save_at=()) -> Half:
+    """The run that continues another from its checkpoint of a step. flags: of its layout, if it is
+    another."""
+    flags = dict(flags or saved.flags)
+    flags["out"] += f"_from_{step}"
+    flags["load_step"] = -1
+    source = os.path.join(saved.flags["out"], "checkpoints", f"step-{step}")
+    target = os.path.join(flags["out"], "checkpoints", f"step-{step}")
+    name = f"{saved.name}, continued from step {step}"
+    return Half(name, flags, list(save_at), [source, target])
 
 
-def distance(got: torch.Tensor, want: torch.Tensor, whole: torch.Tensor) -> float:
-    """|got - want|, relative to the norm of the whole tensor, scaled to the size of the part."""
-    if not got.is_floating_point():
-        return (got != want).double().mean().item() if got.numel() else 0.0
-    share = math.sqrt(got.numel() / max(whole.numel(), 1))
-    error = (got.double() - want.double()).norm() / max(whole.double().norm().item() * share, 1e-12)
-    return math.inf if error.isnan() else error.item()
+def print_verdict(one: Run, layout: Run, save_at: list[int]) -> int:
+    """Print that all is equal, and how far that reaches; or which parameters were not compared.
+    Returns the exit status."""
+    unseen = set()
+    for run in (one, layout):
+        for step in run.steps.values():
+            unseen |= step.trained
+    for n, step in one.steps.items():
+        unseen -= compared_fqns(step, layout.steps[n])
+    if unseen:
+        print(
+            f"check_parity: NOT COMPARED: {brief(sorted(unseen))}, whose gradient is 0 or missing "
+            "on both sides; the rest is equal. "
+            "Do not train what is not used (requires_grad_(False)); behind a weight that is 0, "
+            "others have no gradient yet"
+        )
+        return 1
+    n = len(one.steps)
+    reach = [
+        f"{n} step{'s' * (n > 1)} from step 1",
+        "no validation" if one.val_loss is None else "one validation",
+        describe_saves(save_at),
+    ]
+    rounded = " to the precision of bfloat16, to which the model rounds," * rounds(one)
+    print(f"check_parity: equal{rounded} in {', '.join(reach)}")
+    return 0
 
 
-def middle_distance(got: torch.Tensor, want: torch.Tensor) -> float:
-    """The median of |got - want|, relative to the root mean square."""
-    return ((got - want).abs().median() / want.square().mean().sqrt().clamp(min=1e-30)).item()
+def describe_saves(save_at: list[int]) -> str:
+    if not save_at:
+        return "no save"
+    return f"continued from step{'s' * (len(save_at) > 1)} {' and '.join(map(str, save_at))}"
 
 
-def compare_tensors(
-    what: str, a: dict, b: dict, tolerance: float, most=0.0
-) -> tuple[dict, list[str]]:
-    """({fqn: relative error} of the tensors that a and b have, [] or a sentence on the first error
-    above the tolerance).
-    most: weight of middle_distance, for mistakes that are small beside the whole, but in most
-    elements."""
-    errors = {fqn: distance(b[fqn].float(), a[fqn].float(), a[fqn]) for fqn in a if fqn in b}
-    if most:
-        errors = {
-            fqn: max(e, most * middle_distance(b[fqn].float(), a[fqn].float()))
-            for fqn, e in errors.items()
-        }
-    # a gradient in bf16 is the rounded fp32 gradient, and rounding may go up on one side and down
-    # on the other
-    room = {fqn: tolerance * (10 if a[fqn].dtype == torch.bfloat16 else 1) for fqn in errors}
-    return errors, [
-        f"{what} {fqn} by {e:.1e} (relative)" for fqn, e in errors.items() if not e <= room[fqn]
-    ][:1]
+def is_typed(name: str) -> bool:
+    """Whether the flag is on the command line."""
+    return any(word.split("=")[0] == f"--{name}" for word in sys.argv[1:])
 
 
-def print_comparison(one: list[dict], layout: list[dict], later: float = 1) -> int:
-    """Print the table; return 0 if all is within tolerance, else 1 after a line that names the
-    first difference, or the weights without a comparison: a gradient that is 0 on both sides says
-    nothing.
+def read_layouts(through: str) -> list[dict[str, int]]:
+    """ "dp_shard=2;tp=2,cp=2" -> [{"dp_shard": 2}, {"tp": 2, "cp": 2}]. [] for the command's own
+    layout."""
+    if through in ("", SAME):
+        return []
+    found = []
+    for layout in through.split(";"):
+        axes = {}
+        for word in layout.split(","):
+            axis, _, n = word.strip().partition("=")
+            if axis not in (*AXES, "ep", "etp") or not n.isdigit() or int(n) < 1:
+                raise ValueError(
+                    f"--through {through!r}: {word.strip()!r} is no axis and degree; write layouts "
+                    'like "dp_shard=2;tp=2,cp=2", of '
+                    f"{', '.join((*AXES, 'ep', 'etp'))}"
+                )
+            axes[axis] = int(n)
+        found.append(axes)
+    return found
 
-    later: factor of the tolerances of loss, norm and gradients after step 1. Infinite: compare only
-    step 1 and the first
-    update.
-    """
-    first = ""
-    compared = set()
-    room = UPDATE_TOLERANCE * (1 if later <= LATER["adamw"] else 10)
-    # what an optimizer has changed, by step; step 3 sees the update from the gradients of step 2
-    changes = (
-        ("weight", WEIGHT_TOLERANCE),
-        ("update", room),
-        ("update", room * (min(later, 3) if later < math.inf else later)),
-    )
+
+def rounds(run: Run) -> bool:
+    """Whether the model itself rounds to bfloat16 or float16, though the run computes in fp32."""
+    return any(about["rounds"] for step in run.steps.values() for about in step.ranks)
+
+
+def print_comparison(one: Run, layout: Run, later: float) -> str:
+    """Print the table of two runs; return a sentence on the first difference that rounding does not
+    explain, or "". later: see LATER."""
     head = ["loss, 1 process", "layout", "norm, 1 process", "layout"]
     print(
         "step",
         *(f"{text:>16}" for text in head),
         " worst gradient / worst update by the step before (step 1: worst weight)",
     )
-    for n, (a, b) in enumerate(zip(one, layout, strict=True), 1):
-        problems = []
-        worst = {}
-        slack = 1 if n == 1 else later
-        if a["hash"] != b["hash"]:
-            problems.append("the tokens of the global batch")
-        problems += [
-            f"the buffer {fqn}, which is not equal on all ranks" for fqn in sorted(b["uneven"])[:1]
-        ]
-        if n < 3 or later < math.inf:
-            problems += compare_tensors(
-                "the buffer", a["buffer"], b["buffer"], 1e-4 * min(slack, 10)
-            )[1]
-        for kind, tolerance in (("gradient", slack * GRADIENT_TOLERANCE), changes[n - 1]):
-            if missing := sorted(a[kind].keys() ^ b[kind].keys()):
-                problems.append(f"the {kind} of {missing[0]}, which only one of the two has")
-            # The first update comes from weights of equal bits, so rounding changes few elements.
-            # Not of Muon's matmuls.
-            most = (
-                1000.0 if kind == "update" and n == 2 and later in (LATER["adamw"], OTHERS) else 0.0
-            )
-            errors, wrong = compare_tensors(f"the {kind} of", a[kind], b[kind], tolerance, most)
-            worst[kind] = max(errors.items(), key=lambda item: item[1])
-            problems += wrong
-            if kind == "gradient" and slack < math.inf:
-                compared |= {fqn for fqn in errors if a[kind][fqn].any() or b[kind][fqn].any()}
-        if not abs(a["loss"] - b["loss"]) <= slack * LOSS_TOLERANCE * max(1.0, abs(a["loss"])):
-            problems.append(f"the loss, {b['loss']} instead of {a['loss']}")
-        if not abs(a["norm"] - b["norm"]) <= slack * NORM_TOLERANCE * abs(a["norm"]):
-            problems.append(f"the gradient norm, {b['norm']} instead of {a['norm']}")
-        first = first or (problems and f"step {n} differs first in {problems[0]}") or ""
-        notes = " / ".join(f"{e:.1e} {fqn}" for fqn, e in worst.values())
-        print(
-            f"{n:>4} {a['loss']:>16.8f} {b['loss']:>16.8f} {a['norm']:>16.8f} {b['norm']:>16.8f}  "
-            f"{notes}"
+    first = ""
+    moved = []
+    limits = Limits()
+    for count, (n, a) in enumerate(one.steps.items(), 1):
+        b = layout.steps[n]
+        limits = limits_of(count, later)
+        has_experts = any(about["has_experts"] for about in a.ranks)
+        knows = knows_choices(a) and knows_choices(b)
+        if knows:
+            moved += [(n, found) for found in moved_tokens(a, b)]
+        if moved or has_experts and not knows and count > 1:
+            widen(limits, MOVED)
+            limits.buffer = None
+        if rounds(one):
+            widen(limits, BF16 if count == 1 else MOVED)
+        problems, worst = compare_step(a, b, limits)
+        if problems and not first:
+            first = f"step {n} differs first in {problems[0]}{hint_of_rounding(worst, a, b)}"
+        notes = " / ".join(f"{error:.1e} {fqn}" for fqn, error in worst.values())
+        print(f"{n:>4} {a.loss:>16.8f} {b.loss:>16.8f} {a.norm:>16.8f} {b.norm:>16.8f}  {notes}")
+    for n, found in moved[:3]:
+        print(f"step {n}: {found.sentence()}")
+        if not first and found.margin > MARGIN * later:
+            first = f"step {n}: {found.sentence()}, more than rounding"
+    if not first:
+        problems = compare_validation(one, layout, limits.loss)
+        if problems:
+            first = f"the runs differ first in {problems[0]}"
+    return first
+
+
+def hint_of_rounding(worst: dict, a, b) -> str:
+    """A hint if the largest error is about that of rounding, and the losses are equal."""
+    largest = max((error for _, error in worst.values()), default=0.0)
+    low, high = HAND_ROUNDED
+    if low <= largest <= high and abs(a.loss - b.loss) <= 1e-4 * max(1.0, abs(a.loss)):
+        return (
+            f"; {largest:.0e} is about what rounding to bfloat16 or 8 bits does: does the model "
+            "round or cast by hand?"
         )
-    unseen = sorted((one[0]["trained"] | layout[0]["trained"]) - compared)
-    if first:
-        print(f"check_parity: NOT EQUAL: {first}")
-    elif unseen:
-        print(
-            f"check_parity: NOT COMPARED: {brief(unseen)}, whose gradient is 0 or missing on both "
-            "sides; the rest is equal. "
-            "Do not train what is not used (requires_grad_(False)); behind a weight that is 0, "
-            "others have no gradient yet"
-        )
+    return ""
+
+
+def judge_continued(half: Half, step: int, status: int, straight: Run, own: Run, later) -> str:
+    """ "" or a sentence on a run that was continued from a step.
+
+    straight: the run to compare with. own: the run that was saved, for its state. later: None if
+    continued on the same layout, so that rounding is the same.
+    """
+    if status:
+        return f"the run cannot be continued from step {step}"
+    continued = read_run(half.flags["out"])
+    if min(continued.steps) != step + 1:
+        return f"step {step} was not saved, and the run began again"
+    limits = SAME_LAYOUT
+    problem = ""
+    for n, b in continued.steps.items():
+        limits = SAME_LAYOUT if later is None else limits_of(n, later)
+        problems, _ = compare_step(straight.steps[n], b, limits)
+        if problems:
+            problem = f"step {n}: {problems[0]}"
+            break
     else:
-        print("check_parity: equal")
-    return int(bool(first or unseen))
+        problems = compare_validation(straight, continued, limits.loss)
+        if problems:
+            problem = problems[0]
+    lost = what_is_lost(own, continued, step)
+    if problem:
+        where = (
+            f"not in the checkpoint: {brief(lost)}" if lost else "what is not in the checkpoint?"
+        )
+        return f"a run continued from step {step} is another run: {problem}; {where}"
+    if lost:
+        print(
+            f"{brief(lost)} begins anew in a continued run, for no checkpoint holds it; these "
+            "steps do not depend on it"
+        )
+    return ""
+
+
+def what_is_lost(own: Run, continued: Run, step: int) -> list[str]:
+    """The names of what the run keeps and its checkpoint does not, as far as they can be named."""
+    first = own.steps[min(own.steps)].ranks[0]["state"]
+    later = own.steps[step + 1].ranks[0]["state"]
+    return lost_state(first, later, continued.steps[step + 1].ranks[0]["state"])

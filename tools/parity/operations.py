@@ -1,8 +1,5 @@
-"""Record a training run on every rank: the recording half of --check_parity, and of --check_parity
---where.
-
-Of --check_parity: the weights, buffers and gradients of each step. Of --where: all operations of
-the first step, as seams.
+"""Record all operations of the first step of a training run on every rank, as seams: the recording
+half of --check_parity --where. (tools/parity/steps.py records all steps.)
 
 A seam is a place with the same numbers in every layout: the inputs of the model, the output of
 every module, the inputs and the output of attention, the gradients of all of these, the loss, every
@@ -19,8 +16,7 @@ import os
 from collections import Counter
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatch
-from functools import partial, wraps
-from itertools import count
+from functools import partial
 from unittest import mock
 
 import torch
@@ -28,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 import parallel
-from distributed.layout import all_blocks, local_slice, local_tensor, named_tensors, whole_tensor
+from distributed.layout import all_blocks, local_slice, local_tensor
 from models.moe import Experts, in_forward
 from tools.reports.costs import tensors_in
 
@@ -246,35 +242,3 @@ def seams_of_a_step(folder: str = ""):
         mock.patch.object(_PipelineStageBase, "forward_one_chunk", chunk),
     ):
         yield seams
-
-
-@contextmanager
-def gradients_of_all_steps(folder: str):
-    """parallel.clip_grad_norm first writes FOLDER/<step>-<rank>.pt: the gradients, complete and not
-    yet scaled, and the weights, whole, on one rank of each pipeline rank; and every rank's buffers.
-    """
-    real, steps = parallel.clip_grad_norm, count()
-
-    def whole(tensor):
-        return whole_tensor(tensor).detach().cpu().clone()
-
-    @wraps(real)
-    def record_and_clip(*args, **kwargs):
-        given = inspect.signature(real).bind(*args, **kwargs).arguments
-        layout = given["layout"]
-        named = {fqn: t for stage in given["stages"] for fqn, t in named_tensors(stage).items()}
-        parameters = {fqn: p for fqn, p in named.items() if isinstance(p, nn.Parameter)}
-        step = dict(
-            gradient={fqn: whole(p.grad) for fqn, p in parameters.items() if p.grad is not None},
-            weight={fqn: whole(p) for fqn, p in parameters.items()},
-            trained=[fqn for fqn, p in parameters.items() if p.requires_grad],
-        )
-        if layout.rank % (layout.world_size // layout.pp):
-            step = {}
-        step["buffer"] = {fqn: whole(t) for fqn, t in named.items() if fqn not in parameters}
-        os.makedirs(folder, exist_ok=True)
-        torch.save(step, os.path.join(folder, f"{next(steps)}-{layout.rank}.pt"))
-        return real(*args, **kwargs)
-
-    with mock.patch.object(parallel, "clip_grad_norm", record_and_clip):
-        yield

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from distributed.layout import AXES, pattern_of
 from parallel import sequence_index
-from tools.parity import check_parity as parity
+from tools.parity import compare as parity
+from tools.parity.halves import run_both_halves
 
 # Relative to the norm of the tensor, in fp32; 0: must be equal. Rounding grows with depth and in
 # the backward.
@@ -382,7 +383,7 @@ def check_where(main, cfg, advice: bool) -> int:
             "--where sees no operations inside of compiled blocks; leave --compile out, or --where"
         )
     read = partial(parity.read_parts, beginning="seams", function="forward_backward")
-    status, halves = parity.run_both_halves(main, cfg, read, where=True, steps=2)
+    status, halves = run_both_halves(main, cfg, read, where=True, steps=2)
     if not status:
         text, status = first_difference_of(*halves)
         print(

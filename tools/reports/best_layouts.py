@@ -20,7 +20,7 @@ from itertools import product
 from distributed.layout import AXES
 from distributed.refusals import check_layout
 from flags.config import given_flags, spell_flag
-from tools.parity.check_parity import without_refused
+from tools.parity.halves import without_refused
 from tools.reports.dryrun import human, make_report, table
 from tools.reports.schedule import bubble, simulate
 from tools.reports.stop_main import stop_main

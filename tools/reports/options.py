@@ -52,8 +52,11 @@ class ReportConfig(PlotConfig):
     explain: bool = False
     # a file: a web page to hover and step through, with the tensors and sends of every rank
     html: str = flag("", EXPLAIN)
-    # train 3 steps on one process and on the layout, in fp32, and compare; start it with python
+    # train 4 steps (or --steps) on one process and on the layout, in fp32, the last two also from a
+    # checkpoint, and compare; start it with python
     check_parity: bool = False
+    # save and continue on this layout, or on others, one after the other: "dp_shard=2;tp=2,cp=2"
+    through: str = flag("", PARITY, bare="same")
     # in a single step, compare every activation and gradient, and name the first difference
     where: bool = flag(False, PARITY)
     # say which functions to look at
@@ -201,7 +204,7 @@ def report_or_train(main, cfg, options: ReportConfig) -> int:
     if options.check_parity:
         from tools.parity.check_parity import check_parity
 
-        return check_parity(main, cfg)
+        return check_parity(main, cfg, options.through)
     if shows or options.plot and not launched and any(getattr(cfg, axis) > 1 for axis in AXES):
         return report_layout(main, cfg, options)
     return train(main, cfg, options)

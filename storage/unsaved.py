@@ -1,0 +1,104 @@
+"""What a training run changes and no checkpoint holds: attributes of modules and parameters, buffers
+that are not persistent, and gradients carried from step to step. A run that is continued begins
+without them, and so would be another run; at its first save it says so, one line each."""
+
+from collections import deque
+
+from torch import Tensor, nn
+
+from distributed.agree import brief
+from distributed.checks import bits_sum
+from distributed.layout import local_tensor, named_tensors, pattern_of
+
+# the attributes that torch gives every module, and those that the house sets anew in every step
+TORCHS = set(vars(nn.Module()))
+SET_ANEW = {"is_last_backward", "places"}
+
+
+def fingerprint(x):
+    """A value that is equal as long as x is: of numbers, tensors, and lists and dicts of them. None
+    for all else, such as functions and modules, which are no state."""
+    if isinstance(x, bool):
+        return None
+    if isinstance(x, int | float):
+        return x
+    if isinstance(x, Tensor):
+        if x.is_meta:
+            return None
+        shape = tuple(local_tensor(x).shape)
+        return (shape, bits_sum(x.detach())) if x.numel() else (shape, 0)
+    if isinstance(x, dict):
+        return fingerprint(list(x.values()))
+    if isinstance(x, list | tuple | deque):
+        found = [fingerprint(value) for value in x]
+        return (len(found), *found) if any(value is not None for value in found) else None
+    return None
+
+
+def attributes_of(owner, name: str) -> dict[str, object]:
+    """{name.attribute: fingerprint} of the plain values among the attributes of a module or a
+    parameter."""
+    private = "__" if isinstance(owner, nn.Module) else "_"  # a parameter's _names are DTensor's
+    found = {}
+    for attribute, value in vars(owner).items():
+        if attribute in TORCHS or attribute in SET_ANEW or attribute.startswith(private):
+            continue
+        value = fingerprint(value)
+        if value is not None:
+            found[f"{name}.{attribute}" if name else attribute] = value
+    return found
+
+
+def state_outside(modules: list[nn.Module]) -> dict[str, object]:
+    """{name: fingerprint} of the plain attributes of all modules and parameters, and of the buffers
+    that no checkpoint holds."""
+    found = {}
+    for model in modules:
+        saved = named_tensors(model)
+        for name, module in model.named_modules():
+            found |= attributes_of(module, name)
+        for fqn, p in model.named_parameters():
+            found |= attributes_of(p, fqn)
+        for fqn, buffer in model.named_buffers():
+            if fqn not in saved:
+                found[fqn] = fingerprint(buffer)
+    return found
+
+
+class Unsaved:
+    """Build before the first step. At a save, names() of every rank and then, on rank 0, sentences()
+    of all ranks' names."""
+
+    def __init__(self, modules: list[nn.Module]):
+        self.modules = modules
+        self.start = state_outside(modules)
+        self.told = set()
+
+    def names(self) -> tuple[list[str], list[str]]:
+        """(names of what has changed since the start, names of the parameters with a gradient)."""
+        now = state_outside(self.modules)
+        changed = [name for name, value in now.items() if value != self.start.get(name)]
+        carried = []
+        for model in self.modules:
+            carried += [fqn for fqn, p in model.named_parameters() if p.grad is not None]
+        return changed, carried
+
+    def sentences(self, ranks: list[tuple[list[str], list[str]]]) -> list[str]:
+        """What the user is told, once: see names(), of all ranks."""
+        changed = {pattern_of(name) for names, _ in ranks for name in names} - self.told
+        carried = {pattern_of(name) for _, names in ranks for name in names}
+        found = []
+        if changed:
+            found.append(
+                f"{brief(sorted(changed))} changed since the start, and no checkpoint holds that: "
+                "where a step reads what an earlier step has left there, a continued run is "
+                "another run; use self.register_buffer in a module, self.state[p] in an optimizer"
+            )
+        if carried and "gradients" not in self.told:
+            found.append(
+                f"a gradient of {brief(sorted(carried))} is carried over this save, and no "
+                "checkpoint holds gradients: a continued run is another run; save after an update"
+            )
+            self.told.add("gradients")
+        self.told |= changed
+        return found
