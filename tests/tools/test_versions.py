@@ -141,7 +141,7 @@ def test_bits_and_rounding(repo):
     edit(repo, "models/llama3.py", "self.w2(", "(1 + 2**-22) * self.w2(")
     commit(repo, "Another rounding")
     text = told(repo, "--bisect", "HEAD~1..HEAD", status=2)
-    assert "compute the same, up to rounding, in 3 steps: nothing to find" in text
+    assert "compute the same, up to rounding, in 4 steps: nothing to find" in text
     text = told(repo, "--bisect", "HEAD~1..HEAD", "--expect", "bits")
     assert "Another rounding  (A. Student" in text and "step 1 differs first in" in text
 
@@ -163,6 +163,8 @@ def test_what_cannot_be_compared_is_refused(repo, tmp_path):
     assert "is not in" in told(repo, "--where", "--against", "train_x.py@HEAD", status=2)
     both = told(repo, "--bisect", "HEAD~1..HEAD", "--where", status=2)
     assert "--bisect names a commit, and --where an operation" in both
+    through = told(repo, "--bisect", "HEAD~1..HEAD", "--through", status=2)
+    assert "--through continues from checkpoints" in through
     alone = told(repo, "--expect", "bits", status=2)
     assert "--expect bits has no effect without --check_parity --bisect" in alone
     # outside of any repository

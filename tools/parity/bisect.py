@@ -13,7 +13,8 @@ import tempfile
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tools.parity import check_parity as parity
+from tools.parity import compare as parity
+from tools.parity.check_parity import STEPS, is_typed
 from tools.parity.versions import (
     Failure,
     changes_of_tree,
@@ -46,9 +47,10 @@ class Search:
     recipe: str
     words: list[str]
     cfg: object
-    later: float  # of check_parity.LATER: room after the first update; -1: to the bit
+    later: float  # of compare.LATER: room after the first update; -1: to the bit
     folder: str
-    good: list[dict] = field(default_factory=list)  # records of GOOD
+    steps: int
+    good: dict[int, parity.Step] = field(default_factory=dict)  # records of GOOD, by step
     loaded: set[str] = field(default_factory=set)  # files that the runs have imported
     known: dict[tuple, tuple[str, Result]] = field(default_factory=dict)  # by files_of
 
@@ -83,7 +85,7 @@ def try_commit(search: Search, commit: str) -> Result:
     try:
         version = unpack(search.root, commit, search.recipe, tree)
         failed = run_version(
-            version, "gradients", search.words, search.cfg, out, steps=parity.STEPS
+            version, "gradients", search.words, search.cfg, out, steps=search.steps
         )
     except ValueError as error:  # the recipe is not in this commit
         failed = Failure(2, str(error))
@@ -99,59 +101,36 @@ def try_commit(search: Search, commit: str) -> Result:
 
 def compare_with_good(search: Search, out: str) -> str:
     """The first difference from GOOD, "" if there is none."""
-    found = parity.read_records(out)
+    found = parity.read_run(out).steps
     if not search.good:
-        # the records are files that will be removed
-        search.good = [copied(step) for step in found]
+        search.good = found
         return ""
-    for n, (a, b) in enumerate(zip(search.good, found, strict=True), 1):
-        words = differs_in(a, b, n, search.later)
-        if words:
-            return f"step {n} differs first in {words}"
+    for n, (step, theirs) in enumerate(found.items(), 1):
+        ours = search.good[step]
+        problems, _ = parity.compare_step(ours, theirs, limits_of_step(search, n))
+        if problems:
+            return f"step {step} differs first in {min(problems, key=place_in_order)}"
     return ""
 
 
-def copied(step: dict) -> dict:
-    kinds = ("gradient", "weight", "buffer", "update")
-    tensors = {
-        kind: {fqn: t.clone() for fqn, t in step[kind].items()} for kind in kinds if kind in step
-    }
-    return step | tensors
+def limits_of_step(search: Search, n: int) -> parity.Limits:
+    """The largest differences of the nth step that are no difference."""
+    if search.later == -1:
+        return parity.Limits(*[0.0] * 6)
+    limits = parity.limits_of(n, search.later)
+    has_experts = any(".experts." in fqn for fqn in search.good[1].gradient)
+    if has_experts and n > 1:  # a router may have sent a token to another expert
+        parity.widen(limits, parity.MOVED)
+    return limits
 
 
-def differs_in(a: dict, b: dict, n: int, later: float) -> str:
-    """The first difference of two runs in step n, "" if all is equal: to the bit if later is -1, else
-    within the tolerances of --check_parity. In the order of computation: weights, or updates by the
-    step before; loss; gradients; norm."""
-    if a["hash"] != b["hash"]:
-        return "the tokens of the global batch"
-    slack = 1 if n == 1 else later
-    updates = ("update", parity.UPDATE_TOLERANCE * (1 if n == 2 else min(later, 3)))
-    kind, tolerance = ("weight", parity.WEIGHT_TOLERANCE) if n == 1 else updates
-    if n == 3 and later == math.inf:
-        return ""  # a router may have sent a token to another expert
-    return (
-        tensors_differ(a, b, kind, tolerance, later)
-        or number_differs(a, b, "loss", slack * parity.LOSS_TOLERANCE, later)
-        or tensors_differ(a, b, "gradient", slack * parity.GRADIENT_TOLERANCE, later)
-        or number_differs(a, b, "norm", slack * parity.NORM_TOLERANCE, later)
-    )
-
-
-def tensors_differ(a: dict, b: dict, kind: str, tolerance: float, later: float) -> str:
-    if missing := sorted(a[kind].keys() ^ b[kind].keys()):
-        return f"the {kind} of {missing[0]}, which only one of the two has"
-    limit = 0.0 if later == -1 else tolerance
-    _, wrong = parity.compare_tensors(f"the {kind} of", a[kind], b[kind], limit)
-    return wrong[0] if wrong else ""
-
-
-def number_differs(a: dict, b: dict, name: str, tolerance: float, later: float) -> str:
-    room = 0.0 if later == -1 else tolerance * max(1.0, abs(a[name]))
-    if a[name] == b[name] or abs(a[name] - b[name]) <= room:
-        return ""
-    what = {"loss": "the loss", "norm": "the gradient norm"}[name]
-    return f"{what}, {b[name]} instead of {a[name]}"
+def place_in_order(problem: str) -> int:
+    """For sorting the sentences of compare_step: causes before effects."""
+    order = ("the tokens", "the weight", "the update", "the buffer", "the loss", "the gradient of")
+    for place, beginning in enumerate(order):
+        if problem.startswith(beginning):
+            return place
+    return len(order)
 
 
 # ---------------------------------------------------------------- the search
@@ -169,11 +148,12 @@ def bisect_commits(cfg, options) -> int:
         )
     words = training_words(options, sys.argv[1:])
     with tempfile.TemporaryDirectory() as folder:
-        search = Search(root, recipe, words, cfg, room_of(cfg, options), folder)
+        steps = cfg.steps if is_typed("steps") else STEPS
+        search = Search(root, recipe, words, cfg, room_of(cfg, options), folder, steps)
         n = processes_of(cfg)
         print(
             f"bisect: {len(between)} commit{'s' * (len(between) > 1)} after {title_of(root, good)}; "
-            f"{parity.STEPS} steps on {n} process{'es' * (n > 1)} of {recipe} each, and about "
+            f"{steps} step{'s' * (steps > 1)} on {n} process{'es' * (n > 1)} of {recipe} each, and about "
             f"{math.ceil(math.log2(len(between))) if len(between) > 1 else 0} commits to try "
             "between both ends",
             flush=True,
@@ -182,13 +162,11 @@ def bisect_commits(cfg, options) -> int:
             result = try_commit(search, commit)
             if result.failure:
                 raise ValueError(f"{end}, {title_of(root, commit)}, does not run: {result.failure}")
-            if end == "GOOD" and has_experts(search) and search.later > 0:
-                search.later = math.inf
         if not result.difference:
             how = "to the bit" if search.later == -1 else "up to rounding"
             raise ValueError(
                 f"{title_of(root, good)} and {title_of(root, bad)} compute the same, {how}, in "
-                f"{parity.STEPS} steps: nothing to find"
+                f"{steps} steps: nothing to find"
                 + "; --expect bits finds changes of rounding"
                 * (search.later != -1)
             )
@@ -232,10 +210,6 @@ def room_of(cfg, options) -> float:
     if options.expect == "bits":
         return -1
     return parity.LATER.get(vars(cfg).get("optimizer", "adamw"), parity.OTHERS)
-
-
-def has_experts(search: Search) -> bool:
-    return any(".experts." in fqn for fqn in search.good[0]["gradient"])
 
 
 def narrow(search: Search, between: list[str], last: Result) -> dict[int, Result]:

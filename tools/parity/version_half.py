@@ -2,24 +2,26 @@
 of --against RECIPE@COMMIT, and a step of --bisect.
 
     python tools/parity/version_half.py seams FOLDER TREE recipe.py --steps 2 ...        # every operation of a step
-    python tools/parity/version_half.py gradients FOLDER TREE recipe.py --steps 3 ...    # the gradients of each step
+    python tools/parity/version_half.py gradients FOLDER TREE recipe.py --steps 4 ...    # the gradients of each step
 
 TREE: the folder of the commit; recipe.py lies in it. FOLDER takes the records, and loaded.json: the
-files of TREE that the run has imported, and why the recorder of TREE was taken, if it was.
+files of TREE that the run has imported. This file needs little of the tree, so that old commits can
+be recorded.
 """
 
-import contextlib
 import importlib.util
+import inspect
+import itertools
 import json
 import os
 import runpy
 import sys
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 HERE = Path(__file__).resolve().parent
 TODAY = str(HERE.parents[1])
-# what to record -> the context in tools/parity/operations.py
-RECORDERS = {"seams": "seams_of_a_step", "gradients": "gradients_of_all_steps"}
 
 
 def load_file(name: str, path: Path):
@@ -31,39 +33,81 @@ def load_file(name: str, path: Path):
     return module
 
 
-def recorder(tree: str, name: str):
-    """(the function `name` of today's recorder, on top of the modules of the tree; ""), or (that of
-    the tree's own recorder, the reason) where today's needs functions that the tree does not have.
-    Ends the process if neither fits."""
+def record_seams(folder: str):
+    """seams_of_a_step of today's tools/parity/operations.py, on top of the modules of the tree."""
     try:
         # an older tree has these functions in another file
         load_file("tools.reports.costs", HERE.parent / "reports" / "costs.py")
-        module = load_file("recorder_of_today", HERE / "operations.py")
-        return getattr(module, name), ""
-    except (ImportError, AttributeError) as error:
-        reason = str(error)
+        return load_file("operations_of_today", HERE / "operations.py").seams_of_a_step(folder)
     finally:
         sys.modules.pop("tools.reports.costs", None)
-    for file in ("tools/parity/operations.py", "tools/operations.py"):
-        path = Path(tree, file)
-        if path.is_file():
-            with contextlib.suppress(ImportError):
-                module = load_file("recorder_of_the_tree", path)
-                # earlier recorders have one of these alone, and other records
-                if all(hasattr(module, known) for known in RECORDERS.values()):
-                    return getattr(module, name), reason
-    print(f"error: today's recorder does not fit: {reason}", file=sys.stderr, flush=True)
-    os._exit(2)
 
 
-def write_loaded(folder: str, tree: str, reason: str):
-    """FOLDER/loaded.json: the files of the tree that are imported now; reason: of recorder()."""
+def record_gradients(folder: str):
+    """A context: parallel.clip_grad_norm first writes FOLDER/<step>-<rank>.pt with gradients, not yet
+    scaled, and weights, whole, on one rank of each pipeline rank; and with every rank's buffers. In
+    the format of tools/parity/compare.py."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    import parallel
+    from distributed.layout import named_tensors
+
+    real = parallel.clip_grad_norm
+    steps = itertools.count()
+
+    def whole(tensor):  # a collective: all ranks call in the same order
+        if isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
+        return tensor.detach().cpu().clone()
+
+    def record_and_clip(*args, **kwargs):
+        given = inspect.signature(real).bind(*args, **kwargs).arguments
+        layout = given["layout"]
+        step = dict(gradient={}, weight={}, buffer={}, trained=[], sums={}, about={})
+        for stage in given["stages"]:
+            for fqn, tensor in named_tensors(stage).items():
+                if not isinstance(tensor, torch.nn.Parameter):
+                    step["buffer"][fqn] = whole(tensor)
+                    continue
+                step["weight"][fqn] = whole(tensor)
+                if tensor.grad is not None:
+                    step["gradient"][fqn] = whole(tensor.grad)
+        if layout.rank % (layout.world_size // layout.pp):
+            step |= dict(gradient={}, weight={})
+        os.makedirs(folder, exist_ok=True)
+        torch.save(step, os.path.join(folder, f"{next(steps)}-{layout.rank}.pt"))
+        return real(*args, **kwargs)
+
+    return mock.patch.object(parallel, "clip_grad_norm", record_and_clip)
+
+
+RECORDERS = {"seams": record_seams, "gradients": record_gradients}
+
+
+def write_loaded(folder: str, tree: str):
+    """FOLDER/loaded.json: the files of the tree that are imported now."""
     files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
     inside = [os.path.realpath(file) for file in files if file]
     names = {os.path.relpath(file, tree) for file in inside if file.startswith(tree + os.sep)}
     os.makedirs(folder, exist_ok=True)
     with open(os.path.join(folder, "loaded.json"), "w") as file:
-        json.dump({"files": sorted(names), "own_recorder": reason}, file)
+        json.dump(sorted(names), file)
+
+
+@contextmanager
+def loaded_at_end(folder: str, tree: str):
+    """Write loaded.json when the recipe ends: with a call of os._exit, and nothing else before."""
+    end = os._exit
+
+    def end_process(status):
+        if os.environ.get("RANK", "0") == "0":
+            write_loaded(folder, tree)
+        end(status)
+
+    with mock.patch.object(os, "_exit", end_process):
+        yield
+        write_loaded(folder, tree)
 
 
 def main():
@@ -76,7 +120,11 @@ def main():
         sys.path[:] = [path for path in sys.path if os.path.realpath(path) != TODAY]
     sys.path[0] = os.path.dirname(recipe)
     sys.path.insert(1, tree)
-    record, reason = recorder(tree, RECORDERS[kind])
+    try:
+        record = RECORDERS[kind](folder)
+    except (ImportError, AttributeError) as error:
+        print(f"error: today's recorder does not fit: {error}", file=sys.stderr, flush=True)
+        os._exit(2)
     try:
         import distributed.initial
 
@@ -84,17 +132,8 @@ def main():
         distributed.initial.ZERO = 0.01
     except ImportError:  # an older tree
         pass
-    end = os._exit
-
-    def end_process(status):  # a recipe ends so, and calls nothing else before
-        if os.environ.get("RANK", "0") == "0":
-            write_loaded(folder, tree, reason)
-        end(status)
-
-    os._exit = end_process
-    with record(folder):
+    with loaded_at_end(folder, tree), record:
         runpy.run_path(recipe, run_name="__main__")
-    write_loaded(folder, tree, reason)
 
 
 if __name__ == "__main__":

@@ -23,10 +23,10 @@ from typing import NamedTuple, get_type_hints
 import torch
 
 from distributed.agree import brief
-from distributed.layout import AXES
 from flags.config import spell
 from tools.parity.advice import look_at
-from tools.parity.check_parity import RECORD, distance
+from tools.parity.compare import RECORD, distance
+from tools.parity.halves import degrees_of, device_for
 from tools.parity.where import (
     TOLERANCES,
     Piece,
@@ -160,15 +160,12 @@ def flags_of_version(cfg, out: str, steps: int) -> dict:
         val_every=0,
         log_every=1,
     )
-    device = "cuda" if torch.cuda.device_count() >= processes_of(cfg) else "cpu"
-    return flags | dict(device=device, out=out)
+    return flags | dict(device=device_for(degrees_of(cfg)), out=out)
 
 
 def processes_of(cfg) -> int:
-    """The number of processes of a layout. --dp_shard -1 is as many as --ep needs."""
-    degrees = [getattr(cfg, axis) for axis in AXES]
-    others = math.prod(n for n in degrees if n > 0)
-    return others * (max(1, vars(cfg).get("ep", 1) // others) if -1 in degrees else 1)
+    """The number of processes of a layout."""
+    return math.prod(degrees_of(cfg).values())
 
 
 def run_version(
@@ -192,17 +189,9 @@ def run_version(
 
 
 def read_loaded(out: str) -> list[str]:
-    """The files that a recorded run has imported from the tree. Prints a line if today's recorder did
-    not fit."""
+    """The files that a recorded run has imported from the tree."""
     with open(os.path.join(out + RECORD, "loaded.json")) as file:
-        found = json.load(file)
-    if found["own_recorder"]:
-        print(
-            f"recorded by the commit's own recorder, for today's does not fit: "
-            f"{found['own_recorder']}",
-            flush=True,
-        )
-    return found["files"]
+        return json.load(file)
 
 
 def read_seams(out: str) -> list[dict]:

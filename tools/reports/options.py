@@ -173,6 +173,11 @@ def report_or_train(main, cfg, options: ReportConfig) -> int:
                 "folder that exists",
             ),
             (
+                options.through and (options.where or options.bisect),
+                "--through continues from checkpoints, and --where and --bisect save none: leave "
+                "one out",
+            ),
+            (
                 options.bisect and options.where,
                 "--bisect names a commit, and --where an operation: leave one out; then --where "
                 "--against @COMMIT~1",
