@@ -15,6 +15,7 @@ written. Therefore checkpoint.py adds:
   - manifest.json lists size and crc32 of every file; DCP by itself loads a flipped bit in a tensor without an error;
   - keys, shapes and dtypes are compared before a tensor is touched; DCP overwrites in place while reading, and casts;
   - nothing is unpickled, for a pickle can run any code: in place of DCP's pickle there is plain JSON, tensors.json.
+storage/writer.py writes step folders, storage/run_tensors.py names a run's tensors, and
 storage/resume.py checks an earlier run in --out at a start.
 
 <run>/checkpoints/step-100/
@@ -30,39 +31,20 @@ storage/resume.py checks an earlier run in --out at a start.
     manifest.json                size and crc32 of all other files, and a hash of the manifest
 """
 
-import json
-import os
-import re
-import shlex
-import shutil
-import subprocess
 import sys
-import time
-import uuid
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from corpus.tokenizer import tokenizer_and_beside
 from distributed.agree import Failed, fail_together, gather, new_gloo_group, on_rank_0, rank_in
-from distributed.layout import AXES, named_tensors
 from flags.config import Need, flag, own_rank
 from flags.files import json_bytes, matches, read_json, step_folders
-from storage.dcp import (
-    SavePlan,
-    import_dcp,
-    read_table,
-    read_tensors,
-    write_tensors,
-    writer_process,
-)
-from storage.manifest import Damaged, checksums, read_manifest
+from storage.dcp import read_table, read_tensors
 from storage.newest import resume_source, saved_state
 from storage.optimizer_numbers import OptimizerNumbers, find_copies, merge_numbers, sum_copies
 from storage.provenance import (
@@ -73,12 +55,12 @@ from storage.provenance import (
     local_code,
     summarize_code,
 )
-from storage.saved import check_excluded, check_fit, choose_step, commit_step, split_twins
+from storage.run_tensors import RunTensors
+from storage.saved import check_excluded, check_fit, choose_step
 from storage.source_tokenizer import describe_beginning, describe_ends, ids_of_run
 from storage.unsaved import Unsaved
+from storage.writer import Writer, layout_in_manifest, set_aside
 
-# folders left by a process killed while saving or deleting
-LEFTOVER = re.compile(r"step-\d+\.tmp-.*|trash-.*")
 # Conditions without which a flag has no effect: see flags/config.py
 INIT = Need("without --init_from", lambda c: c.init_from)
 LOADING = Need(
@@ -128,29 +110,6 @@ def loaded_later(cfg):
     return lambda fqn: bool(ours or others) and not matches(kept, f"model.{fqn}")
 
 
-def run_after_save(command: str, folder: str):
-    """Runs --after_save in a shell, while training goes on. A failure prints one line: the
-    checkpoint itself is complete."""
-    done = subprocess.run(
-        command.replace("{}", shlex.quote(folder)),
-        shell=True,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        stdin=subprocess.DEVNULL,
-    )
-    if done.returncode:
-        said = (
-            (done.stderr.strip() or done.stdout.strip() or "it said nothing")
-            .splitlines()[-1]
-            .strip()
-        )
-        print(
-            f"checkpoint: --after_save FAILED for {folder}, status {done.returncode}: {said[:200]}",
-            flush=True,
-        )
-
-
 class Checkpoints:
     """Saves and loads one run. Build last, when the weights exist and the optimizer holds the
     parameters.
@@ -185,85 +144,58 @@ class Checkpoints:
         self.out = out
         self.modules = modules
         self.identity = identity
-        # loaded: the step folder that load() continued
         self.tokenizer_file = tokenizer_file
         self.load_base = load_base
         self.base = None
-        self.loaded = None
-        self.config = config
-        self.source = source
-        self.optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
-        # Collected once, while FSDP holds the parameters sharded: after an evaluation
-        # module.parameters() may be gathered copies, not the shards updated by the optimizer.
-        self.params, self.twins = split_twins(modules)
-        known = {id(p): fqn for fqn, p in [*self.params.items(), *self.twins.items()]}
-        for optimizer in self.optimizers:
-            held = [
-                param for param_group in optimizer.param_groups for param in param_group["params"]
-            ]
-            assert all(id(param) in known for param in held), (
-                "build the optimizer after fully_shard"
-            )
+        self.loaded = None  # the step folder that load() continued
+        optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
+        self.run = RunTensors(modules, optimizers, only_trained=bool(load_base))
+        self.numbers = OptimizerNumbers(optimizers, self.run.names)
+        self.unsaved = Unsaved(modules)
+        self.group = new_gloo_group("checkpoint") if dist.is_initialized() else None
+        self.rank = rank_in(self.group)
+        self.copies = find_copies(
+            self.run.params | self.run.buffers(), partial(gather, group=self.group)
+        )
+        # read now: later edits of a file are not the running code
+        self.code = {}
+        if source and own_rank("LOCAL_RANK") == 0:
+            self.code = local_code()
+        saves = config.get("checkpoint_every") and not cfg.load_only
+        check_machines(self.code, out if saves else "", partial(gather, group=self.group))
+        git = git_commit(code_roots()[0], [*self.code]) if self.code else {}
+        self.made_from = summarize_code(git, self.code)  # for config.json
+        beside = self.read_tokenizer(learnt)
+        beside |= {"config.json": json_bytes(config), "recipe.py": source.encode()}
+        if self.code:
+            beside["code.json"] = json_bytes(self.code)
+        if git:
+            beside["provenance.json"] = json_bytes(git)
+        layout = layout_in_manifest(config)
+        self.writer = Writer(cfg, out, self.group, beside, layout, lambda text: self.say(text))
+        for optimizer in optimizers:
             # No weight may change during a copy. The optimizer waits by itself, so no training loop
             # has to.
-            optimizer.register_step_pre_hook(lambda *_: self.wait_staged())
-        group = new_gloo_group("checkpoint") if dist.is_initialized() else None
-        self.group, self.rank, self.world_size = (
-            group,
-            rank_in(group),
-            dist.get_world_size(group) if group else 1,
-        )
-        self.gather, self.together = (
-            partial(gather, group=group),
-            partial(fail_together, group=group),
-        )
-        self.on_rank_0, self.plan = partial(on_rank_0, group=group), SavePlan()
-        # read now: later edits of a file are not the running code
-        self.code = local_code() if source and own_rank("LOCAL_RANK") == 0 else {}
-        check_machines(
-            self.code,
-            out if config.get("checkpoint_every") and not cfg.load_only else "",
-            self.gather,
-        )
-        self.git = git_commit(code_roots()[0], [*self.code]) if self.code else {}
-        self.made_from = summarize_code(self.git, self.code)  # for config.json
-        # Read now, so that errors in these files appear before training.
-        reads = self.rank == 0 and tokenizer_file and not cfg.load_only
-        self.tokenizer = self.together(
-            lambda: tokenizer_and_beside(tokenizer_file) if reads else {}
-        )
-        self.begins, self.generation, new = self.on_rank_0(
-            lambda: ids_of_run(out, cfg, tokenizer_file if reads else None, learnt)
+            optimizer.register_step_pre_hook(lambda *_: self.writer.wait_staged())
+
+    def read_tokenizer(self, learnt) -> dict[str, bytes]:
+        """The files of the tokenizer on rank 0, for every checkpoint, and its special ids. Read
+        before training, so that errors in these files appear before."""
+        file = self.tokenizer_file
+        reads = self.rank == 0 and file and not self.cfg.load_only
+        beside = fail_together(lambda: tokenizer_and_beside(file) if reads else {}, self.group)
+        self.begins, self.generation, new = on_rank_0(
+            lambda: ids_of_run(self.out, self.cfg, file if reads else None, learnt), self.group
         )
         if self.generation is not None and reads:
-            self.tokenizer["generation_config.json"] = json_bytes(self.generation)
+            beside["generation_config.json"] = json_bytes(self.generation)
         if new:
-            self.say(describe_ends(tokenizer_file, new))
-        if reads and self.begins and (line := describe_beginning(tokenizer_file)):
+            self.say(describe_ends(file, new))
+        if reads and self.begins and (line := describe_beginning(file)):
             self.say(line)
-        self.numbers = OptimizerNumbers(self.optimizers, known)
-        buffers = {
-            fqn: t
-            for m in modules
-            for fqn, t in named_tensors(m).items()
-            if not isinstance(t, nn.Parameter)
-        }
-        self.copies = find_copies(self.params | buffers, self.gather)
-        self.unsaved = Unsaved(modules)
-        self.pool = ThreadPoolExecutor(1)
-        self.stager = None
-        self.staged = None
-        self.flight = None
-        # --after_save: {folder: its command}
-        self.commands = ThreadPoolExecutor(1)
-        self.copying = {}
-        self.process = (
-            writer_process() if cfg.checkpoint_async == "process" and not cfg.load_only else None
-        )
-        if self.rank == 0 and not cfg.load_only and os.path.isdir(os.path.join(out, "checkpoints")):
-            for name in filter(LEFTOVER.fullmatch, os.listdir(os.path.join(out, "checkpoints"))):
-                shutil.rmtree(os.path.join(out, "checkpoints", name), ignore_errors=True)
+        return beside
 
+    # --- save ---
     def save(
         self,
         step: int,
@@ -282,206 +214,75 @@ class Checkpoints:
         """
         if self.cfg.load_only:
             return False
-        self.finish_flight()
+        self.writer.finish_flight()
         # Turned into text now, because the loop may change `state` while the background thread
         # writes.
-        if self.begins:  # a run from a folder begins texts as the folder does
-            state = state | {"bos": True}
-        about = dict(step=step, model_only=model_only, identity=self.identity, state=state)
-        about |= self.on_rank_0(
-            merge_numbers,
-            value=self.together(
-                lambda: (
-                    self.numbers.changed() if not model_only else {},
-                    sum_copies(self.copies),
-                    self.numbers.late() if not model_only else [],
-                )
-            ),
-        )
-        for text in self.on_rank_0(self.unsaved.sentences, value=self.unsaved.names()):
-            self.say(text)
-        about = {"state.json": json_bytes(about | ({"base": self.base} if self.base else {}))} | (
-            files or {}
-        )
+        about = {"state.json": json_bytes(self.describe_state(step, state, model_only))}
+        about |= files or {}
         if last or self.cfg.checkpoint_async == "off":  # the last save has nothing to overlap with
-            saved = self.write(step, about, lambda: self.tensors(not model_only, saving=True))
+            saved = self.writer.write(
+                step, about, lambda: self.run.named(not model_only, saving=True)
+            )
             if last and not saved:
                 raise RuntimeError(
                     f"the last checkpoint, step {step}, could not be saved to {self.out}"
                 )
             return saved
-        # before 2.13 a stager works only once
-        if self.stager is not None and torch.__version__ < "2.13":
-            self.stager.close()
-            self.stager = None
-        if self.stager is None:
-            staging = import_dcp().staging
-            cuda = torch.cuda.is_available()
-            self.stager = staging.DefaultStager(
-                staging.StagingOptions(
-                    use_pinned_memory=cuda,
-                    use_non_blocking_copy=cuda,
-                    use_shared_memory=self.process is not None,
-                )
-            )
-        tensors = self.tensors(not model_only, saving=True)
+        tensors = self.run.named(not model_only, saving=True)
         # of buffers a copy at once: the next forward may change them while the other copy is under
         # way
-        tensors |= {
-            key: t.clone()
-            for key, t in tensors.items()
-            if key.startswith("model.") and key.removeprefix("model.") not in self.params
-        }
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # the stager's own stream does not wait for the optimizer's
-        self.staged = self.stager.stage(tensors)
-        self.flight = self.pool.submit(self.write, step, about, self.staged.result, staged=True)
+        for fqn in self.run.buffers():
+            if f"model.{fqn}" in tensors:
+                tensors[f"model.{fqn}"] = tensors[f"model.{fqn}"].clone()
+        self.writer.stage(tensors, step, about)
         return True
 
-    def wait_staged(self):
-        """Returns when the weights may change; every optimizer calls this before a step."""
-        if self.staged is not None:
-            wait([self.staged])  # write() reports an error of the copy
-            self.staged = None
+    def describe_state(self, step: int, state: dict, model_only: bool) -> dict:
+        """state.json of a save. Raises Failed on all ranks for what no checkpoint can hold; rank 0
+        names what a checkpoint does not hold."""
+        if self.begins:  # a run from a folder begins texts as the folder does
+            state = state | {"bos": True}
+        about = dict(step=step, model_only=model_only, identity=self.identity, state=state)
+        own = fail_together(lambda: self.own_numbers(model_only), self.group)
+        about |= on_rank_0(merge_numbers, self.group, value=own)
+        names = self.unsaved.names()
+        for text in on_rank_0(self.unsaved.sentences, self.group, value=names):
+            self.say(text)
+        if self.base:
+            about["base"] = self.base
+        return about
+
+    def own_numbers(self, model_only: bool) -> tuple[dict, dict, list]:
+        """What merge_numbers() takes of each rank."""
+        sums = sum_copies(self.copies)
+        if model_only:
+            return {}, sums, []
+        return self.numbers.changed(), sums, self.numbers.late()
 
     def close(self, export=False):
         """Waits for the running save, and raises the save's error. export: then write --export_hf,
         if given."""
-        self.finish_flight()
-        self.pool.shutdown()
-        self.commands.shutdown()
-        if self.stager is not None:
-            self.stager.close()
-        if self.process is not None:
-            self.process.shutdown()
-        if export and self.cfg.export_hf:
-            from storage.hf import save_hf
+        self.writer.close()
+        if not export or not self.cfg.export_hf:
+            return
+        from storage.hf import save_hf
 
-            try:
-                save_hf(
-                    self.modules,
-                    self.cfg.export_hf,
-                    getattr(torch, self.cfg.export_dtype),
-                    tokenizer_file=self.tokenizer_file,
-                    generation=self.generation,
-                )
-            except Failed as error:
-                raise RuntimeError(f"--export_hf {self.cfg.export_hf}: {error}") from None
-            self.say(
-                "the export was not compared with transformers: python checkpoint.py to_hf "
-                f"{self.out} OUT makes another, and compares it"
-            )
-
-    def finish_flight(self):
-        """Waits for the running save. At most one runs, so the background threads of all ranks save
-        in the same order."""
-        self.wait_staged()
-        flight = self.flight
-        self.flight = None
-        if flight is not None and not flight.result() and self.process is not None:
-            self.process.shutdown()
-            self.process = self.stager = None  # the same on all ranks: all agreed on the result
-            self.say("from now on a thread saves, for a writer process may have died")
-
-    def write(self, step, about, get_tensors, staged=False) -> bool:
-        """The whole save, in the training thread or in the background. All ranks run the same
-        collectives in the same order."""
-        began = time.perf_counter()
-        folder = None
         try:
-            folder = self.on_rank_0(lambda: self.begin(step))
-            if folder is None:
-                return True
-            # an error inside DCP's collectives would leave the peers waiting
-            tensors = self.together(get_tensors)
-            names = write_tensors(
-                tensors, folder, self.group, self.plan, staged, self.process if staged else None
+            save_hf(
+                self.modules,
+                self.cfg.export_hf,
+                getattr(torch, self.cfg.export_dtype),
+                tokenizer_file=self.tokenizer_file,
+                generation=self.generation,
             )
-            own = self.together(lambda: checksums(folder, names, sync=True))
-            size = self.on_rank_0(lambda ranks: self.commit(step, folder, about, ranks), value=own)
         except Failed as error:
-            if self.rank == 0 and folder:
-                shutil.rmtree(folder, ignore_errors=True)  # or the leftovers would fill the disk
-            newest = step_folders(self.out)[:1]
-            self.say(
-                f"{self.path(step)} is NOT SAVED: {error}; the newest is "
-                f"{newest[0][1] if newest else 'none yet'}"
-            )
-            return False
-        if self.cfg.after_save and self.rank == 0:
-            self.copying[self.path(step)] = self.commands.submit(
-                run_after_save, self.cfg.after_save, self.path(step)
-            )
-        self.purge(step)
+            raise RuntimeError(f"--export_hf {self.cfg.export_hf}: {error}") from None
         self.say(
-            f"saved {self.path(step)} ({size / 1e6:.1f} MB in {time.perf_counter() - began:.2f} s)"
-        )
-        return True
-
-    def begin(self, step) -> str | None:
-        """Makes the folder to write to (rank 0). None: this step is saved already."""
-        if os.path.isdir(self.path(step)):
-            try:
-                read_manifest(self.path(step))
-                return None
-            except Damaged as error:
-                self.set_aside(self.path(step), f"damaged: {error}")
-        folder = f"{self.path(step)}.tmp-{uuid.uuid4().hex[:8]}"
-        os.makedirs(folder)
-        return folder
-
-    def commit(self, step, folder, about, ranks) -> int:
-        """Completes the folder and renames it to step-<step> (rank 0). ranks: of each rank
-        checksums(). Returns the size in bytes."""
-        listed = {name: entry for own in ranks for name, entry in own.items()}
-        # by stat: listings are cached on network file systems
-        for name, (size, _) in listed.items():
-            if (
-                not os.path.isfile(os.path.join(folder, name))
-                or os.path.getsize(os.path.join(folder, name)) != size
-            ):
-                raise OSError(
-                    f"rank 0 does not see {name}: {self.out} must be on a file system that all "
-                    "machines share"
-                )
-        contents = about | self.tokenizer
-        contents |= {"config.json": json_bytes(self.config), "recipe.py": self.source.encode()}
-        if self.code:
-            contents["code.json"] = json_bytes(self.code)
-        if self.git:
-            contents["provenance.json"] = json_bytes(self.git)
-        layout = {
-            axis: self.config[axis]
-            for axis in (*AXES, "ep")
-            if self.config.get(axis, 1) not in (1, -1)
-        }
-        return commit_step(
-            folder,
-            self.path(step),
-            contents,
-            listed,
-            step=step,
-            model_only=json.loads(about["state.json"])["model_only"],
-            layout=layout,
-            world_size=self.world_size,
+            "the export was not compared with transformers: python checkpoint.py to_hf "
+            f"{self.out} OUT makes another, and compares it"
         )
 
-    def purge(self, step):
-        """Deletes all but the newest keep_latest_k, after `step` is complete. The next start
-        deletes leftovers of a kill."""
-        if self.rank == 0 and self.cfg.keep_latest_k:
-            for n, path in [entry for entry in step_folders(self.out) if entry[0] < step][
-                self.cfg.keep_latest_k - 1 :
-            ]:
-                if path in self.copying and not self.copying[path].done():
-                    continue  # the next save deletes the folder
-                trash = os.path.join(os.path.dirname(path), f"trash-{n}-{uuid.uuid4().hex[:8]}")
-                try:
-                    os.rename(path, trash)
-                    self.pool.submit(shutil.rmtree, trash, ignore_errors=True)
-                except OSError as error:
-                    self.say(f"{path} could not be deleted: {error.strerror}")
-
+    # --- load ---
     def load(self) -> dict | None:
         """Continues the run, or starts it from --init_from: weights and optimizer state in place,
         on every rank.
@@ -489,66 +290,47 @@ class Checkpoints:
         Returns the state given to save(); None when this run starts at step 0. Raises ValueError,
         the same on all ranks, before a tensor is touched.
         """
-        start = self.on_rank_0(lambda: resume_source(self.out, self.cfg))
-        excluded = [name.removeprefix("model.") for name in self.cfg.exclude_from_loading]
+        start = on_rank_0(lambda: resume_source(self.out, self.cfg), self.group)
         if self.load_base:
             self.base = self.load_base(self.group)
             if start is None or start.folder != self.out:
                 return None
         if start is None:
-            if self.cfg.init_from:
-                check_excluded(excluded, self.modules, self.group)
-                from storage.hf import load_hf
-
-                load_hf(self.modules, self.cfg.init_from, excluded, self.group)
-                self.say(f"step 0, with the weights of {self.cfg.init_from} (Hugging Face)")
+            self.load_hf()
             return None
-        source = start.folder
-        everything = start.everything
-        if self.cfg.init_from and source == self.out and not self.base:
+        if self.cfg.init_from and start.folder == self.out and not self.base:
             self.say(
                 f"--init_from {self.cfg.init_from} is IGNORED: {self.out} has checkpoints of its "
                 "own"
             )
-        folder, manifest = self.choose_checkpoint(source, start.step)
-        from storage.changes import compare_start, describe_changes
+        folder, manifest = self.choose_checkpoint(start.folder, start.step)
+        from storage.changes import compare_start
 
-        differ = self.on_rank_0(
-            lambda: compare_start(folder, start, source == self.out, self.identity, self.cfg)
+        differ = on_rank_0(
+            lambda: compare_start(folder, start, start.folder == self.out, self.identity, self.cfg),
+            self.group,
         )
+        self.put_into_run(folder, manifest, start.everything)
+        self.describe_start(folder, manifest, start.everything, differ)
         # weights and optimizer state of another run, but other data or schedule: from step 0
-        phase = everything and differ
-        table = self.together(lambda: read_table(folder, manifest["files"]))
-        check_excluded(excluded, self.modules, self.group)
-        if with_optimizer := everything and "optimizer" not in excluded:
-            keys = [
-                key for key in table if key.startswith("optimizer.") and not matches(excluded, key)
-            ]
-            with_state = {key.removeprefix("optimizer.").rpartition(".")[0] for key in keys}
-            self.together(lambda: self.create_optimizer_state(with_state))
-            about_state = read_json(folder, "state.json")
-            self.create_late_state({key: table[key] for key in keys}, about_state.get("late", []))
-        tensors = {
-            key: t for key, t in self.tensors(with_optimizer).items() if not matches(excluded, key)
-        }
-        wanted = {
-            key: saved
-            for key, saved in table.items()
-            if not matches(excluded, key) and (with_optimizer or key.startswith("model."))
-        }
-        check_fit(tensors, wanted, folder, everything, self.group)
-        self.together(lambda: read_tensors(tensors, folder, table))
-        self.fill_twins()
-        if with_optimizer:
-            self.numbers.restore(about_state.get("optimizer", {}))
-        what = "continuing from" if everything else "step 0, with the weights of"
-        what = "step 0, with the weights and the optimizer state of" if phase else what
-        changed = f"; {describe_changes(differ)}" if differ and not phase else ""
-        self.say(f"{what} {folder} (written by {manifest['world_size']} rank(s)){changed}")
-        if self.code and (text := changed_code(folder, self.code)):
-            self.say(text)
-        self.loaded = folder if everything and not phase else None
-        return self.loaded and self.on_rank_0(lambda: saved_state(folder))
+        if not start.everything or differ:
+            return None
+        self.loaded = folder
+        return on_rank_0(lambda: saved_state(folder), self.group)
+
+    def excluded(self) -> list[str]:
+        """Names of --exclude_from_loading, as fqns and patterns."""
+        return [name.removeprefix("model.") for name in self.cfg.exclude_from_loading]
+
+    def load_hf(self):
+        """The weights of --init_from, if it is a Hugging Face folder."""
+        if not self.cfg.init_from:
+            return
+        check_excluded(self.excluded(), self.modules, self.group)
+        from storage.hf import load_hf
+
+        load_hf(self.modules, self.cfg.init_from, self.excluded(), self.group)
+        self.say(f"step 0, with the weights of {self.cfg.init_from} (Hugging Face)")
 
     def choose_checkpoint(self, source, step) -> tuple[str, dict]:
         """(folder, manifest) of the newest undamaged checkpoint: one decision for all ranks; each
@@ -557,97 +339,58 @@ class Checkpoints:
         if source == self.out and not self.cfg.load_only:
             # Rename only after a good checkpoint was found; otherwise the next start would silently
             # begin at step 0.
-            self.on_rank_0(
-                lambda: [
-                    self.set_aside(path, "damaged" if path in damaged else "abandoned")
-                    for newer, path in step_folders(source)
-                    if newer > manifest["step"]
-                ]
-            )
+            on_rank_0(lambda: self.set_newer_aside(manifest["step"], damaged), self.group)
         return folder, manifest
 
-    def create_optimizer_state(self, fqns: set[str]):
-        """Lets torch create the state of these parameters: a step with zero gradients and lr 0
-        changes no weight.
+    def set_newer_aside(self, step: int, damaged: list[str]):
+        for newer, path in step_folders(self.out):
+            if newer > step:
+                set_aside(path, "damaged" if path in damaged else "abandoned", self.say)
 
-        Parameters outside of `fqns` get no state: excluded, or never had a gradient.
-        """
-        for fqn, param in [*self.params.items(), *self.twins.items()]:
-            param.grad = torch.zeros_like(param) if fqn in fqns else None
-        for optimizer in self.optimizers:
-            lrs = [group["lr"] for group in optimizer.param_groups]
-            for group in optimizer.param_groups:
-                group["lr"] = group["lr"] * 0  # a float, or a tensor
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            for group, lr in zip(optimizer.param_groups, lrs):
-                group["lr"] = lr
-
-    def create_late_state(self, table: dict, late: list[str]):
-        """Creates state that the optimizer makes in a later step than its first, for
-        read_tensors() to fill. table: of the checkpoint; late: names of such state."""
+    def put_into_run(self, folder: str, manifest: dict, everything: bool):
+        """Reads the tensors of a step folder into the run. everything: the optimizer's, too."""
+        excluded = self.excluded()
+        table = fail_together(lambda: read_table(folder, manifest["files"]), self.group)
+        check_excluded(excluded, self.modules, self.group)
+        with_optimizer = everything and "optimizer" not in excluded
+        wanted = {}
         for key, saved in table.items():
-            fqn, _, name = key.removeprefix("optimizer.").rpartition(".")
-            for param in (self.params.get(fqn), self.twins.get(fqn)):
-                if param is None or name not in late or name in self.state_of(param):
-                    continue
-                # a number of its own, or a tensor like the parameter
-                like = param if saved.size == param.shape else torch.zeros((), device=param.device)
-                owner = next(o for o in self.optimizers if param in o.state)
-                owner.state[param][name] = torch.zeros_like(like.detach(), dtype=saved.dtype)
+            if matches(excluded, key):
+                continue
+            if with_optimizer or key.startswith("model."):
+                wanted[key] = saved
+        about = read_json(folder, "state.json")
+        if with_optimizer:
+            moments = {key: t for key, t in wanted.items() if key.startswith("optimizer.")}
+            fqns = {key.removeprefix("optimizer.").rpartition(".")[0] for key in moments}
+            fail_together(lambda: self.run.create_optimizer_state(fqns), self.group)
+            self.run.create_late_state(moments, about.get("late", []))
+        tensors = {}
+        for key, t in self.run.named(with_optimizer).items():
+            if not matches(excluded, key):
+                tensors[key] = t
+        check_fit(tensors, wanted, folder, everything, self.group)
+        fail_together(lambda: read_tensors(tensors, folder, table), self.group)
+        self.run.fill_twins()
+        if with_optimizer:
+            self.numbers.restore(about.get("optimizer", {}))
 
-    def fill_twins(self):
-        """Copies weights and optimizer state from each parameter to the twin of the same name."""
-        for fqn, twin in self.twins.items():
-            twin.detach().copy_(self.params[fqn].detach())
-            for name, t in self.state_of(twin).items():
-                t.copy_(self.state_of(self.params[fqn])[name])
+    def describe_start(self, folder: str, manifest: dict, everything: bool, differ):
+        """One line on what the run starts from, and one on source files that have changed."""
+        from storage.changes import describe_changes
 
-    def tensors(self, with_optimizer, saving=False) -> dict[str, Tensor]:
-        """The flat dict for DCP to write, or to read into in place. saving: a number of the
-        optimizer's, such as AdamW's step, is in the dict of one rank only, and behind the shards of
-        that rank."""
-        every = {
-            fqn: tensor for module in self.modules for fqn, tensor in named_tensors(module).items()
-        } | self.params
-        if self.load_base:
-            every = {fqn: tensor for fqn, tensor in every.items() if tensor.requires_grad}
-        found = {f"model.{fqn}": tensor.detach() for fqn, tensor in every.items()}
-        for fqn, param in self.params.items() if with_optimizer else ():
-            writes = not (
-                saving and isinstance(param, DTensor) and any(param.device_mesh.get_coordinate())
-            )
-            for name, t in self.state_of(param).items():
-                if not isinstance(t, Tensor):
-                    raise ValueError(
-                        f"optimizer state {name} of {fqn} is a {type(t).__name__}: make it a tensor"
-                    )
-                if t.numel() > 1 and hasattr(param, "placements") and not hasattr(t, "placements"):
-                    raise ValueError(
-                        f"optimizer state {name} of {fqn} is no DTensor: DCP would save one "
-                        "rank's only"
-                    )
-                if t.dim() > 0 or writes:
-                    found[f"optimizer.{fqn}.{name}"] = t.detach()
-        return dict(sorted(found.items(), key=lambda item: item[1].dim() == 0))
-
-    def state_of(self, param) -> dict:
-        return {
-            name: x
-            for optimizer in self.optimizers
-            for name, x in optimizer.state.get(param, {}).items()
-        }
-
-    def set_aside(self, path, why):
-        """Renames a step folder to damaged-N-x or abandoned-N-x: later starts ignore the folder,
-        and the user may delete it."""
-        name = f"{why.split(':')[0]}-{os.path.basename(path).removeprefix('step-')}-{uuid.uuid4().hex[:4]}"
-        target = os.path.join(os.path.dirname(path), name)
-        os.rename(path, target)
-        self.say(f"{path} is now {target} ({why})")
-
-    def path(self, step) -> str:
-        return os.path.join(self.out, "checkpoints", f"step-{step}")
+        changed = ""
+        if not everything:
+            what = "step 0, with the weights of"
+        elif differ:
+            what = "step 0, with the weights and the optimizer state of"
+        else:
+            what = "continuing from"
+        if differ and not everything:
+            changed = f"; {describe_changes(differ)}"
+        self.say(f"{what} {folder} (written by {manifest['world_size']} rank(s)){changed}")
+        if self.code and (text := changed_code(folder, self.code)):
+            self.say(text)
 
     def say(self, text):
         if self.rank == 0:

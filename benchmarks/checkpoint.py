@@ -29,7 +29,7 @@ import torch.distributed.checkpoint as dcp
 # in benchmarks/ this file would pass for the checkpoint.py that it imports
 sys.path[0] = str(Path(__file__).parent.parent)
 
-import checkpoint
+import storage.writer
 from checkpoint import CheckpointConfig, Checkpoints
 from distributed.launch import LaunchConfig, connect
 from distributed.layout import ParallelConfig
@@ -99,15 +99,15 @@ def main(cfg: Config):
     # Each variant returns what ends it; the time until it returns is what training waits.
     def save(mode):
         assert writers[mode].save(1, {})
-        writers[mode].wait_staged()  # as an optimizer's step would
-        return writers[mode].finish_flight
+        writers[mode].writer.wait_staged()  # as an optimizer's step would
+        return writers[mode].writer.finish_flight
 
     def save_without_checksums():
-        with mock.patch.object(checkpoint, "checksums", without_reading):
+        with mock.patch.object(storage.writer, "checksums", without_reading):
             return save("off")
 
     def save_with_dcp(mode):
-        tensors = writers["off"].tensors(True)
+        tensors = writers["off"].run.named(True)
         if mode == "off":
             dcp.save(tensors, checkpoint_id=f"{folder}/dcp")
             return lambda: None
@@ -124,7 +124,7 @@ def main(cfg: Config):
         return lambda: None
 
     def load_with_dcp():
-        dcp.load(writers["off"].tensors(True), checkpoint_id=f"{folder}/dcp")
+        dcp.load(writers["off"].run.named(True), checkpoint_id=f"{folder}/dcp")
         return lambda: None
 
     variants = {

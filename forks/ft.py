@@ -176,7 +176,7 @@ class ReplicaGroups:
         """What a group that is behind gets from this rank: its part of weights and moments, and the
         cursor."""
         tensors = {
-            key: local_tensor(tensor) for key, tensor in self.checkpoints.tensors(True).items()
+            key: local_tensor(tensor) for key, tensor in self.checkpoints.run.named(True).items()
         }
         numbers = self.checkpoints.numbers.changed()
         return {
@@ -200,14 +200,14 @@ class ReplicaGroups:
             )
         moments = [key for key in theirs["tensors"] if key.startswith("optimizer.")]
         if moments:
-            self.checkpoints.create_optimizer_state(
+            self.checkpoints.run.create_optimizer_state(
                 {key.removeprefix("optimizer.").rpartition(".")[0] for key in moments}
             )
-        ours = self.checkpoints.tensors(bool(moments))
+        ours = self.checkpoints.run.named(bool(moments))
         assert ours.keys() == theirs["tensors"].keys(), "the same flags make the same tensors"
         for key, tensor in ours.items():
             local_tensor(tensor).copy_(theirs["tensors"][key])
-        self.checkpoints.fill_twins()
+        self.checkpoints.run.fill_twins()
         self.checkpoints.numbers.restore(theirs["numbers"])
         self.state.update(theirs["state"])
 

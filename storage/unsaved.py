@@ -23,10 +23,10 @@ def fingerprint(x):
     if isinstance(x, int | float):
         return x
     if isinstance(x, Tensor):
-        if x.is_meta:
+        # without storage: a part of a weight that FSDP had gathered for a forward
+        if x.is_meta or not local_tensor(x).untyped_storage().nbytes():
             return None
-        shape = tuple(local_tensor(x).shape)
-        return (shape, bits_sum(x.detach())) if x.numel() else (shape, 0)
+        return tuple(local_tensor(x).shape), bits_sum(x.detach())
     if isinstance(x, dict):
         return fingerprint(list(x.values()))
     if isinstance(x, list | tuple | deque):

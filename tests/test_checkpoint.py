@@ -42,18 +42,18 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 import checkpoint
 import grpo
 import parallel
-from checkpoint import CheckpointConfig, Damaged, saved_state
+from checkpoint import CheckpointConfig, saved_state
 from distributed.experts import balance_experts
 from distributed.layout import Layout
 from flags.files import STEP_FOLDER, json_bytes, step_folders
 from generate import generate
 from models.llama3 import Llama3, Llama3Config
 from storage import commands as checkpoint_commands
-from storage import dcp, saved
+from storage import dcp, saved, writer
 from storage.commands import diff
 from storage.dcp import pack_column, unpack_column
 from storage.hf import save_hf
-from storage.manifest import verify
+from storage.manifest import Damaged, verify
 from storage.newest import ABOUT, has_adapters, newest_readable
 from storage.resume import check_run
 from storage.saved import load_model, saved_model
@@ -155,7 +155,7 @@ def test_async_saves_what_was_there_when_save_was_called(tmp_path, mode):
 
 def test_a_dead_writer_process_costs_one_save(tmp_path, capsys):
     checkpoints = saver(*trained(0, 1), tmp_path, checkpoint_async="process")
-    next(iter(checkpoints.process._processes.values())).kill()
+    next(iter(checkpoints.writer.process._processes.values())).kill()
     checkpoints.save(1, {})
     checkpoints.save(2, {})
     checkpoints.close()
@@ -188,10 +188,10 @@ def test_an_existing_step_is_never_overwritten(tmp_path):
 
 
 def kill_while_saving(out, function_name, after):
-    """Saves step 2 and dies by SIGKILL when the save calls a function of checkpoint.py, or right
+    """Saves step 2 and dies by SIGKILL when the save calls a function of storage/writer.py, or right
     after the call."""
     owners = {"rmtree": shutil, "write_manifest": saved, "publish": saved}
-    owner = owners.get(function_name, checkpoint)
+    owner = owners.get(function_name, writer)
     original = getattr(owner, function_name)
 
     def dying(*args, **kwargs):
@@ -448,7 +448,7 @@ def test_only_what_no_checkpoint_overwrites_is_drawn(tmp_path, source, excluded)
     """Before load() the other parameters are NaN; after load() every parameter has the expected
     value."""
     old, checkpoints = start_run(config(), 3, tmp_path / "old")
-    optimizer = checkpoints.optimizers[0]
+    optimizer = checkpoints.run.optimizers[0]
     for p in old.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()
@@ -644,7 +644,7 @@ def two_saves(folder) -> tuple[list, int]:
             optimizer.step()
             assert run.save(step, {"step": step})
             found.append(plans.call_count)
-        scalars = [key for key, t in run.tensors(True, saving=True).items() if t.dim() == 0]
+        scalars = [key for key, t in run.run.named(True, saving=True).items() if t.dim() == 0]
     return found, len(scalars)
 
 
@@ -918,7 +918,7 @@ def run_layout(flags, source, target, options):
         assert c.save(step, {"step": step})
     c.close()
     weigh = lambda t: (t.double() * torch.arange(1, t.numel() + 1).view(t.shape)).sum().item()  # noqa: E731
-    return {key: weigh(full(t)) for key, t in c.tensors(True).items()}
+    return {key: weigh(full(t)) for key, t in c.run.named(True).items()}
 
 
 @pytest.mark.slow

@@ -35,7 +35,6 @@ from runs import Job
 from torch.distributed.run import get_args_parser
 
 import train_llama3
-from checkpoint import LEFTOVER
 from data import DataConfig, open_data
 from distributed.agree import fail_together, new_gloo_group, on_rank_0, scatter
 from distributed.launch import agree_on_attempt, allow_many_ranks, connect, disconnect, usable_cores
@@ -45,6 +44,7 @@ from flags.files import step_folders
 from parallel import make_mesh
 from storage.commands import diff
 from storage.manifest import STEP_FOLDER, verify
+from storage.writer import LEFTOVER
 from training.metrics import read_lines
 
 pytestmark = pytest.mark.skipif(

@@ -31,8 +31,7 @@ def other(part: str, **fields) -> dict:
 @pytest.fixture
 def old(tmp_path) -> str:
     """A run folder with a checkpoint of step 7, with weights and moments of trained(0, 7)."""
-    checkpoints = saver(*trained(0, 7), tmp_path / "old")
-    checkpoints.config = asdict(CONFIG)
+    checkpoints = saver(*trained(0, 7), tmp_path / "old", config=asdict(CONFIG))
     checkpoints.save(7, {"step": 7, "samples": 56})
     return str(tmp_path / "old")
 
@@ -85,11 +84,9 @@ def test_a_new_phase_keeps_every_bit_of_weights_and_moments(tmp_path, old, ident
     """AdamW's count of steps, read by the bias correction, is kept, too; step and data cursor begin
     anew."""
     identity = {**identity, "data": {**identity["data"], "data_seed": 3}}
-    with_seed = saver(
-        *trained(0, 7), old, {**IDENTITY, "data": {**IDENTITY["data"], "data_seed": 3}}
-    )
+    data = {**IDENTITY["data"], "data_seed": 3}
+    with_seed = saver(*trained(0, 7), old, {**IDENTITY, "data": data}, config=asdict(CONFIG))
     shutil.rmtree(f"{old}/checkpoints")
-    with_seed.config = asdict(CONFIG)
     with_seed.save(7, {"step": 7})
     net, state, said = started(tmp_path, old, identity, **flags)
     assert state is None

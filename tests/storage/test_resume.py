@@ -136,8 +136,8 @@ def make_run(out, processes=1, step=20, **flags):
     """(flags, a run folder): with a checkpoint of `step`, as left by train_llama3.py on so many
     processes."""
     cfg = train_llama3.Config(out=str(out), steps=20, warmup_steps=2, local_batch_size=4, **flags)
-    checkpoints = saver(*trained(), out)
-    checkpoints.config, checkpoints.world_size = asdict(cfg), processes
+    checkpoints = saver(*trained(), out, config=asdict(cfg))
+    checkpoints.writer.world_size = processes
     checkpoints.save(step, {"step": step})
     return cfg
 

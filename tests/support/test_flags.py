@@ -40,12 +40,12 @@ import torch.distributed as dist
 from programs import REPO, free_port
 from safetensors.torch import load_file
 
-import checkpoint
 import distributed.launch
 import generate
 import models.attention
 import models.llama3
 import parallel
+import storage.writer
 import tools.parity.against
 import tools.parity.check_parity
 import tools.parity.where
@@ -351,11 +351,11 @@ def observed(program: str, cfg, poison=0, launched=False, continues=False, drift
             before=lambda timeout, group: seen.timeouts.append(timeout),
         ),
         wrap(
-            checkpoint.Checkpoints,
+            storage.writer.Writer,
             "write",
             before=lambda *a, **k: seen.writers.add(threading.current_thread().name),
         ),
-        wrap(checkpoint, "writer_process", before=lambda: seen.writers.add("process")),
+        wrap(storage.writer, "writer_process", before=lambda: seen.writers.add("process")),
     ]
     if program == "grpo":
         patches += [

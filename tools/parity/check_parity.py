@@ -15,8 +15,8 @@ from tools.parity.compare import (
     SAME_LAYOUT,
     Limits,
     Run,
+    compare_end,
     compare_step,
-    compare_validation,
     compared_fqns,
     limits_of,
     read_run,
@@ -153,7 +153,9 @@ def print_verdict(one: Run, layout: Run, save_at: list[int]) -> int:
 def describe_saves(save_at: list[int]) -> str:
     if not save_at:
         return "no save"
-    return f"continued from step{'s' * (len(save_at) > 1)} {' and '.join(map(str, save_at))}"
+    if len(save_at) == 1:
+        return f"one save (after step {save_at[0]})"
+    return f"{len(save_at)} saves (after steps {' and '.join(map(str, save_at))})"
 
 
 def is_typed(name: str) -> bool:
@@ -221,9 +223,9 @@ def print_comparison(one: Run, layout: Run, later: float) -> str:
         if not first and found.margin > MARGIN * later:
             first = f"step {n}: {found.sentence()}, more than rounding"
     if not first:
-        problems = compare_validation(one, layout, limits.loss)
+        problems = compare_end(one, layout, limits)
         if problems:
-            first = f"the runs differ first in {problems[0]}"
+            first = f"after step {max(one.steps)} the runs differ first in {problems[0]}"
     return first
 
 
@@ -259,9 +261,9 @@ def judge_continued(half: Half, step: int, status: int, straight: Run, own: Run,
             problem = f"step {n}: {problems[0]}"
             break
     else:
-        problems = compare_validation(straight, continued, limits.loss)
+        problems = compare_end(straight, continued, limits)
         if problems:
-            problem = problems[0]
+            problem = f"at the end, {problems[0]}"
     lost = what_is_lost(own, continued, step)
     if problem:
         where = (

@@ -54,6 +54,7 @@ class Run:
 
     steps: dict[int, Step]
     val_loss: float | None = None
+    last: Step | None = None  # the weights after the last step, and its update
 
 
 def read_parts(out: str, beginning: str, function: str) -> list[dict]:
@@ -74,35 +75,45 @@ def read_run(out: str) -> Run:
     steps = {}
     for n, line in enumerate(losses):
         parts = read_parts(out, str(n), "clip_grad_norm")
-        step = join_ranks(line, parts)
-        before = steps.get(line["step"] - 1)
-        if before is not None:
-            for fqn, weight in step.weight.items():
-                step.update[fqn] = weight.float() - before.weight[fqn].float()
+        step = Step(line["loss"], line["grad_norm"], line["tokens_hash"])
+        join_ranks(step, parts)
+        if line["step"] - 1 in steps:
+            step.update = update_between(steps[line["step"] - 1], step)
         steps[line["step"]] = step
+    run = Run(steps)
     values = [line["val_loss"] for line in lines if line.get("val_loss") is not None]
-    return Run(steps, values[-1] if values else None)
+    if values:
+        run.val_loss = values[-1]
+    if steps and glob.glob(f"{glob.escape(out + RECORD)}/after-*"):
+        run.last = Step(0.0, 0.0, "")
+        join_ranks(run.last, read_parts(out, "after", "clip_grad_norm"))
+        run.last.update = update_between(steps[max(steps)], run.last)
+    return run
 
 
-def join_ranks(line: dict, parts: list[dict]) -> Step:
-    """One step from its line of metrics.jsonl and the records of all ranks."""
-    step = Step(line["loss"], line["grad_norm"], line["tokens_hash"])
+def update_between(before: Step, after: Step) -> dict:
+    found = {}
+    for fqn, weight in after.weight.items():
+        found[fqn] = weight.float() - before.weight[fqn].float()
+    return found
+
+
+def join_ranks(step: Step, parts: list[dict]) -> None:
+    """Fill a step with the records of all ranks."""
     sums = {}
     uneven = set()
     for part in parts:
-        for fqn, buffer in part["buffer"].items():
-            if not torch.equal(buffer, step.buffer.get(fqn, buffer)):
+        for fqn, buffer in part.get("buffer", {}).items():
+            if not torch.equal(buffer, step.buffer.setdefault(fqn, buffer)):
                 uneven.add(f"the buffer {fqn}, which is not equal on all ranks")
         for key, total in part["sums"].items():
             if sums.setdefault(key, total) != total:
                 uneven.add(f"the weight {key[0]}, whose copies on the ranks are not equal")
         step.gradient |= part.get("gradient", {})
         step.weight |= part.get("weight", {})
-        step.buffer |= part["buffer"]
         step.trained |= set(part.get("trained", ()))
-        step.ranks.append(part["about"])
+        step.ranks.append(part.get("about", {}))
     step.uneven = sorted(uneven)
-    return step
 
 
 def distance(got: torch.Tensor, want: torch.Tensor, whole: torch.Tensor) -> float:
@@ -221,6 +232,15 @@ def compare_step(a: Step, b: Step, limits: Limits) -> tuple[list[str], dict[str,
     if not abs(a.norm - b.norm) <= limits.norm * abs(a.norm):
         problems.append(f"the gradient norm, {b.norm} instead of {a.norm}")
     return problems, worst
+
+
+def compare_end(a: Run, b: Run, limits: Limits) -> list[str]:
+    """[] or sentences on the weights after the last step, and on the validation."""
+    problems = []
+    if a.last and b.last:
+        problems += b.last.uneven[:1]
+        problems += compare_tensors("the update of", a.last.update, b.last.update, limits.update)[1]
+    return problems + compare_validation(a, b, limits.loss)
 
 
 def compare_validation(a: Run, b: Run, limit: float) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from distributed.checks import bits_sum
-from distributed.layout import pattern_of
+from distributed.layout import local_tensor, pattern_of
 from storage.unsaved import state_outside
 
 # rooms and modules whose objects need no look
@@ -33,7 +33,7 @@ def digest(x, depth: int = DEPTH):
     if isinstance(x, nn.Parameter):
         return None  # a weight, or a replaced one
     if isinstance(x, Tensor):
-        if x.is_meta or not x.numel():
+        if x.is_meta or not local_tensor(x).untyped_storage().nbytes():
             return ("tensor", tuple(x.shape))
         return ("tensor", tuple(x.shape), bits_sum(x.detach()))
     if isinstance(x, np.ndarray):

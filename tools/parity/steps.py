@@ -33,6 +33,7 @@ class Recorder:
         self.folder = folder
         self.save_at = save_at
         self.step = 0
+        self.stages = []
         self.state = {}  # of the loop, at the beginning of the step
         # experts: names of the layers, sequences of each micro-batch, the current one, and
         # (layer, call, keys of the sequences, scores and choices)
@@ -44,6 +45,8 @@ class Recorder:
         self.rounds = False  # the model casts to bfloat16 or float16 by itself
 
     def begin(self, stages, batch, layout):
+        self.stages = stages
+        self.layout = layout
         self.state = state_of_loop(stages)
         self.layers = {}
         for stage in stages:
@@ -97,6 +100,23 @@ class Recorder:
         torch.save(step, os.path.join(self.folder, f"{self.step}-{layout.rank}.pt"))
         self.step += 1
 
+    def finish(self):
+        """Write the weights after the last step, or nothing before a first."""
+        if not self.stages:
+            return
+        parameters = {}
+        for stage in self.stages:
+            for fqn, tensor in named_tensors(stage).items():
+                if isinstance(tensor, nn.Parameter):
+                    parameters[fqn] = tensor
+        after = dict(
+            weight={fqn: whole(p) for fqn, p in parameters.items()},
+            sums={(fqn, local_slice(p)): bits_sum(p) for fqn, p in parameters.items()},
+        )
+        if self.layout.rank % (self.layout.world_size // self.layout.pp):
+            after["weight"] = {}
+        torch.save(after, os.path.join(self.folder, f"after-{self.layout.rank}.pt"))
+
 
 def casts(loss) -> bool:
     """Whether the graph behind a loss has tensors in bfloat16 or float16, though parameters and
@@ -133,6 +153,7 @@ def all_steps(folder: str, save_at=()):
             (torch.Tensor, "backward", record_casts),
             (find_module("checkpoint", "Checkpoints"), "save", save_some),
             (find_module("generate"), "print_sample", leave_out),
+            (find_module("training.metrics", "Metrics"), "close", record_after),
         ):
             real = getattr(owner, name, None)
             if real is not None:
@@ -209,6 +230,14 @@ def save_some(real, recorder):
         return step not in recorder.save_at or real(checkpoints, step, state, *args, **kwargs)
 
     return save
+
+
+def record_after(real, recorder):
+    def close(metrics):
+        recorder.finish()
+        return real(metrics)
+
+    return close
 
 
 def leave_out(real, recorder):

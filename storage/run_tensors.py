@@ -1,0 +1,128 @@
+"""The tensors of a run by the names that they have in a checkpoint: "model.<fqn>" and
+"optimizer.<fqn>.<state name>". To be written, or to be read into in place."""
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from distributed.layout import named_tensors
+from storage.saved import split_twins
+
+
+class RunTensors:
+    """modules: this rank's part of the model (several with interleaved pipeline stages), under the
+    full model's fqns. optimizers: those that share a parameter give their states different names.
+    only_trained: no frozen weights, as with LoRA.
+
+    Build when FSDP holds the parameters sharded: after an evaluation module.parameters() may be
+    gathered copies, not the shards that the optimizer updates.
+    """
+
+    def __init__(self, modules: list[nn.Module], optimizers: list, only_trained: bool):
+        self.modules = modules
+        self.optimizers = optimizers
+        self.only_trained = only_trained
+        self.params, self.twins = split_twins(modules)
+        self.names = {}  # {id(parameter): fqn}
+        for fqn, param in [*self.params.items(), *self.twins.items()]:
+            self.names[id(param)] = fqn
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    assert id(param) in self.names, "build the optimizer after fully_shard"
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers that checkpoints hold."""
+        found = {}
+        for module in self.modules:
+            for fqn, tensor in named_tensors(module).items():
+                if not isinstance(tensor, nn.Parameter):
+                    found[fqn] = tensor
+        return found
+
+    def of_model(self) -> dict[str, Tensor]:
+        every = {}
+        for module in self.modules:
+            every |= named_tensors(module)
+        every |= self.params
+        found = {}
+        for fqn, tensor in every.items():
+            if tensor.requires_grad or not self.only_trained:
+                found[f"model.{fqn}"] = tensor.detach()
+        return found
+
+    def named(self, with_optimizer: bool, saving=False) -> dict[str, Tensor]:
+        """The flat dict for DCP to write, or to read into in place. saving: a number of the
+        optimizer's, such as AdamW's step, is in the dict of one rank only, which writes it after
+        its shards."""
+        found = self.of_model()
+        if with_optimizer:
+            for fqn, param in self.params.items():
+                found |= self.of_optimizers(fqn, param, saving)
+        return dict(sorted(found.items(), key=lambda item: item[1].dim() == 0))
+
+    def of_optimizers(self, fqn: str, param, saving: bool) -> dict[str, Tensor]:
+        """The optimizers' state of one parameter. Raises ValueError for what DCP would not save."""
+        is_first = True  # of the ranks that have the number
+        if isinstance(param, DTensor):
+            is_first = not any(param.device_mesh.get_coordinate())
+        found = {}
+        for name, t in self.state_of(param).items():
+            if not isinstance(t, Tensor):
+                raise ValueError(
+                    f"optimizer state {name} of {fqn} is a {type(t).__name__}: make it a tensor"
+                )
+            if t.numel() > 1 and hasattr(param, "placements") and not hasattr(t, "placements"):
+                raise ValueError(
+                    f"optimizer state {name} of {fqn} is no DTensor: DCP would save one rank's only"
+                )
+            if t.dim() > 0 or is_first or not saving:
+                found[f"optimizer.{fqn}.{name}"] = t.detach()
+        return found
+
+    def state_of(self, param) -> dict:
+        found = {}
+        for optimizer in self.optimizers:
+            found |= optimizer.state.get(param, {})
+        return found
+
+    # --- before tensors are read ---
+    def create_optimizer_state(self, fqns: set[str]):
+        """Lets torch create the state of these parameters: a step with zero gradients and lr 0
+        changes no weight.
+
+        Parameters outside of `fqns` get no state: excluded, or never had a gradient.
+        """
+        for fqn, param in [*self.params.items(), *self.twins.items()]:
+            param.grad = torch.zeros_like(param) if fqn in fqns else None
+        for optimizer in self.optimizers:
+            lrs = [group["lr"] for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] * 0  # a float, or a tensor
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            for group, lr in zip(optimizer.param_groups, lrs):
+                group["lr"] = lr
+
+    def create_late_state(self, table: dict, late: list[str]):
+        """Creates state that the optimizer makes in a later step than its first. table: the tensors
+        of the checkpoint; late: names of such state."""
+        for key, saved in table.items():
+            fqn, _, name = key.removeprefix("optimizer.").rpartition(".")
+            if name not in late:
+                continue
+            for param in (self.params.get(fqn), self.twins.get(fqn)):
+                if param is None or name in self.state_of(param):
+                    continue
+                # a number of its own, or a tensor like the parameter
+                like = param if saved.size == param.shape else torch.zeros((), device=param.device)
+                owner = next(o for o in self.optimizers if param in o.state)
+                owner.state[param][name] = torch.zeros_like(like.detach(), dtype=saved.dtype)
+
+    # --- after tensors were read ---
+    def fill_twins(self):
+        """Copies weights and optimizer state from each parameter to the twin of the same name."""
+        for fqn, twin in self.twins.items():
+            twin.detach().copy_(self.params[fqn].detach())
+            for name, t in self.state_of(twin).items():
+                t.copy_(self.state_of(self.params[fqn])[name])
