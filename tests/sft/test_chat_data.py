@@ -2,6 +2,7 @@
 same loss packed or not."""
 
 import json
+import re
 import shutil
 from functools import cache
 from pathlib import Path
@@ -550,6 +551,23 @@ def test_every_layout_trains_what_one_process_does(one_process, tmp_path, kind, 
     assert len(lines) == 1 and lines == [
         line for line in printed.splitlines() if "conversations in" in line
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["all weights", "lora"])
+def test_a_step_of_conversations_is_replayed(one_process, chats, kind):
+    """To the bit, and the named lines hold the conversations."""
+    *_, out = one_process(kind)
+    root = chats[0]
+    text = run(launch(1, "finetune.py", "--out", out, "--cache_dir", root, "--replay", 3))
+    assert "of step 3 is" in text and "as logged, to the bit" in text, text
+    named = re.findall(r" (\S+chat.jsonl) line (\d+): (['\"])(.*)\3", text)
+    lines = (root / "chat.jsonl").read_text().splitlines()
+    assert len(named) >= 8, text
+    for file, number, _, excerpt in named:
+        asked = json.loads(lines[int(number) - 1])["messages"][0]["content"]
+        assert file == str(root / "chat.jsonl")
+        assert repr(asked.strip()[:12])[1:-1] in excerpt, (number, excerpt)
 
 
 @pytest.mark.slow

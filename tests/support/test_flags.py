@@ -1485,6 +1485,8 @@ text(
 ELSEWHERE = {
     "benchmarks/gpu_report.py": ["async_tp", "float8_all_gather", "memory_snapshot"],
     "tests/support/test_metrics.py": ["plot"],
+    "tests/tools/test_replay.py": ["replay"],
+    "tests/tools/test_versions.py": ["bisect", "expect"],
     # need a model with a chat template
     "tests/sft/test_asking.py": ["chat", "system", "template_args"],
     "tests/rl/test_rollouts.py": ["gen_ranks"],  # needs several processes

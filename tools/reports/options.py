@@ -14,7 +14,7 @@ from typing import Literal
 
 from distributed.layout import AXES
 from distributed.refusals import refuse
-from flags.config import Need, flag, no_effect, own_rank, parse_config, say_flags
+from flags.config import Need, default_of, flag, no_effect, own_rank, parse_config, say_flags
 from tools.study.report import draw_curves
 from training.metrics import MetricsConfig, points_of, read_lines
 
@@ -22,6 +22,7 @@ DRY_RUN = Need("without --dry_run", lambda c: c.dry_run)
 PARITY = Need("without --check_parity", lambda c: c.check_parity)
 EXPLAIN = Need("without --explain", lambda c: c.explain)
 WHERE = Need("without --check_parity --where", lambda c: c.where)
+BISECT = Need("without --check_parity --bisect", lambda c: c.bisect)
 
 
 @dataclass(kw_only=True)
@@ -59,9 +60,19 @@ class ReportConfig(PlotConfig):
     # in a single step, compare every activation and gradient, and name the first difference
     where: bool = flag(False, PARITY)
     # say which functions to look at
-    advice: bool = flag(True, WHERE, Need("with --against", lambda c: not c.against))
-    # a Hugging Face folder: compare with transformers, module by module, in place of a layout
+    advice: bool = flag(
+        True, WHERE, Need("with --against FOLDER", lambda c: "@" in c.against or not c.against)
+    )
+    # in place of a layout: RECIPE@COMMIT, another commit of the recipe (@HEAD~5: of this recipe); or
+    # a Hugging Face folder, for a comparison with transformers, module by module
     against: str = flag("", WHERE)
+    # GOOD..BAD, two commits: name the commit between them that changed losses or gradients
+    bisect: str = flag("", PARITY)
+    # of --bisect: equal = up to rounding, bits = to the last bit
+    expect: Literal["equal", "bits"] = flag("equal", BISECT)
+    # a logged step of the run in --out: compute it again, and print which sequences, documents and
+    # tokens had how much of the loss and of the gradient
+    replay: int = 0
 
 
 def with_report_flags(Config, Reports=ReportConfig) -> type:
@@ -83,8 +94,11 @@ def run_report(main, Config, argv=None) -> int:
     if "update_policy" in main.__globals__:
         Reports = GrpoReports
         report = report_grpo_or_train
-    given = vars(parse_config(with_report_flags(Config, Reports), argv))
+    WithReports = with_report_flags(Config, Reports)
+    given = vars(parse_config(WithReports, argv))
     options = Reports(**{field.name: given[field.name] for field in fields(Reports)})
+    if is_recipe and given.get("replay"):
+        return replay_alone(main, Config, WithReports, options, argv)
     return report(
         main, Config(**{field.name: given[field.name] for field in fields(Config)}), options
     )
@@ -159,12 +173,31 @@ def report_or_train(main, cfg, options: ReportConfig) -> int:
                 "folder that exists",
             ),
             (
+                options.through and (options.where or options.bisect),
+                "--through continues from checkpoints, and --where and --bisect save none: leave "
+                "one out",
+            ),
+            (
+                options.bisect and options.where,
+                "--bisect names a commit, and --where an operation: leave one out; then --where "
+                "--against @COMMIT~1",
+            ),
+            (
                 options.check_parity and shows,
                 "--check_parity trains, and --dry_run and --explain do not: ask for one after the "
                 "other",
             ),
         ]
     )
+    if options.bisect:
+        from tools.parity.bisect import bisect_commits
+
+        return bisect_commits(cfg, options)
+    if options.against and "@" in options.against:
+        from tools.parity.versions import compare_versions, names_commit
+
+        if names_commit(options.against):
+            return compare_versions(cfg, options)
     if options.against:
         from tools.parity.against import check_against
 
@@ -180,6 +213,20 @@ def report_or_train(main, cfg, options: ReportConfig) -> int:
     if shows or options.plot and not launched and any(getattr(cfg, axis) > 1 for axis in AXES):
         return report_layout(main, cfg, options)
     return train(main, cfg, options)
+
+
+def replay_alone(main, Config, WithReports, options: ReportConfig, argv) -> int:
+    """--replay, and no other report; returns the exit status."""
+    others = [
+        f"--{field.name}"
+        for field in fields(options)
+        if field.name != "replay" and getattr(options, field.name) != default_of(field)
+    ]
+    if others:
+        raise ValueError(f"--replay computes a step of a run again: leave {', '.join(others)} out")
+    from tools.parity.replay import replay_step
+
+    return replay_step(main, Config, WithReports, options, argv)
 
 
 def report_layout(main, cfg, options: ReportConfig) -> int:

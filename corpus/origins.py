@@ -1,0 +1,182 @@
+"""From a place in the stream of tokens back to the text: file, document, and line.
+
+Nothing was recorded for it. A shard comes from one piece of a file, and its documents stand in the
+order of the file, so the file is cut into pieces and its lines are counted again.
+"""
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from corpus.build import (
+    Piece,
+    cut_into_pieces,
+    is_chat,
+    is_null,
+    is_null_line,
+    json_lines,
+    split_of,
+    text_of,
+)
+from corpus.cache import cache_folder
+from corpus.files import text_files
+from corpus.mixture import format_of, parse_mixture
+from corpus.shards import FIRST, is_shards, read_index
+from corpus.tokenizer import load_tokenizer
+from distributed.agree import brief
+
+
+class Span(NamedTuple):
+    """The labels of a sequence that belong to one document."""
+
+    start: int  # positions start..end of the sequence
+    end: int
+    shard: int  # number of the shard among those of the training split
+    document: int  # number of the document in the shard
+    place: int  # the shard's token at `start`
+
+
+class Origin(NamedTuple):
+    """Where a document is."""
+
+    file: str  # "" if the files are not known
+    place: str  # "line 417"
+
+    @property
+    def text(self) -> str:
+        return f"{self.file} {self.place}".strip()
+
+
+# --------------------------------------------------------------------------------------------------
+# The documents of a sequence
+def spans_of(data, number: int) -> list[Span]:
+    """The documents of a training window, in order. data: a TokenData, or ChatData; number: of the
+    window."""
+    if hasattr(data, "packing"):
+        return spans_of_chats(data, number)
+    ends = data.ends["train"]
+    # the label of position 0 is the second token of the window
+    first = number * data.seq_len + 1
+    last = min(first + data.seq_len, int(ends[-1]))
+    spans = []
+    at = first
+    while at < last:
+        shard = int(np.searchsorted(ends, at, side="right"))
+        begin = int(ends[shard - 1]) if shard else 0
+        closing = ends_of_documents(data, shard)
+        # an end of text belongs to the document before it
+        document = int(np.searchsorted(closing, at - begin))
+        stop = begin + int(closing[document]) + 1 if document < len(closing) else int(ends[shard])
+        stop = min(stop, last)
+        spans.append(Span(at - first, stop - first, shard, document, at - begin))
+        at = stop
+    return spans
+
+
+def spans_of_chats(data, number: int) -> list[Span]:
+    """spans_of, for conversations that are packed into sequences."""
+    packing = data.packing["train"]
+    spans = []
+    at = 0  # tokens of the sequence before the document
+    for shard, start, n in packing.documents[packing.bounds[number] : packing.bounds[number + 1]]:
+        document = int(np.count_nonzero(data.mask("train", shard)[:start] & FIRST))
+        first = max(at - 1, 0)
+        end = min(at + int(n) - 1, data.seq_len)
+        spans.append(Span(first, end, int(shard), document, int(start) + first - at + 1))
+        at += int(n)
+    return spans
+
+
+def ends_of_documents(data, shard: int) -> np.ndarray:
+    """The places of the end-of-text tokens in a shard of the training split."""
+    return places_of_eot(data.folder, data.entries["train"][shard]["name"], data.eot)
+
+
+@lru_cache(256)
+def places_of_eot(folder: Path, name: str, eot: int) -> np.ndarray:
+    return np.flatnonzero(np.load(folder / name, mmap_mode="r") == eot)
+
+
+# --------------------------------------------------------------------------------------------------
+# The files of a folder of shards
+def files_of_parts(cfg) -> dict[str, list[Path] | None]:
+    """{name of a part of --data: its text files, or None for token shards}; without a mixture the
+    name is ""."""
+    found = {}
+    for part in parse_mixture(cfg.data):
+        if is_shards(part.path):
+            found[part.name] = None
+        elif part.path == "stdlib":
+            found[part.name] = [cache_folder(cfg.cache_dir) / "stdlib.jsonl"]
+        else:
+            found[part.name] = text_files(part.path)[0]
+    return found
+
+
+def find_origin(data, span: Span, files: list[Path] | None) -> Origin:
+    """File and line of a document. files: of files_of_parts. Where files or lines are not known, the
+    shard and the number of the document in it."""
+    entry = data.entries["train"][span.shard]
+    in_shard = f"document {span.document + 1} of {data.folder / entry['name']}"
+    if files is None:
+        names = [name for name, _ in read_index(data.folder)["source"]["inputs"]]
+        return Origin(brief(names), f"({in_shard})")
+    tokenizer = load_tokenizer(Path(data.tokenizer_file))
+    pieces = pieces_of_files(tuple(files), tokenizer.id_to_token(data.eot))
+    number = int(entry["name"].removeprefix("train-").removesuffix(".npy"))
+    if number >= len(pieces):
+        return Origin("", f"({in_shard})")
+    piece = pieces[number]
+    if format_of(piece.path) == ".txt":
+        shard = np.load(data.folder / entry["name"], mmap_mode="r")[: span.place]
+        # in a shard of text the tokens are the text, so its lines can be counted in the tokens
+        lines = tokenizer.decode(shard[shard != data.eot].tolist()).count("\n")
+        return Origin(str(piece.path), f"line {lines_before(piece) + lines + 1}")
+    documents = training_lines(piece)
+    if len(documents) != entry["documents"]:
+        return Origin(str(piece.path), f"({in_shard}; the file has other documents today)")
+    line, key = documents[span.document]
+    if key:  # a file of the built-in corpus
+        return Origin(key, "")
+    kind = "row" if piece.path.suffix == ".parquet" else "line"
+    return Origin(str(piece.path), f"{kind} {lines_before(piece) + line + 1}")
+
+
+@lru_cache(8)
+def pieces_of_files(files: tuple, eot_text: str) -> list[Piece]:
+    return cut_into_pieces([*files], eot_text)
+
+
+@lru_cache(256)
+def lines_before(piece: Piece) -> int:
+    """The lines of a file before a piece."""
+    if piece.start == 0:
+        return 0
+    with text_of(piece.path, piece.text_column) as text:
+        return text[: piece.start].count(b"\n")
+
+
+@lru_cache(256)
+def training_lines(piece: Piece) -> list[tuple[int, str]]:
+    """(line in the piece, from 0; the path of a file of the built-in corpus, else "") of every
+    training document of a .jsonl or .parquet, in the order of read_documents and tokenize_chats."""
+    chats = is_chat(piece.path, piece.text_column)
+    found = []
+    for i, line in enumerate(json_lines(piece)):
+        if not line.strip():
+            continue
+        if chats:
+            if not is_null_line(line) and split_of(piece, line.strip()) == "train":
+                found.append((i, ""))
+            continue
+        record = json.loads(line.decode("utf-8-sig"))
+        if is_null(record, piece.text_column):
+            continue
+        document = record[piece.text_column]
+        key = record.get("split_key", "")
+        if document and split_of(piece, (key or document).encode()) == "train":
+            found.append((i, key))
+    return found
