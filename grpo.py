@@ -217,17 +217,18 @@ def policy_loss(
     mask,
     n,
     clip,
-    tis=(0.0, ""),
-    sequence_sum=lambda x: x.sum(1, keepdim=True),
+    tis,
+    sequence_sum,
 ):
     """(-objective of each token, 1.0 for each token without gradient due to the clip), (B, T) each.
     Sum, then divide by Z.
 
     lp: log pi(y_t) of the trained policy. mu: the sampler's. old: denominator of the ratio, mu's
     unless --tis. mask (B, T):
-    sampled tokens, with EOS. n (B, 1): sampled tokens of the whole sequence. tis: --tis,
-    --tis_mode. Equations: GRPO 2402.03300 (3), Dr. GRPO 2503.20783, DAPO 2503.14476 (8), GSPO
-    2507.18071 (5-7), CISPO 2506.13585 (4-5).
+    sampled tokens, with EOS. n (B, T): sampled tokens of the token's whole sample. tis: --tis,
+    --tis_mode. sequence_sum: for each token the sum over its whole sample, which may share its row
+    with others (--pack_tokens) and go on on other ranks (--cp). Equations: GRPO 2402.03300 (3), Dr.
+    GRPO 2503.20783, DAPO 2503.14476 (8), GSPO 2507.18071 (5-7), CISPO 2506.13585 (4-5).
     """
     if kind == "sft":
         return -lp * mask, torch.zeros_like(mask)
@@ -456,7 +457,7 @@ class Trainer:
                     ]
                 )
             )
-            found.append(compare_policies(lp.detach(), entropy, b))
+            found.append(compare_policies(lp.detach(), entropy.detach(), b))
             return per_token.sum()
 
         if layout.pp > 1:

@@ -186,27 +186,36 @@ class TokenLogprobs(torch.autograd.Function):
             lse[rows] = log_normalizer(logits, all_reduce)
             target = all_reduce(torch.where(mine, logits.gather(1, index)[:, 0], 0.0), "sum")
             logprobs[rows] = target - lse[rows]
-            p = (logits - lse[rows, None]).exp()
-            entropy[rows] = lse[rows] - all_reduce(logits.mul_(p).sum(1), "sum")
-        ctx.save_for_backward(h, weight, labels, lse)
+            # of the log p that the backward computes: where one token has almost all probability,
+            # the rounding of lse is as large as the entropy, and cancels in log p + entropy
+            logp = logits.sub_(lse[rows, None])
+            p = logp.exp()
+            entropy[rows] = -all_reduce(logp.mul_(p).sum(1), "sum")
+        ctx.save_for_backward(h, weight, labels, lse, entropy)
         ctx.options = temperature, vocab_start, unknown
-        ctx.mark_non_differentiable(entropy)
+        # the gradient of an output without a use is None, not zeros: most losses use no entropy
+        ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx, grad, _):
-        h, weight, labels, lse = ctx.saved_tensors
+    def backward(ctx, grad, entropy_grad):
+        h, weight, labels, lse, entropy = ctx.saved_tensors
+        if grad is None:
+            grad = torch.zeros_like(lse)
         dh = torch.empty_like(h)
         dw = None
         for rows, logits, index, mine in TokenLogprobs.chunks(h, weight, labels, *ctx.options):
+            logp = logits.sub_(lse[rows, None])
+            if entropy_grad is not None:
+                # -d entropy / d logit = p (log p + entropy) / temperature
+                fall = (logp + entropy[rows, None]).mul_(logp.exp())
+                fall.mul_(entropy_grad[rows, None])
             # d logprob / d logit = (one_hot(label) - softmax) / temperature
-            dlogits = (
-                logits.sub_(lse[rows, None])
-                .exp_()
-                .neg_()
-                .scatter_add_(1, index, mine.float()[:, None])
-            )
-            dlogits = dlogits.mul_(grad[rows, None] / ctx.options[0]).to(h.dtype)
+            dlogits = logp.exp_().neg_().scatter_add_(1, index, mine.float()[:, None])
+            dlogits.mul_(grad[rows, None])
+            if entropy_grad is not None:
+                dlogits.sub_(fall)
+            dlogits = dlogits.div_(ctx.options[0]).to(h.dtype)
             torch.mm(dlogits, weight, out=dh[rows])
             if ctx.needs_input_grad[1]:
                 dw = add_product(dw, dlogits.T, h[rows])
@@ -223,7 +232,7 @@ def token_logprobs(
     unknown=None,
 ):
     """(log-probability of each label, entropy of each token's distribution), both fp32 and shaped
-    like labels (...). The entropy has no gradient. h (..., D), weight (V, D); every label must be a
+    like labels (...), both with a gradient. h (..., D), weight (V, D); every label must be a
     token, not IGNORE. Vocab parallelism as in linear_cross_entropy. unknown: ids with probability
     0, see NEVER."""
     flat = h.reshape(-1, h.shape[-1]), weight, labels.reshape(-1)

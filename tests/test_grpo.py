@@ -41,6 +41,7 @@ from grpo import advantages, loss_denominator, overlong_penalty, policy_loss
 from models.loss import CHUNK_ELEMENTS, token_logprobs
 from rl import decoding, environments, rollouts
 from rl.messages import FEW, warn_of_equal_rewards
+from rl.policy import forward
 from storage.hf import load_hf_model
 from storage.prompt import open_chat
 
@@ -74,15 +75,67 @@ def test_token_logprobs_and_gradient_equal_autograd(temperature, monkeypatch):
         torch.randn(700),
     )
     reference = (h @ w.T / temperature).log_softmax(-1)
-    want = torch.autograd.grad((reference.gather(1, labels[:, None])[:, 0] * g).sum(), (h, w))
+    want_lp = reference.gather(1, labels[:, None])[:, 0]
+    want_entropy = -(reference.exp() * reference).sum(-1)
     lp, entropy = token_logprobs(h, w, labels, temperature)
-    assert torch.allclose(lp, reference.gather(1, labels[:, None])[:, 0], atol=1e-5)
-    assert (
-        torch.allclose(entropy, -(reference.exp() * reference).sum(-1), atol=1e-4)
-        and not entropy.requires_grad
-    )
-    for a, b in zip(torch.autograd.grad((lp * g).sum(), (h, w)), want):
-        assert torch.allclose(a, b, atol=2e-5, rtol=1e-4)
+    assert torch.allclose(lp, want_lp, atol=1e-5)
+    assert torch.allclose(entropy, want_entropy, atol=1e-4)
+    # each alone, with nothing from the other, and both
+    for n_lp, n_entropy in ((1, 0), (0, 1), (1, 3)):
+        outputs = []
+        wants = []
+        for n, output, expected in ((n_lp, lp, want_lp), (n_entropy, entropy, want_entropy)):
+            if n:
+                outputs.append((output * g).sum() * n)
+                wants.append((expected * g).sum() * n)
+        want = torch.autograd.grad(sum(wants), (h, w), retain_graph=True)
+        for a, b in zip(torch.autograd.grad(sum(outputs), (h, w), retain_graph=True), want):
+            assert (a - b).norm() < 1e-5 * b.norm()
+
+
+def entropy_gradients(flags, samples):
+    """Gradients of the sum of the entropies of all sampled tokens; the last of them counts twice."""
+    trainer = trainer_of(**flags)
+    for _, b in trainer.microbatches(samples):
+        weight = b["mask"] * (1 + b["at"] / sum(len(s["ids"]) for s in samples))
+        _, entropy = forward(trainer.model, b, trainer.layout)
+        (entropy * weight).sum().backward()
+    return gradients(trainer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "n, flags",
+    [
+        (1, {}),
+        (1, dict(pack_tokens=64)),
+        (2, dict(dp_shard=2)),
+        (2, dict(tp=2)),
+        (2, dict(cp=2, pack_tokens=64)),
+    ],
+    ids=str,
+)
+def test_gradient_of_the_entropy_in_every_layout(n, flags):
+    """Of ids that the tokenizer does not know, too: their probability is 0, and so is the gradient."""
+    flags = flags | dict(temperature=0.7, unknown=[21, 22, 23])
+    model = sharp_model()
+    samples = samples_of(model, eot=0)
+    for s in samples:
+        s["ids"] = [i % 21 for i in s["ids"]]
+        s["prompt"] = [i % 21 for i in s["prompt"]]
+    at = 0
+    total = 0.0
+    n_ids = sum(len(s["ids"]) for s in samples)
+    for s in samples:
+        logits = model(torch.tensor([s["prompt"] + s["ids"]]))[0, len(s["prompt"]) - 1 : -1]
+        logp = (logits[:, :21].float() / 0.7).log_softmax(-1)
+        weight = 1 + torch.arange(at, at + len(s["ids"])) / n_ids
+        total = total - ((logp.exp() * logp).sum(-1) * weight).sum()
+        at += len(s["ids"])
+    total.backward()
+    want = {fqn: p.grad for fqn, p in model.named_parameters()}
+    for got in pool(n).run(entropy_gradients, flags, samples):
+        assert_close(got, want, 1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -171,10 +224,15 @@ def test_losses_and_gradients_equal_the_papers(kind):
     assert train_by(by_hand(kind, samples, plain, clip), trainer, samples, plain)["clip_share"] > 0
 
 
+def of_row(x):
+    """sequence_sum of policy_loss, where a row is one sample."""
+    return x.sum(1, keepdim=True)
+
+
 def test_clipped_tokens_have_no_gradient_on_one_side_only():
     lp = torch.log(torch.tensor([[1.5, 1.5, 0.5, 0.5, 1.0]])).requires_grad_()
     A, one, zero = torch.tensor([[1.0, -1.0, 1.0, -1.0, 1.0]]), torch.ones(1, 5), torch.zeros(1, 5)
-    loss, clipped = policy_loss("dapo", lp, zero, zero, A, one, one, (0.2, 0.28))
+    loss, clipped = policy_loss("dapo", lp, zero, zero, A, one, one, (0.2, 0.28), (0, ""), of_row)
     loss.sum().backward()
     assert (lp.grad != 0).tolist() == [[False, True, True, False, True]] and clipped.tolist() == [
         [1, 0, 0, 1, 0]
@@ -199,9 +257,10 @@ def test_importance_sampling_weighs_the_gradient(cap, mode, weights):
         torch.log(torch.tensor([[0.5, 0.1, 0.9, 1e-9]])),
         torch.tensor([[1.0, 1.0, 1.0, 0.0]]),
     )
-    policy_loss("dapo", lp, lp.detach(), mu, torch.ones(1, 4), mask, 3, (0.2, 0.28), (cap, mode))[
-        0
-    ].sum().backward()
+    one = torch.ones(1, 4)
+    clip = (0.2, 0.28)
+    loss, _ = policy_loss("dapo", lp, lp.detach(), mu, one, mask, 3, clip, (cap, mode), of_row)
+    loss.sum().backward()
     assert torch.allclose(-lp.grad, torch.tensor([[*weights, 0.0]]))
 
 

@@ -34,8 +34,17 @@ class PlotConfig:
 
 
 @dataclass(kw_only=True)
+class PolicyReports(PlotConfig):
+    TITLE = "in place of training"
+    # two updates on the same samples, cut in several ways, and on a layout: one gradient?
+    check_parity: bool = False
+
+
+@dataclass(kw_only=True)
 class GrpoReports(PlotConfig):
     TITLE = "in place of training"
+    # two updates on the same samples, cut in several ways, and on a layout: one gradient?
+    check_parity: bool = False
     dry_run: bool = False  # no device, no launcher: report the memory of an update and of a rollout
 
 
@@ -91,9 +100,10 @@ def run_report(main, Config, argv=None) -> int:
         main(parse_config(Config, argv))
         return 0
     Reports, report = (ReportConfig, report_or_train) if is_recipe else (PlotConfig, train)
-    if "update_policy" in main.__globals__:
-        Reports = GrpoReports
-        report = report_grpo_or_train
+    if any(isinstance(x, type) and hasattr(x, "train_on") for x in main.__globals__.values()):
+        # dry_run is for the loop of grpo.py
+        Reports = GrpoReports if "update_policy" in main.__globals__ else PolicyReports
+        report = report_policy_or_train
     WithReports = with_report_flags(Config, Reports)
     given = vars(parse_config(WithReports, argv))
     options = Reports(**{field.name: given[field.name] for field in fields(Reports)})
@@ -116,18 +126,30 @@ def train(main, cfg, options: PlotConfig) -> int:
     return status
 
 
-def report_grpo_or_train(main, cfg, options: GrpoReports) -> int:
-    if not options.dry_run:
+def report_policy_or_train(main, cfg, options: PolicyReports | GrpoReports) -> int:
+    """The reports of a recipe with a grpo.Trainer."""
+    asked = [name for name, value in vars(options).items() if value]
+    reports = [name for name in asked if name != "plot"]
+    if not reports:
         return train(main, cfg, options)
+    name = reports[0]
     refuse(
         [
-            ("RANK" in os.environ, "--dry_run starts from one process: use python, not torchrun"),
+            ("RANK" in os.environ, f"--{name} starts from one process: use python, not torchrun"),
             (
                 options.plot,
-                "--plot draws the curves of a run, and --dry_run trains nothing: leave one out",
+                f"--plot draws the curves of a run, and --{name} trains nothing: leave one out",
+            ),
+            (
+                len(reports) > 1,
+                "--check_parity trains, and --dry_run does not: ask for one after the other",
             ),
         ]
     )
+    if options.check_parity:
+        from tools.parity.policy import check_policy
+
+        return check_policy(main, cfg)
     from tools.reports.dry_grpo import dry_run
 
     dry_run(main, cfg)
