@@ -10,7 +10,7 @@ import pytest
 from runs import MODEL, REPO, ended, launch
 
 from distributed.agree import reason
-from tools.parity.bisect import commits_between
+from tools.parity.bisection import commits_between
 from tools.parity.versions import names_commit, training_words
 from tools.reports.options import ReportConfig
 

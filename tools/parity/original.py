@@ -11,6 +11,8 @@ import sys
 import tarfile
 from pathlib import Path
 
+from tools.parity.versions import git
+
 HOUSE = Path(__file__).resolve().parents[2]
 # rooms in which an edit changes nothing that is trained
 ASIDE = ("tests/", "docs/", "benchmarks/", "exercises/", "tools/")
@@ -45,11 +47,6 @@ class Beside:
             self.process.wait()
 
 
-def git(*words: str) -> bytes:
-    done = subprocess.run(["git", "-C", HOUSE, *words], capture_output=True, check=True)
-    return done.stdout
-
-
 def stripped_lines(file: Path) -> set[str]:
     return {line.strip() for line in file.read_text().splitlines()}
 
@@ -69,17 +66,19 @@ def start(recipe: str, given: dict, flags: dict, folder: str) -> Beside:
     """Start the original of a recipe with these flags, in a copy of the last commit. given: the
     flags of the command line."""
     try:
-        changed = git("diff", "--name-only", "--relative", "HEAD", "--", "*.py").decode().split()
-        commit = git("rev-parse", "--short", "HEAD").decode().strip()
-        committed = git("ls-tree", "-r", "--name-only", "HEAD", "--", ".").decode().split()
+        changed = (
+            git(HOUSE, "diff", "--name-only", "--relative", "HEAD", "--", "*.py").decode().split()
+        )
+        commit = git(HOUSE, "rev-parse", "--short", "HEAD").decode().strip()
+        committed = git(HOUSE, "ls-tree", "-r", "--name-only", "HEAD", "--", ".").decode().split()
         changed = [file for file in changed if not file.startswith(ASIDE)]
         path = os.path.relpath(os.path.realpath(recipe), HOUSE)
         if path in committed and not changed:
             return Beside(f"{path} is as committed in {commit}: no edit to look at")
         export = Path(folder, "original")
-        with tarfile.open(fileobj=io.BytesIO(git("archive", "HEAD"))) as archive:
+        with tarfile.open(fileobj=io.BytesIO(git(HOUSE, "archive", "HEAD"))) as archive:
             archive.extractall(export, filter="data")
-    except (OSError, subprocess.CalledProcessError):
+    except (OSError, ValueError):
         return Beside("no git history here, so the edit is not compared with the original")
     # the tool itself is that of the edited recipe
     shutil.rmtree(export / "tools", ignore_errors=True)

@@ -18,6 +18,7 @@ import tarfile
 import tempfile
 from dataclasses import fields
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple, get_type_hints
 
 import torch
@@ -56,7 +57,7 @@ class Failure(NamedTuple):
 # ---------------------------------------------------------------- git
 
 
-def git(root: str, *words: str) -> bytes:
+def git(root: str | Path, *words: str) -> bytes:
     """Output of git. Raises ValueError with git's own words."""
     ours = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")
     env = {name: value for name, value in os.environ.items() if name not in ours}

@@ -212,7 +212,7 @@ def report_or_train(main, cfg, options: ReportConfig) -> int:
         ]
     )
     if options.bisect:
-        from tools.parity.bisect import bisect_commits
+        from tools.parity.bisection import bisect_commits
 
         return bisect_commits(cfg, options)
     if options.against and "@" in options.against:
