@@ -36,7 +36,8 @@ AT_LEAST_1 = (
 
 def refuse(rows) -> None:
     """Raise one ValueError with the texts of all broken rows."""
-    if texts := dict.fromkeys(text for broken, text in rows if broken):
+    texts = dict.fromkeys(text for broken, text in rows if broken)
+    if texts:
         raise ValueError("; ".join(texts))
 
 
@@ -58,7 +59,8 @@ def check_layout(
     counted.
     """
     here = on_cuda is None
-    on_cuda = runs_on_cuda(device) if here else on_cuda
+    if here:
+        on_cuda = runs_on_cuda(device)
     degrees = check_degrees(cfg, world_size or int(os.environ.get("WORLD_SIZE", 1)))
     sizes = {name: vars(cfg).get(name) for name in AT_LEAST_1} | {
         "local_batch_size": local_batch_size,
@@ -70,36 +72,33 @@ def check_layout(
     )
     if global_batch_size == -1:
         global_batch_size = local_batch_size * degrees["dp_replicate"] * degrees["dp_shard"]
-    expert_degrees = {"ep": cfg.ep, "etp": cfg.etp} if isinstance(cfg, ExpertConfig) else {}
+    expert_degrees = {}
+    if isinstance(cfg, ExpertConfig):
+        expert_degrees = {"ep": cfg.ep, "etp": cfg.etp}
+    pipeline = {}
+    if cfg.pp > 1:
+        pipeline["microbatch_size"] = cfg.pp_microbatch_size
+        pipeline["schedule"] = cfg.pp_schedule_csv or cfg.pp_schedule
+    # not under a pipeline: every micro-batch would gather the weights again, and zero-bubble
+    # gradients would be wrong
+    reshards = {"always": True, "never": False, "default": degrees["pp"] == 1}
     layout = Layout(
         **degrees,
         **expert_degrees,
         local_batch_size=local_batch_size,
         global_batch_size=global_batch_size,
-        **(
-            dict(
-                microbatch_size=cfg.pp_microbatch_size,
-                schedule=cfg.pp_schedule_csv or cfg.pp_schedule,
-            )
-            if cfg.pp > 1
-            else {}
-        ),
+        **pipeline,
         offload=cfg.cpu_offload,
         loss_parallel=cfg.loss_parallel,
         rank=own_rank(),
-        # not under a pipeline: every micro-batch would gather the weights again, and zero-bubble
-        # gradients would be wrong
-        reshards={"always": True, "never": False, "default": degrees["pp"] == 1}[
-            cfg.reshard_after_forward
-        ],
+        reshards=reshards[cfg.reshard_after_forward],
         mtp=getattr(model_config, "mtp_depth", 0) > 0,
         has_experts=getattr(model_config, "n_experts", 0) > 0,
     )
     # flags without effect first: such a flag from --config returns to its default, and the other
     # rules see the default
-    rows = [
-        (True, text) for text in no_effect(cfg, collect_facts(cfg, model_config, degrees, on_cuda))
-    ]
+    facts = collect_facts(cfg, model_config, degrees, on_cuda)
+    rows = [(True, text) for text in no_effect(cfg, facts)]
     rows += [
         *batch_rows(layout),
         *model_rows(layout, cfg, model_config, seq_len),
@@ -137,9 +136,8 @@ def collect_facts(
 def divisors(*numbers) -> str:
     """ "1, 2 or 4": the common divisors of the numbers (up to 4,096), for error messages."""
     g = math.gcd(*numbers)
-    return " or ".join(
-        ", ".join(str(d) for d in range(1, min(g, 4096) + 1) if g % d == 0).rsplit(", ", 1)
-    )
+    found = [str(d) for d in range(1, min(g, 4096) + 1) if g % d == 0]
+    return " or ".join(", ".join(found).rsplit(", ", 1))
 
 
 def check_degrees(cfg: ParallelConfig, world_size: int) -> dict[str, int]:
@@ -155,7 +153,10 @@ def check_degrees(cfg: ParallelConfig, world_size: int) -> dict[str, int]:
         degrees["dp_shard"] = left
     given = {a: n for a, n in degrees.items() if n != -1}
     product = math.prod(given.values())
-    fix = "change a degree" if rest else f"leave out --dp_shard (it becomes {left})"
+    if rest:
+        fix = "change a degree"
+    else:
+        fix = f"leave out --dp_shard (it becomes {left})"
     start = f"start {product} processes"
     # plain python; more than a node needs docs/cluster.md
     if "RANK" not in os.environ and product <= 16:
@@ -168,7 +169,11 @@ def check_degrees(cfg: ParallelConfig, world_size: int) -> dict[str, int]:
 
 
 def count(n: int, noun: str) -> str:
-    return f"{n} {noun}{('es' if noun[-1] == 's' else 's') * (n != 1)}"
+    if n == 1:
+        return f"1 {noun}"
+    if noun[-1] == "s":
+        return f"{n} {noun}es"
+    return f"{n} {noun}s"
 
 
 def batch_rows(layout: Layout):
@@ -190,16 +195,19 @@ def model_rows(layout: Layout, cfg, c, seq_len: int):
     """What the model c and the sequence must be divisible by."""
     tp = layout.tp
     cp = layout.cp
-    sizes = {
-        name: getattr(c, name)
-        for name in ("n_heads", "n_kv_heads", "ffn_dim")
-        if getattr(c, name, None)
-    }
-    if shared := getattr(c, "n_shared_experts", 0):
+    sizes = {}
+    for name in ("n_heads", "n_kv_heads", "ffn_dim"):
+        size = getattr(c, name, None)
+        if size:
+            sizes[name] = size
+    shared = getattr(c, "n_shared_experts", 0)
+    if shared:
         sizes["n_shared_experts x moe_ffn_dim"] = shared * c.moe_ffn_dim
     odd = [f"{name} {size}" for name, size in sizes.items() if size % tp]
     # cp cuts a sequence into 2*cp chunks, tp each rank's part into tp
-    pieces = (2 * cp if cp > 1 else 1) * tp
+    pieces = tp
+    if cp > 1:
+        pieces *= 2 * cp
     rule = " x ".join(["2", "cp"] * (cp > 1) + ["tp"] * (tp > 1)) + " = "
     near = max(1, min(round(seq_len / pieces), c.max_seq_len // pieces)) * pieces
     heads = c.n_heads // tp
@@ -229,7 +237,9 @@ def model_rows(layout: Layout, cfg, c, seq_len: int):
 
 def option_rows(cfg, count_gpus: bool):
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    n_gpus = torch.cuda.device_count() if count_gpus else local_world
+    n_gpus = local_world
+    if count_gpus:
+        n_gpus = torch.cuda.device_count()
     # srun and others may show each process a GPU of its own; torchrun's processes see the same ones
     own = n_gpus == 1 and "TORCHELASTIC_RUN_ID" not in os.environ
     uses_torchao = (
@@ -257,7 +267,9 @@ def option_rows(cfg, count_gpus: bool):
 
 
 def float8_rows(cfg, on_cuda: bool):
-    capability = torch.cuda.get_device_capability() if on_cuda else (0, 0)
+    capability = (0, 0)
+    if on_cuda:
+        capability = torch.cuda.get_device_capability()
     yield (
         on_cuda and capability < (8, 9),
         (
@@ -276,8 +288,13 @@ def expert_rows(layout: Layout, cfg, c):
     ep = layout.ep
     etp = layout.etp
     # ranks that ep may borrow
-    lenders = layout.dp_shard * layout.cp * (1 if etp > 1 else layout.tp)
-    ranks = f"dp_shard x cp{' x tp' if etp == 1 else ''} = {lenders}"
+    lenders = layout.dp_shard * layout.cp
+    named = "dp_shard x cp"
+    if etp <= 1:
+        lenders *= layout.tp
+    if etp == 1:
+        named += " x tp"
+    ranks = f"{named} = {lenders}"
     yield etp not in (1, layout.tp), f"--etp {etp} must be 1 or --tp {layout.tp}"
     yield (
         etp > 1 and c.moe_ffn_dim % etp,
@@ -318,9 +335,14 @@ def pipeline_rows(layout: Layout, cfg, c):
     if cfg.pp_schedule_csv:
         name = cfg.pp_schedule_csv
         table = csv_rows(cfg.pp_schedule_csv)
-        splits_backward = any(kind == "I" for row in table for kind, _, _ in row)
         ranks = len(table)
-        n_csv = 1 + max((m for row in table for kind, _, m in row if kind == "F"), default=-1)
+        splits_backward = False
+        n_csv = 0
+        for row in table:
+            for kind, _, m in row:
+                splits_backward |= kind == "I"
+                if kind == "F":
+                    n_csv = max(n_csv, m + 1)
         if (ranks, n_csv) != (pp, n):
             yield (
                 True,
@@ -339,10 +361,16 @@ def pipeline_rows(layout: Layout, cfg, c):
     except ValueError as error:
         yield True, str(error)
         return
-    fewest, most = (
-        (1, 1) if name in ONE_STAGE_PER_RANK else (2, 2) if name in V_SHAPED else (2, c.n_layers)
-    )
-    wanted = f"exactly {fewest}" if fewest == most else f"{fewest} or more"
+    fewest = 2
+    most = c.n_layers
+    if name in ONE_STAGE_PER_RANK:
+        fewest = 1
+        most = 1
+    elif name in V_SHAPED:
+        most = 2
+    wanted = f"{fewest} or more"
+    if fewest == most:
+        wanted = f"exactly {fewest}"
     yield (
         not cfg.pp_schedule_csv and (n_stages % pp or not fewest <= n_stages // pp <= most),
         (
