@@ -70,7 +70,8 @@ class DatasetConfig:
 def read_task_lines(path: str, flag: str, *suffixes: str) -> list[Line]:
     """The lines of a .jsonl or rows of a .parquet, or a .txt as a single line {"text": ...}, packed
     or not. Raises ValueError for a name with none of the suffixes, and for a file without lines."""
-    file, suffix = Path(path), format_of(Path(path))
+    file = Path(path)
+    suffix = format_of(Path(path))
     try:
         if suffix not in suffixes:
             raise ValueError(f"it ends with {suffix or 'nothing'}")
@@ -80,7 +81,8 @@ def read_task_lines(path: str, flag: str, *suffixes: str) -> list[Line]:
             .removeprefix("\ufeff")
         )
     except (OSError, ValueError) as error:
-        reason, need = getattr(error, "strerror", error), " or ".join(suffixes)
+        reason = getattr(error, "strerror", error)
+        need = " or ".join(suffixes)
         raise ValueError(
             f"{flag} {path!r}: {reason}; need a {need}, which may be packed as .gz or .zst"
         ) from None
@@ -123,17 +125,21 @@ def read_problems(
     The task is the prompt, or for further lines with the same prompt a name of their own. kind: of
     the reward. The ValueError names the line."""
     lines = read_task_lines(path, flag, ".jsonl")
-    asked = "prompt" if lines[0].fields.get("prompt") is not None else "question"
+    asked = "question"
+    if lines[0].fields.get("prompt") is not None:
+        asked = "prompt"
     asked_lines = [read_question(line, asked, kind) for line in lines]
     if template:
         check_template(template, asked_lines, asked)
-    problems, known = {}, {}
+    problems = {}
+    known = {}
     first_of = {}  # prompt -> its first line
     for line, asked_line in zip(lines, asked_lines):
         whole = json.dumps(line.fields, sort_keys=True)
-        prompt = (
-            fill_template(template, asked_line) if template else asked_line.fields[asked] + hint
-        )
+        if template:
+            prompt = fill_template(template, asked_line)
+        else:
+            prompt = asked_line.fields[asked] + hint
         check_problem(asked_line, prompt, kind, first_of.setdefault(prompt, asked_line))
         if isinstance(line.fields[asked], list) and len(line.fields[asked]) > 1:
             if template or hint:
@@ -173,7 +179,9 @@ def check_problem(line: Line, prompt: str, kind: str, first: Line) -> None:
     first line with this prompt; a rule of ours gives a prompt one answer, a reward of your own may
     judge each line by its fields."""
     answer = line.fields["answer"]
-    reason = never_right(kind, answer) if kind in KINDS else ""
+    reason = ""
+    if kind in KINDS:
+        reason = never_right(kind, answer)
     refuse(
         (wrong, f"{line.where}: {message}")
         for wrong, message in [
@@ -196,7 +204,10 @@ def with_answer(line: Line, kind: str) -> Line:
     """The line with an answer: its own, else verl's, else "" for a reward of one's own. Raises
     ValueError."""
     verl = line.fields.get("reward_model")
-    known = {} if kind in KINDS else {"answer": ""}
+    if kind in KINDS:
+        known = {}
+    else:
+        known = {"answer": ""}
     if isinstance(verl, dict) and verl.get("ground_truth") is not None:
         known["answer"] = verl["ground_truth"]
     if known and line.fields.get("answer") is None:  # a table has null where a field is missing
@@ -208,38 +219,46 @@ def with_answer(line: Line, kind: str) -> Line:
 
 def messages_of(prompt) -> list[dict]:
     """A prompt as messages, [] if it is no text and no list of messages."""
-    said = (
-        [{"role": "user", "content": prompt}]
-        if isinstance(prompt, str)
-        else prompt
-        if isinstance(prompt, list)
-        else []
-    )
+    if isinstance(prompt, str):
+        said = [{"role": "user", "content": prompt}]
+    elif isinstance(prompt, list):
+        said = prompt
+    else:
+        said = []
     texts = [
         message.get(key)
         for message in said
         for key in ("role", "content")
         if isinstance(message, dict)
     ]
-    return (
-        said if len(texts) == 2 * len(said) and all(isinstance(text, str) for text in texts) else []
-    )
+    if len(texts) == 2 * len(said) and all(isinstance(text, str) for text in texts):
+        return said
+    return []
 
 
 class Dataset:
     """An environment for rl/environments.py. Raises ValueError."""
 
     def __init__(self, cfg):
-        self.__name__, kind = f"--env {cfg.env}", "number" if cfg.env == "gsm8k" else cfg.reward
-        template, hint = unescape(cfg.prompt_template), HINTS[cfg.env]
-        self.right = built_in(kind) if kind in KINDS else open_reward(kind)
+        self.__name__ = f"--env {cfg.env}"
+        kind = "number" if cfg.env == "gsm8k" else cfg.reward
+        template = unescape(cfg.prompt_template)
+        hint = HINTS[cfg.env]
+        if kind in KINDS:
+            self.right = built_in(kind)
+        else:
+            self.right = open_reward(kind)
         self.known, said = read_problems(cfg.env_data, "--env_data", template, hint, kind)
         self.problems = tasks_with_answers(self.known)
-        self.left_out = [said] if said else []
+        if said:
+            self.left_out = [said]
+        else:
+            self.left_out = []
         if cfg.eval_data:
             held_out, said = read_problems(cfg.eval_data, "--eval_data", template, hint, kind)
             trained = {problem.prompt for problem in self.known.values()}
-            if n_both := sum(problem.prompt in trained for problem in held_out.values()):
+            n_both = sum(problem.prompt in trained for problem in held_out.values())
+            if n_both:
                 raise ValueError(
                     f"{n_both:,} of the {len(held_out):,} prompts of --eval_data "
                     f"{cfg.eval_data} are in "
@@ -249,11 +268,16 @@ class Dataset:
             self.left_out += [said] if said else []
             self.known = self.known | held_out
         # what the model sees of a task that is not its own prompt; and the prompts, for the split
-        self.messages, self.prompts = {}, {}
-        letters = set(string.printable) if cfg.env == "gsm8k" else set()
+        self.messages = {}
+        self.prompts = {}
+        if cfg.env == "gsm8k":
+            letters = set(string.printable)
+        else:
+            letters = set()
         for task, (prompt, line) in self.known.items():
             asked = line.fields.get("prompt")
-            asked = line.fields.get("question") if asked is None else asked
+            if asked is None:
+                asked = line.fields.get("question")
             if [message["role"] for message in messages_of(asked)] != ["user"]:
                 self.messages[task] = asked
             elif task != prompt:
@@ -300,7 +324,8 @@ def open_reward(path: str):
         raise ValueError(f"--reward {path}: it must define reward({', '.join(REWARD_PARAMETERS)})")
     parameters = inspect.signature(module.reward).parameters.values()
     names = [p.name for p in parameters if p.default is p.empty or p.name in REWARD_PARAMETERS]
-    if unknown := [name for name in names if name not in REWARD_PARAMETERS]:
+    unknown = [name for name in names if name not in REWARD_PARAMETERS]
+    if unknown:
         raise ValueError(
             f"--reward {path}: reward() asks for {unknown[0]}; it may ask for "
             f"{', '.join(REWARD_PARAMETERS)}"
@@ -310,7 +335,9 @@ def open_reward(path: str):
 
 def open_task(cfg):
     """The environment that the flags name. Raises ValueError."""
-    return Dataset(cfg) if cfg.env in HINTS else open_env(cfg.env)
+    if cfg.env in HINTS:
+        return Dataset(cfg)
+    return open_env(cfg.env)
 
 
 # ---------------------------------------------------------------- text and token ids
@@ -342,7 +369,9 @@ class Text:
                 load_tokenizer(Path(self.file)),
             )
         else:
-            self.file, self.ends, self.bos = f"{out}/tokenizer.json", [0], False
+            self.file = f"{out}/tokenizer.json"
+            self.ends = [0]
+            self.bos = False
             self.alphabet, self.tokenizer = alphabet, character_tokenizer(alphabet)
             # token ids would mean other characters
             if step_folders(out) and os.path.isfile(self.file):
@@ -354,16 +383,22 @@ class Text:
                     )
         self.eot = self.ends[0]
         # the token before the beginning of a text
-        self.first = self.first_id(source) if self.bos else self.eot
+        if self.bos:
+            self.first = self.first_id(source)
+        else:
+            self.first = self.eot
         # markers in a template are tokens, in other texts plain text
         self.tokenizer.encode_special_tokens = not self.chat
 
     def first_id(self, source: str) -> int:
         """The last id that the tokenizer puts before a text, else its bos_token, else the end."""
-        if prefix := prefix_ids(self.tokenizer):
+        prefix = prefix_ids(self.tokenizer)
+        if prefix:
             return prefix[-1]
         bos = self.tokenizer.token_to_id(read_special_tokens(source).get("bos_token", ""))
-        return self.eot if bos is None else bos
+        if bos is None:
+            return self.eot
+        return bos
 
     def save(self):
         """Write the tokenizer of characters into the run's folder, over the file of an earlier
@@ -372,11 +407,10 @@ class Text:
             self.tokenizer.save(self.file)
 
     def prompt(self, task: str) -> list[int]:
-        text = (
-            ask_for_two(self.env, "reset", task)[1]
-            if hasattr(self.env, "step")
-            else self.messages.get(task, task)
-        )
+        if hasattr(self.env, "step"):
+            text = ask_for_two(self.env, "reset", task)[1]
+        else:
+            text = self.messages.get(task, task)
         if isinstance(text, list) and not self.chat:
             raise ValueError(
                 f"the prompt {task[:60]!r} is a list of messages, which needs the chat template "
@@ -422,7 +456,9 @@ class Text:
         ids = sorted(
             set(range(vocab_size)) - set(self.tokenizer.get_vocab(with_added_tokens=True).values())
         )
-        return torch.tensor(ids, device=device) if ids else None
+        if ids:
+            return torch.tensor(ids, device=device)
+        return None
 
 
 def character_tokenizer(alphabet: str):

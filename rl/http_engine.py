@@ -45,8 +45,12 @@ class Server:
     def __init__(self, url: str, timeout_s: float, adapters=False):
         """Ask the server for its kind ("vllm" or "sglang"), the name of its model and its longest
         sequence. adapters: load() gets folders of adapters."""
-        self.url = url if "://" in url else f"http://{url}"
-        self.timeout, self.version = min(timeout_s, 60.0), None
+        if "://" in url:
+            self.url = url
+        else:
+            self.url = f"http://{url}"
+        self.timeout = min(timeout_s, 60.0)
+        self.version = None
         card = self.call("/v1/models", take=lambda answer: dict(answer["data"][0]))
         self.kind, self.name, self.max_len = (
             card.get("owned_by"),
@@ -64,14 +68,14 @@ class Server:
                 "weights are sent, merged"
             )
         # the path for new weights, and how a server gets the path
-        self.takes, how = "/update_weights_from_disk", ""
+        self.takes = "/update_weights_from_disk"
+        how = ""
         if adapters:
-            self.takes, how = (
-                "/v1/load_lora_adapter",
-                "; start vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora",
-            )
+            self.takes = "/v1/load_lora_adapter"
+            how = "; start vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora"
         elif self.kind == "vllm":
-            self.takes, how = "/collective_rpc", "; start vLLM with VLLM_SERVER_DEV_MODE=1"
+            self.takes = "/collective_rpc"
+            how = "; start vLLM with VLLM_SERVER_DEV_MODE=1"
         if self.call(self.takes, optional=True) is None:
             self.fail(f"it does not know {self.takes}{how}")
         # SGLang names the version of its weights with each sample, a new vLLM at this address
@@ -89,10 +93,12 @@ class Server:
         """take(the server's JSON answer), None without content; GET without a body, else POST. take
         None: any answer will do.
         optional: return None if the server does not know the path, {} if it takes no GET there."""
-        url, content = urlsplit(self.url), None if body is None else json.dumps(body)
-        Connection = (
-            http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
-        )
+        url = urlsplit(self.url)
+        content = None if body is None else json.dumps(body)
+        if url.scheme == "https":
+            Connection = http.client.HTTPSConnection
+        else:
+            Connection = http.client.HTTPConnection
         try:
             with contextlib.closing(Connection(url.netloc, timeout=self.timeout)) as connection:
                 connection.request(
@@ -110,7 +116,9 @@ class Server:
                 "does not run, start it, then this run again"
             )
         if optional and answer.status in (404, 405):
-            return None if answer.status == 404 else {}
+            if answer.status == 404:
+                return None
+            return {}
         if answer.status >= 400:
             self.fail(f"{path} answers with status {answer.status}: {content[:300]!r}")
         try:
@@ -130,7 +138,8 @@ class Server:
 
     def read_all(self, answer, path: str) -> bytes:
         """The content of an answer, limited in time and bytes: a server might never end."""
-        content, until = bytearray(), time.monotonic() + self.timeout
+        content = bytearray()
+        until = time.monotonic() + self.timeout
         while piece := answer.read1(1 << 20):
             content += piece
             if len(content) > ANSWER_LIMIT:
@@ -267,7 +276,8 @@ def wrong_sample(
         or len(logprobs) != len(ids)
     ):
         return f"it must have between 1 and {room} ids, and a log-probability for each"
-    if outside := [i for i in ids if type(i) is not int or not 0 <= i < n_vocab]:
+    outside = [i for i in ids if type(i) is not int or not 0 <= i < n_vocab]
+    if outside:
         return f"the id {outside[:1]} is none of the model's {n_vocab}"
     if not greedy and (
         strange := [
@@ -314,7 +324,8 @@ class HTTPEngine(Remote):
         self.task = (cfg, env, text, Layout(), None)  # one process draws all samples
         self.folder = os.path.abspath(cfg.engine_weights or f"{cfg.out}/engine")
         self.mine = f"{Path(cfg.out).name}-{hashlib.sha256(os.path.abspath(cfg.out).encode()).hexdigest()[:6]}"
-        self.written, self.loaded = None, ""
+        self.written = None
+        self.loaded = ""
         self.server, self.start = on_rank_0(self.connect, self.group)
         # requests
         at_once = cfg.rollout_rows // (1 if Turns(env, text, []).reply else cfg.group_size)
@@ -342,7 +353,9 @@ class HTTPEngine(Remote):
 
     def weights(self) -> str:
         """Write the current policy into a new folder, on all ranks; returns the folder."""
-        cfg, model, layout = self.cfg, self.trainer.model, self.trainer.layout
+        cfg = self.cfg
+        model = self.trainer.model
+        layout = self.trainer.layout
         self.written = folder = (
             f"{self.folder}/{self.mine}-{self.start}-{self.trainer.policy_version}"
         )
@@ -440,20 +453,25 @@ class HTTPEngine(Remote):
         is_turn=lambda ids: False,
     ):
         """n samples of a prompt. begun: ids at the end of the prompt that belong to the sample."""
-        cfg, ends = self.cfg, self.text.ends
-        unknown, n_vocab = self.trainer.model.unknown_ids, self.trainer.model.config.vocab_size
-        bias = {} if unknown is None else {str(i): -100 for i in unknown.tolist()}  # probability 0
+        cfg = self.cfg
+        ends = self.text.ends
+        unknown = self.trainer.model.unknown_ids
+        n_vocab = self.trainer.model.config.vocab_size
+        # probability 0
+        if unknown is None:
+            bias = {}
+        else:
+            bias = {str(i): -100 for i in unknown.tolist()}
         room = max(1, min(cfg.max_new_tokens - begun, cfg.seq_len - len(prompt)))
-        seed = (
-            noise_seed(f"{cfg.seed}/{name}")
-            if cfg.engine_seed or self.server.kind == "sglang"
-            else None
-        )
+        seed = None
+        if cfg.engine_seed or self.server.kind == "sglang":
+            seed = noise_seed(f"{cfg.seed}/{name}")
         found = self.server.sample(prompt, n, room, temperature, ends, seed, bias, stop)
         for ids, logprobs, reason in found:
-            if wrong := wrong_sample(
+            wrong = wrong_sample(
                 ids, logprobs, reason, room, ends, n_vocab, temperature == 0, is_turn
-            ):
+            )
+            if wrong:
                 self.server.fail(
                     f"a sample of {json.dumps(prompt)[:80]} is wrong: {wrong}; ids "
                     f"{json.dumps(ids)[:80]}"
@@ -484,7 +502,9 @@ class HTTPEngine(Remote):
             )
             s |= {key: s[key] + turn[key] for key in ("ids", "logprobs", "mask")}
             later = turns.reply(s)
-            said = later.result() if later else []
+            said = []
+            if later:
+                said = later.result()
             done = said is None or s["ids"][-1] in self.text.ends and not said
             said = (said or [])[: room - len(s["ids"])]
             s |= dict(

@@ -26,7 +26,9 @@ START = """VLLM_SERVER_DEV_MODE=1 vllm serve ... --weight-transfer-config '{"bac
 def check_nccl(cfg):
     """Raises ValueError before anything is built."""
     if cfg.lora_rank or not runs_on_cuda(cfg.device):
-        why = "sends no adapters" if cfg.lora_rank else "sends from a GPU, and this run has none"
+        why = "sends from a GPU, and this run has none"
+        if cfg.lora_rank:
+            why = "sends no adapters"
         raise ValueError(
             f"--engine_weights nccl {why}; name a folder instead, or leave the flag out"
         )
@@ -80,7 +82,9 @@ class NCCLEngine(HTTPEngine):
         ever: the run ends, and the threads with it."""
         theirs = self.http.submit(self.sender.call, path, body, None)
         done, waiting = wait([ours, theirs], 2 * self.sender.timeout, FIRST_EXCEPTION)
-        error = ours.exception() if ours in done else None
+        error = None
+        if ours in done:
+            error = ours.exception()
         if theirs in done and not error:
             theirs.result()
         if error or waiting:
@@ -89,12 +93,15 @@ class NCCLEngine(HTTPEngine):
     def weights(self) -> tuple[str, dict[str, Tensor]]:
         """(name of the version, {name in Hugging Face's format: whole tensor on the host of rank
         0}). A stack of experts is sent as its parts, a buffer without a name not at all."""
-        model, layout, found = self.trainer.model, self.trainer.layout, {}
+        model = self.trainer.model
+        layout = self.trainer.layout
+        found = {}
         names = model.hf_keys()
 
         def check():  # as save_hf does
             check_same_model(class_of(model.config), model.config)
-            if unnamed := [fqn for fqn, _ in model.named_parameters() if fqn not in names]:
+            unnamed = [fqn for fqn, _ in model.named_parameters() if fqn not in names]
+            if unnamed:
                 raise ValueError(
                     f"hf_keys() of {type(model).__name__} has no name for {brief(unnamed)}"
                 )

@@ -17,13 +17,12 @@ GUESSES = 5
 def make(rng):
     """A secret word, and a poor player's game for the warm-up: three of four right letters are
     kept, the rest is guessed."""
-    task, transcript, guess, marks = (
-        f"{''.join(rng.choices(LETTERS, k=3))}{rng.randrange(100)}",
-        "",
-        "",
-        "...",
-    )
-    state, done = reset(task)[0], False
+    task = f"{''.join(rng.choices(LETTERS, k=3))}{rng.randrange(100)}"
+    transcript = ""
+    guess = ""
+    marks = "..."
+    state = reset(task)[0]
+    done = False
     while not done:
         keep = [mark == "+" and rng.random() < 0.75 for mark in marks]
         guess = "".join(
