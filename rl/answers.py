@@ -20,7 +20,6 @@ import re
 from contextlib import suppress
 from fractions import Fraction
 from importlib.util import find_spec
-from itertools import accumulate, pairwise
 
 KINDS = ("exact", "number", "math", "math_verify")
 
@@ -155,7 +154,8 @@ def never_right(kind: str, answer) -> str:
 # ---------------------------------------------------------------- thoughts
 def opens_thought(prompt: str) -> bool:
     """Whether a prompt ends with the beginning of a thought, as some chat templates write it."""
-    return prompt.rstrip().endswith(tuple(begin for begin, _ in THOUGHTS))
+    begins = tuple(begin for begin, _ in THOUGHTS)
+    return prompt.rstrip().endswith(begins)
 
 
 def opened_by(text, prompt: list[int]) -> bool:
@@ -182,11 +182,12 @@ def cut_thoughts(text: str, opened: bool = False, in_turns: bool = False) -> str
     """The text that is judged: what comes after the last thought; None in a thought that has no
     end, which earns nothing. opened: the prompt has begun a thought. in_turns: an answer in several
     turns, so what was said between two thoughts belongs to it."""
-    for first, last in THOUGHTS if in_turns else []:
-        if opened and last in text and first not in text.partition(last)[0]:
-            text = text.partition(last)[2]
-            opened = False
-        text = cut_between(text, first, last)
+    if in_turns:
+        for first, last in THOUGHTS:
+            if opened and last in text and first not in text.partition(last)[0]:
+                text = text.partition(last)[2]
+                opened = False
+            text = cut_between(text, first, last)
     begin = answer_begins(text, opened)
     if begin is None:
         return None
@@ -199,10 +200,13 @@ def cut_between(text: str, first: str, last: str) -> str:
     """The text without all that stands from a `first` to the next `last`, both included."""
     kept = ""
     place = 0
-    while (begin := text.find(first, place)) >= 0 and (end := text.find(last, begin)) >= 0:
+    while True:
+        begin = text.find(first, place)
+        end = text.find(last, max(begin, 0))
+        if begin < 0 or end < 0:
+            return kept + text[place:]
         kept += text[place:begin]
         place = end + len(last)
-    return kept + text[place:]
 
 
 # ---------------------------------------------------------------- number
@@ -221,7 +225,9 @@ def final_number(text: str) -> float | None:
     """The first number after the last ####, else the last number of the text. None for 1,2,3 or 1/2
     or 3-5 or 5^2, and where a sign could be a difference."""
     before, marker, after = text.rpartition("####")
-    after = plain_numbers(after.lstrip(" ") if marker else after)
+    if marker:
+        after = after.lstrip(" ")
+    after = plain_numbers(after)
     found = [*NUMBER.finditer(after)]
     if not found:
         return None
@@ -248,7 +254,9 @@ def number_in(word: str) -> float | None:
         sign, factor, exponent = power.groups()
         if factor and not PLAIN.fullmatch(factor) or abs(int(exponent)) > 300:
             return None
-        value = Fraction(re.sub(",", "", factor) if factor else 1) * Fraction(10) ** int(exponent)
+        value = Fraction(10) ** int(exponent)
+        if factor:
+            value *= Fraction(factor.replace(",", ""))
         if sign:
             return -float(value)
         return float(value)
@@ -270,9 +278,8 @@ def same_in_mathematics(text: str, answer: str) -> bool:
     wanted = plain_latex(marked(answer) or answer)
     found = marked(text)
     if found is None:
-        if plain_latex(text) == wanted:
-            found = text
-        else:
+        found = text
+        if plain_latex(text) != wanted:
             found = last_fraction(text)
     found = plain_latex(found)
     return bool(found) and max(len(found), len(wanted)) <= LONGEST and equal_parts(found, wanted)
@@ -306,11 +313,12 @@ def marked(text: str) -> str | None:
 
 def braced(text: str, begin: int) -> str | None:
     """The text between the { at `begin` and the matching }; None without."""
-    depths = accumulate({"{": 1, "}": -1}.get(letter, 0) for letter in text[begin:])
-    return next(
-        (text[begin + 1 : begin + length] for length, depth in enumerate(depths) if depth == 0),
-        None,
-    )
+    depth = 0
+    for place in range(begin, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if depth == 0:
+            return text[begin + 1 : place]
+    return None
 
 
 def plain_latex(text: str) -> str:
@@ -362,18 +370,19 @@ def same_value(x, y) -> bool:
 def split_list(text: str) -> list[str]:
     """["(", "1", "2", ")"] for "(1,2)": the brackets, and the parts between the outermost commas."""
     found = re.fullmatch(r"(\\\{)(.*)(\\\})|([(\[{])(.*)([)\]}])", text, re.DOTALL)
-    first, inside, last = (
-        [part for part in found.groups() if part is not None] if found else ("", text, "")
-    )
-    depths = accumulate(
-        {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(letter, 0) for letter in inside
-    )
-    commas = [
-        place
-        for place, (letter, depth) in enumerate(zip(inside, depths))
-        if letter == "," and depth == 0
-    ]
-    parts = [inside[before + 1 : comma] for before, comma in pairwise([-1, *commas, len(inside)])]
+    first = ""
+    inside = text
+    last = ""
+    if found:
+        first, inside, last = (part for part in found.groups() if part is not None)
+    parts = [""]
+    depth = 0
+    for letter in inside:
+        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(letter, 0)
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
     if len(parts) == 1:
         return [text]
     return [first, *parts, last]
@@ -390,7 +399,10 @@ def evaluate_number(text: str) -> Fraction | float:
     if text.endswith("%"):
         return evaluate_number(text[:-1]) / 100
     if text[:1] in ("-", "+") and text[1:2] not in ("-", "+"):
-        return evaluate_number(text[1:]) * (-1 if text[0] == "-" else 1)
+        value = evaluate_number(text[1:])
+        if text[0] == "-":
+            return -value
+        return value
     if text and DECIMAL.fullmatch(text):
         return Fraction(text.replace(",", ""))
     if text.startswith("\\frac{"):
@@ -400,9 +412,10 @@ def evaluate_number(text: str) -> Fraction | float:
         if after.startswith("{"):
             below = braced(after, 0) or ""
         rest = after[2 + len(below) :]
-        return (
-            evaluate_number(above) / evaluate_number(below) * (evaluate_number(rest) if rest else 1)
-        )
+        value = evaluate_number(above) / evaluate_number(below)
+        if rest:
+            value *= evaluate_number(rest)
+        return value
     above, slash, below = text.rpartition("/")
     if slash and not re.search(r"[-+%]", below):
         return evaluate_number(above) / evaluate_number(below)
@@ -418,7 +431,10 @@ def evaluate_number(text: str) -> Fraction | float:
     value = 1
     if found[1]:
         value = evaluate_number(found[1])
-    value *= math.sqrt(evaluate_number(found[3])) if found[3] else math.pi
+    if found[3]:
+        value *= math.sqrt(evaluate_number(found[3]))
+    else:
+        value *= math.pi
     if found[4]:
         return value * math.pi
     return value

@@ -33,7 +33,9 @@ class Call:
     """A call, the thread that runs it, and its last moment (time.monotonic)."""
 
     def __init__(self, function: Callable, args: tuple):
-        self.function, self.args, self.future = function, args, Future()
+        self.function = function
+        self.args = args
+        self.future = Future()
         self.thread = None
         self.end = math.inf
 

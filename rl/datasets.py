@@ -75,11 +75,11 @@ def read_task_lines(path: str, flag: str, *suffixes: str) -> list[Line]:
     try:
         if suffix not in suffixes:
             raise ValueError(f"it ends with {suffix or 'nothing'}")
-        content = (
-            (b"".join(unpacked(file, "")) if file.suffix in PACKED else file.read_bytes())
-            .decode()
-            .removeprefix("\ufeff")
-        )
+        if file.suffix in PACKED:
+            content = b"".join(unpacked(file, ""))
+        else:
+            content = file.read_bytes()
+        content = content.decode().removeprefix("\ufeff")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", error)
         need = " or ".join(suffixes)
@@ -89,11 +89,10 @@ def read_task_lines(path: str, flag: str, *suffixes: str) -> list[Line]:
     if suffix == ".txt":
         lines = [Line(path, {"text": content})] * bool(content)
     else:
-        lines = [
-            json_line(text, f"{path}:{n}")
-            for n, text in enumerate(content.split("\n"), 1)
-            if text.strip()
-        ]
+        lines = []
+        for n, text in enumerate(content.split("\n"), 1):
+            if text.strip():
+                lines.append(json_line(text, f"{path}:{n}"))
     if not lines:
         raise ValueError(f"{flag} {path} is empty")
     return lines
@@ -155,8 +154,10 @@ def read_problems(
             task += f"\n(line {line.where.rpartition(':')[2]})"
         problems[task] = Problem(prompt, with_answer(line, kind))
     n = len(lines) - len(problems)
+    if n == 0:
+        return problems, ""
     said = f"{n:,} of {len(lines):,} lines of {flag} are left out: equal to an earlier line"
-    return problems, said if n else ""
+    return problems, said
 
 
 def read_question(line: Line, asked: str, kind: str) -> Line:
@@ -183,18 +184,17 @@ def check_problem(line: Line, prompt: str, kind: str, first: Line) -> None:
     if kind in KINDS:
         reason = never_right(kind, answer)
     refuse(
-        (wrong, f"{line.where}: {message}")
-        for wrong, message in [
-            (not prompt.strip(), "the prompt is empty"),
+        [
+            (not prompt.strip(), f"{line.where}: the prompt is empty"),
             (
                 reason,
-                f"nothing can be right for --reward {kind} where the answer is "
+                f"{line.where}: nothing can be right for --reward {kind} where the answer is "
                 f"{str(answer)[-60:]!r}: {reason}",
             ),
             (
                 kind in KINDS and answer_of(first).strip() != answer_of(line).strip(),
-                f"the prompt is that of {first.where}, and the answer another; remove one of the "
-                "lines",
+                f"{line.where}: the prompt is that of {first.where}, and the answer another; "
+                "remove one of the lines",
             ),
         ]
     )
@@ -225,15 +225,12 @@ def messages_of(prompt) -> list[dict]:
         said = prompt
     else:
         said = []
-    texts = [
-        message.get(key)
-        for message in said
-        for key in ("role", "content")
-        if isinstance(message, dict)
-    ]
-    if len(texts) == 2 * len(said) and all(isinstance(text, str) for text in texts):
-        return said
-    return []
+    for message in said:
+        if not isinstance(message, dict):
+            return []
+        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+            return []
+    return said
 
 
 class Dataset:
@@ -241,7 +238,9 @@ class Dataset:
 
     def __init__(self, cfg):
         self.__name__ = f"--env {cfg.env}"
-        kind = "number" if cfg.env == "gsm8k" else cfg.reward
+        kind = cfg.reward
+        if cfg.env == "gsm8k":
+            kind = "number"
         template = unescape(cfg.prompt_template)
         hint = HINTS[cfg.env]
         if kind in KINDS:
@@ -250,10 +249,9 @@ class Dataset:
             self.right = open_reward(kind)
         self.known, said = read_problems(cfg.env_data, "--env_data", template, hint, kind)
         self.problems = tasks_with_answers(self.known)
+        self.left_out = []
         if said:
-            self.left_out = [said]
-        else:
-            self.left_out = []
+            self.left_out.append(said)
         if cfg.eval_data:
             held_out, said = read_problems(cfg.eval_data, "--eval_data", template, hint, kind)
             trained = {problem.prompt for problem in self.known.values()}
@@ -265,15 +263,15 @@ class Dataset:
                     "--env_data as well; remove them from one"
                 )
             self.eval_problems = tasks_with_answers(held_out)
-            self.left_out += [said] if said else []
+            if said:
+                self.left_out.append(said)
             self.known = self.known | held_out
         # what the model sees of a task that is not its own prompt; and the prompts, for the split
         self.messages = {}
         self.prompts = {}
+        letters = set()
         if cfg.env == "gsm8k":
             letters = set(string.printable)
-        else:
-            letters = set()
         for task, (prompt, line) in self.known.items():
             asked = line.fields.get("prompt")
             if asked is None:
@@ -311,16 +309,18 @@ def answer_of(line: Line) -> str:
 def built_in(kind: str):
     """A right answer earns 1. A truncated text earns nothing, because the last number before the
     cut is no answer."""
-    return lambda completion, answer, truncated, **others: float(
-        not truncated and is_right(kind, completion, answer)
-    )
+
+    def right(completion, answer, truncated, **others) -> float:
+        return float(not truncated and is_right(kind, completion, answer))
+
+    return right
 
 
 def open_reward(path: str):
     """The function reward() of a file, called with the parameters in its signature. Raises
     ValueError."""
     module = load_own("reward", path, KINDS)
-    if not callable(getattr(module, "reward", None)):
+    if not hasattr(module, "reward") or not callable(module.reward):
         raise ValueError(f"--reward {path}: it must define reward({', '.join(REWARD_PARAMETERS)})")
     parameters = inspect.signature(module.reward).parameters.values()
     names = [p.name for p in parameters if p.default is p.empty or p.name in REWARD_PARAMETERS]
@@ -330,7 +330,11 @@ def open_reward(path: str):
             f"--reward {path}: reward() asks for {unknown[0]}; it may ask for "
             f"{', '.join(REWARD_PARAMETERS)}"
         )
-    return lambda **given: module.reward(**{name: given[name] for name in names})
+
+    def reward(**given):
+        return module.reward(**{name: given[name] for name in names})
+
+    return reward
 
 
 def open_task(cfg):
@@ -349,12 +353,12 @@ class Text:
         a token per character of the
         alphabet, for save() in the folder out. chat: text or messages -> prompt, from open_chat(),
         or None. env: an environment whose tasks are not what the model sees."""
-        self.chat, self.alphabet, self.env, self.messages = (
-            chat,
-            None,
-            env,
-            getattr(env, "messages", {}),
-        )
+        self.chat = chat
+        self.alphabet = None
+        self.env = env
+        self.messages = {}
+        if hasattr(env, "messages"):
+            self.messages = env.messages
         if source:
             source = text_folder(source)
             self.file = check_hf_tokenizer(source, 1 << 31)
@@ -363,16 +367,15 @@ class Text:
                     f"{source} has no tokenizer.json: it cannot be given any text"
                     + tokenizer_hint(source)
                 )
-            self.ends, self.bos, self.tokenizer = (
-                ends_of(source),
-                has_bos(source),
-                load_tokenizer(Path(self.file)),
-            )
+            self.ends = ends_of(source)
+            self.bos = has_bos(source)
+            self.tokenizer = load_tokenizer(Path(self.file))
         else:
             self.file = f"{out}/tokenizer.json"
             self.ends = [0]
             self.bos = False
-            self.alphabet, self.tokenizer = alphabet, character_tokenizer(alphabet)
+            self.alphabet = alphabet
+            self.tokenizer = character_tokenizer(alphabet)
             # token ids would mean other characters
             if step_folders(out) and os.path.isfile(self.file):
                 if load_tokenizer(Path(self.file)).get_vocab() != self.tokenizer.get_vocab():
@@ -416,12 +419,17 @@ class Text:
                 f"the prompt {task[:60]!r} is a list of messages, which needs the chat template "
                 "of an --init_from"
             )
-        return self.ids(self.chat(text) if self.chat else text, self.bos and not self.chat) or [
-            self.eot
-        ]
+        if self.chat:
+            ids = self.ids(self.chat(text))
+        else:
+            ids = self.ids(text, self.bos)
+        return ids or [self.eot]
 
     def check_alphabet(self, text: str):
-        if self.alphabet and (other := set(text) - set(self.alphabet)):
+        if not self.alphabet:
+            return
+        other = set(text) - set(self.alphabet)
+        if other:
             raise ValueError(
                 f"{min(other)!r} in {text[:60]!r} is not in the ALPHABET of --env; add it there"
             )
@@ -446,16 +454,15 @@ class Text:
     def decode(self, ids: list[int]) -> str:
         """The text of a sample without its end token. Other special tokens stay visible:
         <|im_start|> makes an answer wrong."""
-        return self.tokenizer.decode(
-            ids[:-1] if ids and ids[-1] in self.ends else ids, skip_special_tokens=False
-        )
+        if ids and ids[-1] in self.ends:
+            ids = ids[:-1]
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
 
     def unknown_ids(self, vocab_size: int, device) -> Tensor | None:
         """Ids of the model without a token in the tokenizer; in a rewarded text such ids would be
         invisible, so generator and trainer give them probability 0. None: no such id."""
-        ids = sorted(
-            set(range(vocab_size)) - set(self.tokenizer.get_vocab(with_added_tokens=True).values())
-        )
+        known = self.tokenizer.get_vocab(with_added_tokens=True).values()
+        ids = sorted(set(range(vocab_size)) - set(known))
         if ids:
             return torch.tensor(ids, device=device)
         return None

@@ -65,7 +65,8 @@ class Ahead:
 
     def __init__(self, engine, ready: list[dict]):
         """ready: batches of a checkpoint."""
-        self.engine, self.waits = engine, deque(partial(dict, batch) for batch in ready)
+        self.engine = engine
+        self.waits = deque(partial(dict, batch) for batch in ready)
 
     def fill(self, n: int):
         """Submit until there are n batches; the current policy samples the new ones."""
@@ -108,7 +109,8 @@ class Bridge(NamedTuple):
         """Broadcast an object from this rank; returns the object on all ranks. It is from our own
         processes."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        self.talk.broadcast(size := torch.tensor([len(data)]), root).wait()
+        size = torch.tensor([len(data)])
+        self.talk.broadcast(size, root).wait()
         if self.talk.rank() != root:
             data = torch.empty(int(size), dtype=torch.uint8)
         self.talk.broadcast(data, root).wait()
@@ -244,7 +246,9 @@ def generate_forever(cfg, env, text, Model, model_config, n_trainers: int):
             answer = work(cfg, env, text, layout, model, *args)
         except ValueError as error:  # the same on all generators; the trainers end the run
             answer = error
-        bridge.share(1, answer if rank == 0 else None)
+        if rank != 0:
+            answer = None
+        bridge.share(1, answer)
         if isinstance(answer, ValueError):
             return
     bridge.close()

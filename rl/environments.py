@@ -100,14 +100,15 @@ def open_env(name: str):
     else:
         env = load_own("env", name, [*TASKS, "dataset", "gsm8k"])
     given = {*dir(env)}
-    wanted = ["make"] * ("problems" not in given) + ["TOOL_END", "tool"] * bool(
-        given & {"TOOL_END", "tool"}
-    )
-    wanted += (
-        ["reset", "step"]
-        if given & {"reset", "step", "TURN_END"}
-        else ["reward"] * ("group_reward" not in given)
-    )
+    wanted = []
+    if "problems" not in given:
+        wanted += ["make"]
+    if given & {"TOOL_END", "tool"}:
+        wanted += ["TOOL_END", "tool"]
+    if given & {"reset", "step", "TURN_END"}:
+        wanted += ["reset", "step"]
+    elif "group_reward" not in given:
+        wanted += ["reward"]
     missing = [word for word in wanted if word not in given]
     if missing:
         raise ValueError(
@@ -189,17 +190,19 @@ def is_held_out(prompt: str) -> bool:
 def shuffled(env, split: str, epoch: int) -> list[tuple[str, str]]:
     """The problems of a split, each prompt once, in the order of pass number `epoch`."""
     if hasattr(env, "eval_problems"):
-        tasks = dict(env.eval_problems if split == "eval" else env.problems).items()
+        problems = env.problems
+        if split == "eval":
+            problems = env.eval_problems
+        tasks = dict(problems).items()
     else:
         # problems with one prompt stay on one side, whatever their names
         prompts = {}
         if hasattr(env, "prompts"):
             prompts = env.prompts
-        tasks = [
-            (task, answer)
-            for task, answer in dict(env.problems).items()
-            if is_held_out(prompts.get(task, task)) == (split == "eval")
-        ]
+        tasks = []
+        for task, answer in dict(env.problems).items():
+            if is_held_out(prompts.get(task, task)) == (split == "eval"):
+                tasks.append((task, answer))
     return random.Random(f"{split}/{epoch}").sample([*tasks], len(tasks))
 
 
@@ -262,12 +265,10 @@ def draw_task(env, split: str, index: int, fits=lambda prompt: True) -> tuple[st
 def held_out_tasks(env, n: int, fits=lambda prompt: True) -> dict[str, str]:
     """{prompt: answer} of the first n different held-out prompts; fewer if many draws in a row
     bring no new prompt. -1: all of eval_problems, else 1,024."""
-    if n != -1:
-        n = n
-    elif hasattr(env, "eval_problems"):
-        n = len(env.eval_problems)
-    else:
+    if n == -1:
         n = 1024
+        if hasattr(env, "eval_problems"):
+            n = len(env.eval_problems)
     found = {}
     index = 0
     last_new = 0
@@ -275,7 +276,8 @@ def held_out_tasks(env, n: int, fits=lambda prompt: True) -> dict[str, str]:
         prompt, answer = draw_task(env, "eval", index, fits)
         index += 1
         if prompt not in found:
-            found[prompt], last_new = answer, index
+            found[prompt] = answer
+            last_new = index
     return found
 
 
@@ -352,7 +354,7 @@ def content_of(state, depth: int = 6):
         return sorted(map(repr, state))
     name = type(state).__name__
     if hasattr(state, "__dict__"):
-        return (name, content_of(vars(state), depth - 1))
+        return name, content_of(vars(state), depth - 1)
     return name
 
 
@@ -386,12 +388,17 @@ class Turns:
         self.failed = []
         self.seconds = seconds
         self.threads = Calls(threads, seconds)
-        self.has_state, self.end = (
-            hasattr(env, "step"),
-            getattr(env, "TURN_END", getattr(env, "TOOL_END", "")),
-        )
-        self.states = [ask_for_two(env, "reset", task)[0] for task in tasks if self.has_state]
-        self.calls, self.earned = [0] * len(tasks), [0.0] * len(tasks)
+        self.has_state = hasattr(env, "step")
+        self.end = ""  # text at the end of a turn
+        if hasattr(env, "TURN_END"):
+            self.end = env.TURN_END
+        elif hasattr(env, "TOOL_END"):
+            self.end = env.TOOL_END
+        self.states = []
+        if self.has_state:
+            self.states = [ask_for_two(env, "reset", task)[0] for task in tasks]
+        self.calls = [0] * len(tasks)
+        self.earned = [0.0] * len(tasks)
         # for rollout()
         if self.has_state or hasattr(env, "tool"):
             self.reply = self.answer
@@ -441,7 +448,10 @@ class Turns:
                 else:
                     how = f"fails: {error!r}"
                 self.failed.append(f"the {what} {how}, at completion {short(completion)}")
-            said.set_result(None if error is not None else call.result())
+            result = None
+            if error is None:
+                result = call.result()
+            said.set_result(result)
 
         self.threads.submit(self.ask, i, completion, turn).add_done_callback(hear)
         return said
@@ -461,9 +471,9 @@ class Turns:
                 return self.text.ids_after(
                     self.env.tool(completion[: completion.rindex(self.end) + len(self.end)])
                 )
-            said, done, reward = self.env.step(
-                self.states[i], turn.split(self.end)[0] if self.end else turn
-            )
+            if self.end:
+                turn = turn.split(self.end)[0]
+            said, done, reward = self.env.step(self.states[i], turn)
             if done is None or isinstance(done, (str, float)):
                 raise ValueError(f"whether the game is over must be True or False, not {done!r}")
             self.earned[i] += finite(reward)

@@ -53,7 +53,8 @@ class NCCLEngine(HTTPEngine):
         server, start = super().connect()
         # weights travel faster than samples are drawn
         self.sender = Server(self.cfg.engine, self.cfg.init_timeout_s)
-        self.device, store = self.trainer.layout.device, dist.HashStore()
+        self.device = self.trainer.layout.device
+        store = dist.HashStore()
         self.nccl = ThreadPoolExecutor(1, "nccl", use_own_stream, (self.device,))
         self.http = ThreadPoolExecutor(1)
         ranks = 1 + self.sender.call(
@@ -110,11 +111,11 @@ class NCCLEngine(HTTPEngine):
         for fqn, t in pack_weights(
             list_weights(model, layout.compute_dtype), layout, self.group
         ).items():
-            found |= (
-                {names[fqn]: t}
-                if isinstance(names.get(fqn), str)
-                else dict(zip(names.get(fqn, ()), t))
-            )
+            theirs = names.get(fqn, ())
+            if isinstance(theirs, str):
+                found[theirs] = t
+            else:  # a tensor for each of a layer's experts
+                found |= dict(zip(theirs, t))
         return f"{self.mine}-{self.start}-{self.trainer.policy_version}", found
 
     def run(self, weights: tuple | None, work, *args):
@@ -129,11 +130,10 @@ class NCCLEngine(HTTPEngine):
             for t in weights.values():
                 self.workers.broadcast(t.to(self.device, non_blocking=True), 0).wait()
 
-        about = {
-            "names": [*weights],
-            "dtype_names": [str(t.dtype)[6:] for t in weights.values()],
-            "shapes": [[*t.shape] for t in weights.values()],
-        }
+        about = {"names": [*weights], "dtype_names": [], "shapes": []}
+        for t in weights.values():
+            about["dtype_names"].append(str(t.dtype)[6:])
+            about["shapes"].append([*t.shape])
         self.sender.call("/start_weight_update", {}, None)
         self.meet(self.nccl.submit(broadcast), "/update_weights", {"update_info": about})
         weights.clear()

@@ -155,7 +155,10 @@ def fill_template(template: str, line: Line) -> str:
     for part in parts_of(template):
         if part.is_field and part.text not in line.fields:
             raise ValueError(unknown_field(part.text, line))
-        text += write_field(line, part.text) if part.is_field else part.text
+        if part.is_field:
+            text += write_field(line, part.text)
+        else:
+            text += part.text
     return text
 
 
@@ -180,7 +183,12 @@ def write_field(line: Line, name: str) -> str:
                 f"{line.where}: {name} has {kind} {where}, which cannot be written into a prompt; "
                 f"give it a text, or take {{{name}}} out of the template"
             )
-    texts = [json.dumps(item) if isinstance(item, bool) else str(item) for item in items]
+    texts = []
+    for item in items:
+        if isinstance(item, bool):
+            texts.append(json.dumps(item))
+        else:
+            texts.append(str(item))
     if not isinstance(value, list):
         return texts[0]
     if name == "choices" and len(texts) <= 26:

@@ -32,7 +32,9 @@ class Replays:
     """
 
     def __init__(self, advance):
-        self.advance, self.graphs, self.pool = advance, {}, torch.cuda.graph_pool_handle()
+        self.advance = advance
+        self.graphs = {}
+        self.pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, keys: list[int], *inputs: Tensor):
         shape = len(keys), -(-keys[-1] // KEYS) * KEYS

@@ -54,7 +54,7 @@ def pay(
     in_turns = hasattr(env, "tool") or hasattr(env, "step")
     said = [cut_thoughts(text, opened, in_turns) for text in completions]
     if all(text is None for text in said):
-        return [Paid(0.0) for _ in completions]
+        return [Paid(0.0)] * len(completions)
     try:
         values = ask_reward(env, prompt, said, truncated)
         if len(values) != len(completions):
@@ -168,7 +168,9 @@ def held_out_numbers(samples: list[dict], greedy: list[dict], k: int) -> dict:
     """Mean reward of k samples per prompt (pass@1 for rewards of 0 and 1), mean reward of greedy
     samples, and the share of prompts with a full reward among k samples (pass@k). Errors are over
     prompts: samples of one prompt are not independent."""
-    rewards = [[s["reward"] for s in samples[i : i + k]] for i in range(0, len(samples), k)]
+    rewards = []
+    for i in range(0, len(samples), k):
+        rewards.append([s["reward"] for s in samples[i : i + k]])
     line = {"eval_n": len(rewards), "eval_k": k}
     line |= ratio("eval_reward", [sum(group) / k for group in rewards])
     line |= ratio("eval_pass_at_k", [float(max(group) >= 1) for group in rewards])

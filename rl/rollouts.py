@@ -440,7 +440,9 @@ class Remote:
     A thread of rank 0 calls run() for one thing after the other; all ranks get the results."""
 
     def __init__(self, trainer, cursor: int, patience_s: int, *of_thread):
-        self.trainer, self.cursor, self.thread = trainer, cursor, ThreadPoolExecutor(1, *of_thread)
+        self.trainer = trainer
+        self.cursor = cursor
+        self.thread = ThreadPoolExecutor(1, *of_thread)
         self.sent = None  # the version of the last weights
         self.group = patient_group(dist.group.WORLD, patience_s)
 
@@ -459,7 +461,7 @@ class Remote:
         result = None
         if self.trainer.layout.rank == 0:
             result = self.thread.submit(call, weights, *args)
-        return lambda: on_rank_0(lambda: result.result(), self.group)
+        return functools.partial(on_rank_0, lambda: result.result(), self.group)
 
     def make(self, weights, version: int) -> dict:
         batch = self.run(weights, make_batch, self.cursor, version)
