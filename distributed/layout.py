@@ -23,7 +23,19 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 # returns.
 TP = Need("without --tp 2 or more", lambda c: c.tp > 1)
 CP = Need("without --cp 2 or more", lambda c: c.cp > 1)
-EXPERTS = Need("without experts, and this flavor has none", lambda c: getattr(c, "n_experts", 0))
+
+
+def n_experts_of(config) -> int:
+    """Experts of a layer; 0 for a model without."""
+    return getattr(config, "n_experts", 0)
+
+
+def mtp_depth_of(config) -> int:
+    """Layers of multi-token prediction; 0 for a model without."""
+    return getattr(config, "mtp_depth", 0)
+
+
+EXPERTS = Need("without experts, and this flavor has none", n_experts_of)
 AC_SELECTIVE = Need("without --ac selective", lambda c: c.ac == "selective")
 AC_BUDGET = Need("without --ac budget", lambda c: c.ac == "budget")
 ASYNC_TP = Need(
@@ -170,10 +182,10 @@ def dtype_of_compute(cfg: ParallelConfig, on_cuda: bool) -> torch.dtype:
 def all_blocks(stage) -> dict[int, nn.Module]:
     """Layer number -> block. The block of DeepSeek's multi-token prediction has the number after
     the last."""
-    mtp = {}
-    if getattr(stage, "mtp", None) is not None:
-        mtp = {stage.config.n_layers: stage.mtp.block}
-    return {int(i): block for i, block in stage.blocks.items()} | mtp
+    blocks = {int(i): block for i, block in stage.blocks.items()}
+    if hasattr(stage, "mtp") and stage.mtp is not None:
+        blocks[stage.config.n_layers] = stage.mtp.block
+    return blocks
 
 
 def reduces_always(stage, layout: Layout, cfg: ParallelConfig) -> bool:

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from torch import nn
 
-from distributed.layout import Layout, ParallelConfig
+from distributed.layout import Layout, ParallelConfig, mtp_depth_of
 from flags.config import Need, flag
 
 Schedule = Literal[
@@ -188,7 +188,9 @@ def stages_of_parts(model) -> dict[str, str]:
     parts = dict.fromkeys(
         fqn.partition(".")[0] for fqn, _ in model.named_parameters() if not fqn.startswith(KNOWN)
     )
-    stages = {name: getattr(model, "pp_stage", {}).get(name) for name in parts}
+    stages = dict.fromkeys(parts)
+    if hasattr(model, "pp_stage"):
+        stages = {name: model.pp_stage.get(name) for name in parts}
     for name, stage in stages.items():
         if stage not in ("first", "last"):
             raise ValueError(
@@ -204,7 +206,7 @@ def stages_of_parts(model) -> dict[str, str]:
 def embeds_at_both_ends(config) -> bool:
     """Whether the last stage of a pipeline needs the embedding, too: as a tied head, or for
     multi-token prediction."""
-    return config.tie_embeddings or getattr(config, "mtp_depth", 0) > 0
+    return config.tie_embeddings or mtp_depth_of(config) > 0
 
 
 def tied_copy(stage):

@@ -12,7 +12,15 @@ from types import SimpleNamespace
 import torch
 
 from distributed.float8 import Float8Config
-from distributed.layout import AXES, ExpertConfig, Layout, ParallelConfig, dtype_of_compute
+from distributed.layout import (
+    AXES,
+    ExpertConfig,
+    Layout,
+    ParallelConfig,
+    dtype_of_compute,
+    mtp_depth_of,
+    n_experts_of,
+)
 from distributed.pipeline import (
     ONE_STAGE_PER_RANK,
     V_SHAPED,
@@ -62,10 +70,8 @@ def check_layout(
     if here:
         on_cuda = runs_on_cuda(device)
     degrees = check_degrees(cfg, world_size or int(os.environ.get("WORLD_SIZE", 1)))
-    sizes = {name: vars(cfg).get(name) for name in AT_LEAST_1} | {
-        "local_batch_size": local_batch_size,
-        "seq_len": seq_len,
-    }
+    sizes = {name: getattr(cfg, name) for name in AT_LEAST_1 if hasattr(cfg, name)}
+    sizes |= {"local_batch_size": local_batch_size, "seq_len": seq_len}
     # other rules divide
     refuse(
         (n is not None and n < 1, f"--{name} {n} must be at least 1") for name, n in sizes.items()
@@ -92,8 +98,8 @@ def check_layout(
         loss_parallel=cfg.loss_parallel,
         rank=own_rank(),
         reshards=reshards[cfg.reshard_after_forward],
-        mtp=getattr(model_config, "mtp_depth", 0) > 0,
-        has_experts=getattr(model_config, "n_experts", 0) > 0,
+        mtp=mtp_depth_of(model_config) > 0,
+        has_experts=n_experts_of(model_config) > 0,
     )
     # flags without effect first: such a flag from --config returns to its default, and the other
     # rules see the default
@@ -235,6 +241,13 @@ def model_rows(layout: Layout, cfg, c, seq_len: int):
     )
 
 
+def optimizer_of(cfg) -> str:
+    """--optimizer; adamw for a program that has no other."""
+    if hasattr(cfg, "optimizer"):
+        return cfg.optimizer
+    return "adamw"
+
+
 def option_rows(cfg, count_gpus: bool):
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     n_gpus = local_world
@@ -242,9 +255,8 @@ def option_rows(cfg, count_gpus: bool):
         n_gpus = torch.cuda.device_count()
     # srun and others may show each process a GPU of its own; torchrun's processes see the same ones
     own = n_gpus == 1 and "TORCHELASTIC_RUN_ID" not in os.environ
-    uses_torchao = (
-        vars(cfg).get("float8", "off") != "off" or vars(cfg).get("optimizer") == "adamw_sr"
-    )
+    has_float8 = isinstance(cfg, Float8Config) and cfg.float8 != "off"
+    uses_torchao = has_float8 or optimizer_of(cfg) == "adamw_sr"
     yield (
         local_world > n_gpus and not own,
         (
@@ -301,7 +313,7 @@ def expert_rows(layout: Layout, cfg, c):
         f"--etp {etp} does not divide moe_ffn_dim {c.moe_ffn_dim}; use --etp 1",
     )
     yield (
-        etp > 1 and vars(cfg).get("optimizer") == "muon",
+        etp > 1 and optimizer_of(cfg) == "muon",
         (
             f"--optimizer muon needs whole matrices, but --etp {etp} splits every expert; use "
             "--etp 1 or adamw"

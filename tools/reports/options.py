@@ -76,15 +76,18 @@ def run_report(main, Config, argv=None) -> int:
     if not is_recipe and not issubclass(Config, MetricsConfig):
         main(parse_config(Config, argv))
         return 0
-    Reports, report = (ReportConfig, report_or_train) if is_recipe else (PlotConfig, train)
+    Reports = PlotConfig
+    report = train
+    if is_recipe:
+        Reports = ReportConfig
+        report = report_or_train
     if "update_policy" in main.__globals__:
         Reports = GrpoReports
         report = report_grpo_or_train
     given = vars(parse_config(with_report_flags(Config, Reports), argv))
     options = Reports(**{field.name: given[field.name] for field in fields(Reports)})
-    return report(
-        main, Config(**{field.name: given[field.name] for field in fields(Config)}), options
-    )
+    cfg = Config(**{field.name: given[field.name] for field in fields(Config)})
+    return report(main, cfg, options)
 
 
 def train(main, cfg, options: PlotConfig) -> int:
@@ -121,17 +124,20 @@ def panels_of(lines) -> list[tuple[str, dict]]:
     """Curves of losses, and of rewards if there are any, see draw_curves."""
     units = {"nats per token": ("loss", "val_loss"), "reward": ("reward_mean", "eval_reward")}
     points = points_of(lines, *sum(units.values(), ()))
-    panels = [
-        (unit, {name: [tuple(zip(*points[name]))] for name in names if points[name]})
-        for unit, names in units.items()
-    ]
-    return [(unit, curves) for unit, curves in panels if curves]
+    panels = []
+    for unit, names in units.items():
+        curves = {name: [tuple(zip(*points[name]))] for name in names if points[name]}
+        if curves:
+            panels.append((unit, curves))
+    return panels
 
 
 def report_or_train(main, cfg, options: ReportConfig) -> int:
     """Run the reports of the options, or train if there are none. Returns the exit status. Raises
     ValueError."""
     launched = "RANK" in os.environ
+    in_folder = os.path.isdir(os.path.dirname(options.html) or ".")
+    is_file = in_folder and not os.path.isdir(options.html)
     shows = options.dry_run or options.explain
     refuse(
         [
@@ -147,11 +153,7 @@ def report_or_train(main, cfg, options: ReportConfig) -> int:
                 "the other",
             ),
             (
-                options.html
-                and (
-                    os.path.isdir(options.html)
-                    or not os.path.isdir(os.path.dirname(options.html) or ".")
-                ),
+                options.html and not is_file,
                 f"--html {options.html}: need the name of a file, such as layout.html, in a "
                 "folder that exists",
             ),
