@@ -1,5 +1,6 @@
 """Errors and answers that all ranks share: if one rank fails, all ranks fail with the same reason."""
 
+import math
 from datetime import timedelta
 
 import torch
@@ -24,6 +25,13 @@ def reason(error: BaseException) -> str:
     if text and isinstance(error, ValueError | OSError):
         return text
     return f"{type(error).__name__}: {text}"
+
+
+def divisors(*numbers) -> str:
+    """ "1, 2 or 4": the common divisors of the numbers (up to 4,096), for error messages."""
+    g = math.gcd(*numbers)
+    found = [str(d) for d in range(1, min(g, 4096) + 1) if g % d == 0]
+    return " or ".join(", ".join(found).rsplit(", ", 1))
 
 
 def brief(names: list[str]) -> str:
