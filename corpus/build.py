@@ -615,8 +615,8 @@ def build_shards(
 def source_of(
     paths: list, texts: list, tokenizer_file: Path, text_column: str, begin: list[int]
 ) -> dict:
-    """What a folder of shards is made from, for its index. texts: the files that hold something.
-    Raises ValueError for conversations beside text."""
+    """The sources of a folder of shards, for the index. texts: the files with content. Raises
+    ValueError for conversations beside text."""
     source = {
         "inputs": [[path.name, path.stat().st_size] for path in paths],
         "tokenizer": sha256_file(tokenizer_file),
@@ -642,7 +642,7 @@ def source_of(
 
 
 def tokenize_pieces(job, pieces: list, mine: range, workers: int) -> list[dict]:
-    """The notes of the pieces with these numbers, on several processes. job: tokenize_piece."""
+    """The notes of the pieces in `mine`, on several processes. job: tokenize_piece."""
     workers = min(workers, len(mine))
     notes = []
     with contextlib.ExitStack() as stack:
@@ -663,8 +663,7 @@ def tokenize_pieces(job, pieces: list, mine: range, workers: int) -> list[dict]:
 
 
 def list_skipped(skipped: list[str], kept: int, skip_bad: int, folder: Path):
-    """Write skipped.txt, the conversations that are left out. Raises ValueError if they are more
-    than skip_bad."""
+    """Write skipped.txt, the conversations left out. Raises ValueError for more than skip_bad."""
     write_file(folder / "skipped.txt", "".join(f"{line}\n" for line in skipped).encode())
     total = kept + len(skipped)
     if len(skipped) > skip_bad:

@@ -198,7 +198,7 @@ def tools_of(record: dict) -> list | None:
 
 
 def as_tool(function: dict) -> dict:
-    """A function's description in the form of today, which has it under "function"."""
+    """A function's description in today's form, under the key "function"."""
     if "function" in function:
         return function
     return {"type": "function", "function": function}

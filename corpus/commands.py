@@ -102,26 +102,7 @@ def own_tokenizer(paths: list, out: Path, vocab_size: int, text_column: str):
     print(f"{out}: {found:,} ids{fewer}; train with --tokenizer {out}")
 
 
-def define_commands(about: str) -> Parser:
-    parser = Parser(description=about)
-    parser.set_defaults(input=[], out="reading")  # of commands without these
-    commands = parser.add_subparsers(
-        dest="command", required=True, metavar="stdlib|tokenizer|prepare|show|check"
-    )
-    stdlib = commands.add_parser("stdlib", help="build the built-in corpus")
-    stdlib.add_argument("--cache_dir", default="", help="instead of the user's cache folder")
-    own = commands.add_parser(
-        "tokenizer", help="train a byte-level BPE on text files, for --tokenizer"
-    )
-    own.add_argument(
-        "--vocab_size",
-        type=int,
-        default=BPE_VOCAB,
-        help=f"ids, {EOT_NAMES[0]} among them [default: {BPE_VOCAB}]",
-    )
-    prepare = commands.add_parser(
-        "prepare", help="tokenize text files into a folder of token shards"
-    )
+def add_prepare_flags(prepare: Parser):
     prepare.add_argument(
         "--eot", default="", help="token that ends a document, where the tokenizer does not tell"
     )
@@ -154,6 +135,29 @@ def define_commands(about: str) -> Parser:
         help="tokenize the share of machine I, from 0, of N; at the "
         "end, the same command without --shard writes index.json",
     )
+
+
+def define_commands(about: str) -> Parser:
+    parser = Parser(description=about)
+    parser.set_defaults(input=[], out="reading")  # of commands without these
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="stdlib|tokenizer|prepare|show|check"
+    )
+    stdlib = commands.add_parser("stdlib", help="build the built-in corpus")
+    stdlib.add_argument("--cache_dir", default="", help="instead of the user's cache folder")
+    own = commands.add_parser(
+        "tokenizer", help="train a byte-level BPE on text files, for --tokenizer"
+    )
+    own.add_argument(
+        "--vocab_size",
+        type=int,
+        default=BPE_VOCAB,
+        help=f"ids, {EOT_NAMES[0]} among them [default: {BPE_VOCAB}]",
+    )
+    prepare = commands.add_parser(
+        "prepare", help="tokenize text files into a folder of token shards"
+    )
+    add_prepare_flags(prepare)
     show = commands.add_parser(
         "show", help="documents of a file as they will be trained, tokens with a loss in green"
     )

@@ -194,9 +194,8 @@ def model_rows(layout: Layout, cfg, c, seq_len: int):
         size = getattr(c, name, None)
         if size:
             sizes[name] = size
-    shared = getattr(c, "n_shared_experts", 0)
-    if shared:
-        sizes["n_shared_experts x moe_ffn_dim"] = shared * c.moe_ffn_dim
+    if hasattr(c, "n_shared_experts") and c.n_shared_experts:
+        sizes["n_shared_experts x moe_ffn_dim"] = c.n_shared_experts * c.moe_ffn_dim
     odd = [f"{name} {size}" for name, size in sizes.items() if size % tp]
     # cp cuts a sequence into 2*cp chunks, tp each rank's part into tp
     pieces = tp

@@ -102,8 +102,7 @@ class DeepSeekConfig:
         if min(self.q_lora_rank, self.n_shared_experts) < 0 or self.mtp_depth not in (0, 1):
             raise ValueError(
                 f"q_lora_rank {self.q_lora_rank} and n_shared_experts {self.n_shared_experts} "
-                "must be 0 or more, "
-                f"mtp_depth {self.mtp_depth} 0 or 1"
+                f"must be 0 or more, mtp_depth {self.mtp_depth} 0 or 1"
             )
         per_group = self.n_experts // self.n_groups
         if self.n_experts % self.n_groups or (
@@ -111,8 +110,7 @@ class DeepSeekConfig:
         ):
             raise ValueError(
                 f"n_experts {self.n_experts} in n_groups {self.n_groups} makes no whole groups, "
-                "of 2 or more with "
-                "score_func sigmoid"
+                "of 2 or more with score_func sigmoid"
             )
         if (
             self.top_k_groups > self.n_groups
@@ -120,8 +118,7 @@ class DeepSeekConfig:
         ):
             raise ValueError(
                 f"top_k {self.top_k} must be between 1 and the {self.top_k_groups * per_group} "
-                "experts of "
-                f"top_k_groups {self.top_k_groups} of n_groups {self.n_groups}"
+                f"experts of top_k_groups {self.top_k_groups} of n_groups {self.n_groups}"
             )
 
     @property
@@ -369,9 +366,8 @@ class MoE(nn.Module):
             best = grouped.topk(2, -1).values.sum(-1)
         else:
             best = grouped.amax(-1)
-        outside = torch.ones_like(best, dtype=torch.bool).scatter(
-            -1, best.topk(c.top_k_groups, -1).indices, False
-        )
+        chosen = best.topk(c.top_k_groups, -1).indices
+        outside = torch.ones_like(best, dtype=torch.bool).scatter(-1, chosen, False)
         return grouped.masked_fill(outside[..., None], -torch.inf).flatten(-2)
 
 
@@ -387,10 +383,9 @@ class Block(nn.Module):
         else:
             self.moe = MoE(config)
             shared_dim = config.n_shared_experts * config.moe_ffn_dim
+            self.shared = None
             if shared_dim:
                 self.shared = FeedForward(config.dim, shared_dim)
-            else:
-                self.shared = None
 
     def forward(self, h, cos, sin, attend, attend_cached=None):
         h = h + self.attn(self.attn_norm(h), cos, sin, attend, attend_cached)
@@ -451,14 +446,12 @@ class DeepSeek(nn.Module):
         )
         self.norm = RMSNorm(config.dim, eps=config.norm_eps)
         # tied: forward takes the embedding's weight for the head as well
-        if config.tie_embeddings:
-            self.head = None
-        else:
+        self.head = None
+        if not config.tie_embeddings:
             self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.mtp = None
         if config.mtp_depth:
             self.mtp = MTP(config)
-        else:
-            self.mtp = None
         self.mtp_weight = 0.3  # weight of MTP's loss; the recipe's --mtp_weight
         # parallel.py replaces these functions: context_parallel the first, tensor_parallel and
         # compile the other two.
@@ -544,13 +537,9 @@ class DeepSeek(nn.Module):
     def n_active_params(self) -> int:
         """Parameters that a token uses: all but the experts not chosen."""
         c = self.config
-        idle = (
-            (c.n_layers - c.n_dense_layers + c.mtp_depth)
-            * (c.n_experts - c.top_k)
-            * 3
-            * c.dim
-            * c.moe_ffn_dim
-        )
+        n_sparse_layers = c.n_layers - c.n_dense_layers + c.mtp_depth
+        expert = 3 * c.dim * c.moe_ffn_dim
+        idle = n_sparse_layers * (c.n_experts - c.top_k) * expert
         return sum(p.numel() for p in self.parameters()) - idle
 
     def flops_per_token(self, seq_len: int) -> int:
@@ -564,10 +553,8 @@ class DeepSeek(nn.Module):
         n = self.n_active_params() + c.mtp_depth * embedding
         if not c.tie_embeddings:
             n -= embedding
-        return (
-            6 * n
-            + 6 * (c.n_layers + c.mtp_depth) * c.n_heads * (c.head_dim + c.v_head_dim) * seq_len
-        )
+        attention = (c.n_layers + c.mtp_depth) * c.n_heads * (c.head_dim + c.v_head_dim) * seq_len
+        return 6 * n + 6 * attention
 
     def tp_plan(self) -> dict[str, str]:
         """fqn pattern -> style (a key of parallel.TP_STYLES). Between blocks, activations are

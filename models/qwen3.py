@@ -199,9 +199,8 @@ class Qwen3(nn.Module):
         self.blocks = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
         self.norm = RMSNorm(config.dim, eps=config.norm_eps)
         # tied: forward takes the embedding's weight for the head as well
-        if config.tie_embeddings:
-            self.head = None
-        else:
+        self.head = None
+        if not config.tie_embeddings:
             self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         # parallel.py replaces these functions: context_parallel the first, tensor_parallel and
         # compile the other two.

@@ -81,7 +81,9 @@ def read_task_lines(path: str, flag: str, *suffixes: str) -> list[Line]:
             content = file.read_bytes()
         content = content.decode().removeprefix("\ufeff")
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", error)
+        reason = error
+        if isinstance(error, OSError):
+            reason = error.strerror
         need = " or ".join(suffixes)
         raise ValueError(
             f"{flag} {path!r}: {reason}; need a {need}, which may be packed as .gz or .zst"

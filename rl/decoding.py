@@ -375,12 +375,8 @@ def rollout(
     width = 1
     if tp_mesh:
         width = tp_mesh.size()
-    n_rows = max(G, min(rows // G, P) * G)
-    room = -(-(max_len + width) // KEY_BUCKET) * KEY_BUCKET
-    if batch_invariant:
-        n_rows = max(n_rows, FEWEST)
-        room = max_len + width
-    cache = RowCache(n_rows, room, batch_invariant)
+    cache = new_cache(max(G, min(rows // G, P) * G), max_len + width, batch_invariant)
+    n_rows = cache.rows
     samples = new_samples(prompts, noise, max_len)
     waiting = deque(range(P))
     # the sample of each row; None: a free row, whose output is ignored
@@ -417,13 +413,11 @@ def rollout(
         n = min((len(running) - n_busy) // G, len(waiting))
         if n < min(len(waiting), n_rows // G // 4):
             n = 0
-        # leave out free rows
         shrinks = not waiting and len(running) > FEWEST and n_busy <= len(running) * 3 // 4
-        if n or shrinks:
-            n_kept = len(running)
-            if shrinks:
-                n_kept = max(n_busy, FEWEST)
-            running = sort_rows(running, cache, n_kept, device)
+        if shrinks:  # leave out free rows
+            running = sort_rows(running, cache, max(n_busy, FEWEST), device)
+        elif n:
+            running = sort_rows(running, cache, len(running), device)
         new = [waiting.popleft() for _ in range(n)]
         for i, p in enumerate(new):
             running[i * G : (i + 1) * G] = samples[p * G : (p + 1) * G]
@@ -438,11 +432,7 @@ def rollout(
         tokens = [0] * len(running)
         logprobs = [0.0] * len(running)
         if goes_on:
-            last = torch.tensor([last_id(s) for s in running], device=device)
-            at = [max(length(s) - 1, 0) for s in running]  # position of the last token
-            # rows are sorted; a row that has ended is like its neighbour
-            keys = [*accumulate((n + 1 for n in at), max)]
-            chosen, scores = advance(keys, last, torch.tensor(at, device=device), u)
+            chosen, scores = advance(*last_tokens(running, device), u)
             tokens = chosen.tolist()
             logprobs = scores.tolist()
         if longest:
@@ -458,6 +448,13 @@ def rollout(
             add_token(s, tokens[row], logprobs[row], reply, ends)
     kept = ("ids", "logprobs", "mask")
     return [{name: s[name] for name in kept} | {"truncated": not s["done"]} for s in samples]
+
+
+def new_cache(n_rows: int, n_places: int, batch_invariant: bool) -> RowCache:
+    """A cache for so many rows, of at least so many places each: see FEWEST and KEY_BUCKET."""
+    if batch_invariant:
+        return RowCache(max(n_rows, FEWEST), n_places, True)
+    return RowCache(n_rows, -(-n_places // KEY_BUCKET) * KEY_BUCKET)
 
 
 def new_samples(prompts: list[list[int]], noise: Tensor, max_len: int) -> list[dict]:
@@ -482,6 +479,15 @@ def new_samples(prompts: list[list[int]], noise: Tensor, max_len: int) -> list[d
             )
             samples.append(sample)
     return samples
+
+
+def last_tokens(running: list[dict | None], device) -> tuple[list[int], Tensor, Tensor]:
+    """(keys of each row, its last token (R,), that token's position (R,)), for advance()."""
+    last = torch.tensor([last_id(s) for s in running], device=device)
+    at = [max(length(s) - 1, 0) for s in running]
+    # rows are sorted; a row that has ended is like its neighbour
+    keys = [*accumulate((n + 1 for n in at), max)]
+    return keys, last, torch.tensor(at, device=device)
 
 
 def last_id(sample: dict | None) -> int:

@@ -361,7 +361,10 @@ def content_of(state, depth: int = 6):
 def say_tight(env, text, seq_len: int, max_new_tokens: int, fits) -> list[str]:
     """A line for the user if prompts leave less than max_new_tokens for the answer: samples that
     are cut are paid 0, and nothing else would tell why."""
-    tasks = [*getattr(env, "problems", []), *getattr(env, "eval_problems", [])]
+    tasks = []
+    for name in ("problems", "eval_problems"):
+        if hasattr(env, name):
+            tasks += getattr(env, name)
     if not tasks:
         tasks = [draw_task(env, "train", i, fits) for i in range(SOME_TASKS)]
     lengths = [len(text.prompt(task[0])) for task in tasks]
