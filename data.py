@@ -38,18 +38,18 @@ from corpus.tokenizer import bytes_of_tokens, listed_tokens, load_tokenizer
 from flags.config import Need, flag, own_rank
 from flags.files import sha256_file
 
+
+def reads_text(cfg) -> bool:
+    """Whether --data or --val_data names something else than token shards."""
+    for data in filter(None, (cfg.data, cfg.val_data)):
+        for part in parse_mixture(data):
+            if not is_shards(part.path):
+                return True
+    return False
+
+
 # Text of the refusal of a flag without its precondition: see flags/config.py
-TEXT = Need(
-    "with --data of token shards, which need no cache",
-    lambda c: (
-        not all(
-            is_shards(part.path)
-            for data in (c.data, c.val_data)
-            if data
-            for part in parse_mixture(data)
-        )
-    ),
-)
+TEXT = Need("with --data of token shards, which need no cache", reads_text)
 
 
 @dataclass(kw_only=True)
@@ -102,9 +102,11 @@ def permute(k: np.ndarray, n: int, key: str) -> np.ndarray:
     fewer than 4 passes on average."""
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half) - np.uint64(1)
-    out, walking = np.array(k, np.uint64), np.ones(len(k), bool)
+    out = np.array(k, np.uint64)
+    walking = np.ones(len(k), bool)
     while walking.any():
-        left, right = out[walking] >> half, out[walking] & mask
+        left = out[walking] >> half
+        right = out[walking] & mask
         for round_key in np.frombuffer(hashlib.sha512(key.encode()).digest(), "<u8"):
             mixed = (right ^ round_key) * np.uint64(0x9E3779B97F4A7C15)
             mixed = (mixed ^ (mixed >> np.uint64(32))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -120,27 +122,27 @@ def hash_sequences(tokens: np.ndarray, labels: np.ndarray, first_row: int) -> in
     """A number below 2**48 for some rows (sequences, T) of a global batch. The sum over all rows,
     modulo 2**48, is the same in every layout, and differs if a token, a label or the order of the
     rows changes. first_row: number of the first row."""
-    rows = enumerate(zip(tokens, labels), first_row)
-    contents = (
-        b"%d " % number + row.tobytes() + row_labels.tobytes() for number, (row, row_labels) in rows
-    )
-    return (
-        sum(int.from_bytes(hashlib.sha256(content).digest()[:6], "little") for content in contents)
-        % 2**48
-    )
+    total = 0
+    for number, (row, row_labels) in enumerate(zip(tokens, labels), first_row):
+        content = b"%d " % number + row.tobytes() + row_labels.tobytes()
+        total += int.from_bytes(hashlib.sha256(content).digest()[:6], "little")
+    return total % 2**48
 
 
 def to_tensors(arrays, local_batch_size: int, device: torch.device | str) -> list:
     """Each array (sequences, T) as a tensor (A, B, T) on the host, page-locked if the batch goes to
     a GPU."""
-    tensors = [
-        a if a is None else torch.from_numpy(a.reshape(-1, local_batch_size, a.shape[-1]).copy())
-        for a in arrays
-    ]
-    return [
-        t.pin_memory() if t is not None and torch.device(device).type == "cuda" else t
-        for t in tensors
-    ]
+    tensors = []
+    for array in arrays:
+        if array is None:
+            tensors.append(None)
+            continue
+        batch = array.reshape(-1, local_batch_size, array.shape[-1])  # (A, B, T)
+        tensor = torch.from_numpy(batch.copy())
+        if torch.device(device).type == "cuda":
+            tensor = tensor.pin_memory()
+        tensors.append(tensor)
+    return tensors
 
 
 def prefetch(batches, device: torch.device):
@@ -149,32 +151,28 @@ def prefetch(batches, device: torch.device):
 
     An error in the thread is raised here. The thread ends with the generator (close(), garbage
     collection) or at exit."""
-    gpu = (
-        None
-        if device.type != "cuda"
-        else torch.cuda.current_device()
-        if device.index is None
-        else device.index
-    )
-    # a new thread is on GPU 0, and pinning there would cost every rank a context on it
-    thread = ThreadPoolExecutor(
-        1, "prefetch", *(() if gpu is None else (torch.cuda.set_device, (gpu,)))
-    )
+    on_gpu = {}
+    if device.type == "cuda":
+        gpu = device.index
+        if gpu is None:
+            gpu = torch.cuda.current_device()
+        # a new thread is on GPU 0, and pinning there would cost every rank a context on it
+        on_gpu = {"initializer": torch.cuda.set_device, "initargs": (gpu,)}
+    thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch", **on_gpu)
     try:
         ready = deque(thread.submit(next, batches, None) for _ in range(2))
         while (batch := ready.popleft().result()) is not None:
             ready.append(thread.submit(next, batches, None))
-            tensors = {name: value for name, value in vars(batch).items() if torch.is_tensor(value)}
-            yield replace(
-                batch,
-                **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()},
-            )
+            moved = {}
+            for name, value in vars(batch).items():
+                if torch.is_tensor(value):
+                    moved[name] = value.to(device, non_blocking=True)
+            yield replace(batch, **moved)
     finally:
         # the garbage collector may close us in any thread, also in our own, and a thread must not
         # wait for itself
-        thread.shutdown(
-            wait=not threading.current_thread().name.startswith("prefetch"), cancel_futures=True
-        )
+        is_own = threading.current_thread().name.startswith("prefetch")
+        thread.shutdown(wait=not is_own, cancel_futures=True)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -197,27 +195,30 @@ class TokenData:
     ):
         """name: of a part of a mixture; each has its own order. all_val: use the training split for
         validation, too."""
-        index, tokenizer_file = read_index(folder), folder / "tokenizer.json"
-        splits, tokenizer_sha256 = index["splits"], index["source"]["tokenizer"]
-        tokenizer_json = tokenizer_file.read_bytes() if tokenizer_file.is_file() else b""
+        index = read_index(folder)
+        tokenizer_file = folder / "tokenizer.json"
+        splits = index["splits"]
+        tokenizer_sha256 = index["source"]["tokenizer"]
+        tokenizer_json = b""
+        if tokenizer_file.is_file():
+            tokenizer_json = tokenizer_file.read_bytes()
         if tokenizer_json and hashlib.sha256(tokenizer_json).hexdigest() != tokenizer_sha256:
             raise ValueError(
                 f"{tokenizer_file} is not the tokenizer that these shards were made with; make "
                 "the shards again"
             )
-        self.folder, self.seq_len, self.data_seed, self.doc_mask = (
-            folder,
-            seq_len,
-            data_seed,
-            doc_mask,
-        )
-        self.vocab_size, self.eot = index["vocab_size"], index["eot"]
-        self.tokenizer_file = str(tokenizer_file) if tokenizer_json else None
-        self.token_bytes = (
-            bytes_of_tokens(tokenizer_json, self.vocab_size, listed_tokens(str(folder)))
-            if tokenizer_json
-            else None
-        )
+        self.folder = folder
+        self.seq_len = seq_len
+        self.data_seed = data_seed
+        self.doc_mask = doc_mask
+        self.vocab_size = index["vocab_size"]
+        self.eot = index["eot"]
+        self.tokenizer_file = None
+        self.token_bytes = None
+        if tokenizer_json:
+            self.tokenizer_file = str(tokenizer_file)
+            listed = listed_tokens(str(folder))
+            self.token_bytes = bytes_of_tokens(tokenizer_json, self.vocab_size, listed)
         opened_array.cache_clear()  # the folder may have been made anew
         # once per machine: there may be millions; each rank checks what it opens
         if own_rank("LOCAL_RANK") == 0:
@@ -225,18 +226,17 @@ class TokenData:
         if all_val:
             splits = {"train": [], "val": [*splits["train"], *splits["val"]]}
         self.shard = lambda split, i: opened_array(folder, *array_of(splits[split][i], index))
-        self.ends = {
-            split: np.cumsum([entry["tokens"] for entry in splits[split]], dtype=np.int64)
-            for split in splits
-        }
-        n_tokens, n_val_tokens = (
-            sum(entry["tokens"] for entry in splits[split]) for split in ("train", "val")
-        )
-        self.n_samples, self.n_val_samples = (
-            max(0, n_tokens - 1) // seq_len,
-            -(-max(0, n_val_tokens - 1) // seq_len),
-        )
-        self.entries, self.name, self.validation = splits, name, self
+        self.ends = {}  # split -> number of tokens to the end of each shard
+        for split in splits:
+            sizes = [entry["tokens"] for entry in splits[split]]
+            self.ends[split] = np.cumsum(sizes, dtype=np.int64)
+        n_tokens = sum(entry["tokens"] for entry in splits["train"])
+        n_val_tokens = sum(entry["tokens"] for entry in splits["val"])
+        self.n_samples = max(0, n_tokens - 1) // seq_len
+        self.n_val_samples = -(-max(0, n_val_tokens - 1) // seq_len)  # rounded up
+        self.entries = splits
+        self.name = name
+        self.validation = self
         self.fingerprint = {
             "data_sha256": index["sha256"],
             "n_tokens": n_tokens,
@@ -255,7 +255,8 @@ class TokenData:
                 i = np.searchsorted(self.ends[split], position, side="right")
                 part = self.shard(split, i)[position - self.ends[split][i] :][: len(row)]
                 row[: len(part)] = part
-                row, position = row[len(part) :], position + len(part)
+                row = row[len(part) :]
+                position = position + len(part)
         self.check_ids(out)
         return out
 
@@ -269,57 +270,57 @@ class TokenData:
     def arrays(self, windows: np.ndarray):
         """tokens, labels, positions, doc_ids, each (sequences, seq_len) int64; doc_ids is None
         without doc_mask."""
-        tokens, labels = (
-            np.where(windows < 0, self.eot, windows)[:, :-1],
-            np.where(windows < 0, -100, windows)[:, 1:],
-        )
+        tokens = np.where(windows < 0, self.eot, windows)[:, :-1]
+        labels = np.where(windows < 0, -100, windows)[:, 1:]
         is_eot = tokens == self.eot
         # a document begins after each eot
         begins = np.pad(is_eot[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-        return (
-            tokens,
-            np.where(is_eot, -100, labels) if self.doc_mask else labels,
-            *self.positions_and_ids(begins),
-        )
+        if self.doc_mask:
+            labels = np.where(is_eot, -100, labels)
+        return tokens, labels, *self.positions_and_ids(begins)
 
     def positions_and_ids(self, begins: np.ndarray):
         """positions, doc_ids from the places where a document begins."""
         positions = np.broadcast_to(np.arange(self.seq_len), begins.shape)
         if not self.doc_mask:
             return positions, None
-        return positions - np.maximum.accumulate(
-            np.where(begins, positions, 0), axis=1
-        ), begins.cumsum(axis=1) - 1
+        starts = np.maximum.accumulate(np.where(begins, positions, 0), axis=1)
+        return positions - starts, begins.cumsum(axis=1) - 1
 
     def first_words(self) -> str:
         """The first words of the validation text, else of the training text: a prompt for a sample."""
-        split, n = ("val", self.n_val_samples) if self.n_val_samples else ("train", self.n_samples)
+        split = "train"
+        n = self.n_samples
+        if self.n_val_samples:
+            split = "val"
+            n = self.n_val_samples
         ids = self.windows(split, range(min(n, 1 + 256 // self.seq_len)))[:, :-1].ravel()
-        decode = load_tokenizer(Path(self.tokenizer_file)).decode
-        documents = [
-            part[(part >= 0) & (part != self.eot)].tolist()
-            for part in np.split(ids, np.flatnonzero(ids == self.eot))
-        ]
-        line = next(
-            (line for part in documents for line in decode(part).splitlines() if line.strip()), ""
-        )
-        return " ".join(line.split()[:4])[:60].rstrip("\ufffd")  # 60: not all writing has spaces
+        tokenizer = load_tokenizer(Path(self.tokenizer_file))
+        for part in np.split(ids, np.flatnonzero(ids == self.eot)):
+            document = part[(part >= 0) & (part != self.eot)].tolist()
+            for line in tokenizer.decode(document).splitlines():
+                if line.strip():
+                    # 60: not all writing has spaces
+                    return " ".join(line.split()[:4])[:60].rstrip("\ufffd")
+        return ""
 
     def sequences(self, numbers: np.ndarray):
         """arrays() of training sequences; numbers: cursors, counted through all epochs."""
         epochs, places = np.divmod(numbers, self.n_samples)
         for epoch in np.unique(epochs):
-            here, order = (
-                epochs == epoch,
-                f"{self.data_seed}/{epoch}" + f"/{self.name}" * bool(self.name),
-            )
+            here = epochs == epoch
+            order = f"{self.data_seed}/{epoch}"
+            if self.name:
+                order += f"/{self.name}"
             places[here] = permute(places[here], self.n_samples, order)
         return self.arrays(self.windows("train", places))
 
     def val_sets(self, n_sequences: int) -> list:
         """[(data, numbers of its validation windows)], at most n_sequences windows, the same for every data_seed."""
         n = min(n_sequences, self.n_val_samples)
-        return [(self, permute(np.arange(n), self.n_val_samples, "validation"))] if n else []
+        if n:
+            return [(self, permute(np.arange(n), self.n_val_samples, "validation"))]
+        return []
 
     def learnt_ends(self) -> list[int]:
         """The ids that end a text in these data: what a model learns to end with."""
@@ -333,40 +334,48 @@ class TokenData:
     def plan(self, samples: int) -> str:
         """For the start: a line per part of a mixture, with its share and epochs in so many
         sequences."""
-        parts, epochs = self.fingerprint.get("parts", {}), self.epochs(samples)
-        return "".join(
-            f"{name}: {100 * float(Fraction(part['weight'])):.6g} % of the sequences, "
-            f"{part['n_tokens']:,} tokens, "
-            f"{epochs['data_epochs'][name]:.3g} epochs\n"
-            for name, part in parts.items()
-        )
+        lines = ""
+        epochs = self.epochs(samples)
+        for name, part in self.fingerprint.get("parts", {}).items():
+            lines += (
+                f"{name}: {100 * float(Fraction(part['weight'])):.6g} % of the sequences, "
+                f"{part['n_tokens']:,} tokens, "
+                f"{epochs['data_epochs'][name]:.3g} epochs\n"
+            )
+        return lines
 
     def has_labels(self, split: str, n_samples: int) -> bool:
         """Whether any token of a split has a loss. Stops at the first window with a loss, usually
         number 0."""
-        return any(
-            (self.arrays(self.windows(split, range(i, min(i + 64, n_samples))))[1] >= 0).any()
-            for i in range(0, n_samples, 64)
-        )
+        for first in range(0, n_samples, 64):
+            windows = self.windows(split, range(first, min(first + 64, n_samples)))
+            labels = self.arrays(windows)[1]
+            if (labels >= 0).any():
+                return True
+        return False
 
     def check(self, what: str, path: str, split: str):
         """Raises ValueError if a split has nothing to learn from. what: flag and source, for
         errors; path: source."""
-        n_samples, use = (
-            (self.n_val_samples, "validation") if split == "val" else (self.n_samples, "training")
-        )
+        n_samples = self.n_samples
+        use = "training"
+        if split == "val":
+            n_samples = self.n_val_samples
+            use = "validation"
         if n_samples < 1:
-            n_tokens = int(self.ends[split][-1]) if len(self.ends[split]) else 0
+            n_tokens = 0
+            if len(self.ends[split]):
+                n_tokens = int(self.ends[split][-1])
             raise ValueError(
                 f"{what}: {n_tokens} {use} tokens, but one sequence needs --seq_len "
                 f"{self.seq_len} + 1; "
                 f"take a longer text or --seq_len {max(1, n_tokens - 1)}"
             )
         if not self.has_labels(split, n_samples):
-            raise ValueError(
-                f"{what}: no token of the {use} text has a loss"
-                + ", for --doc_mask masks them" * self.doc_mask
-            )
+            reason = ""
+            if self.doc_mask:
+                reason = ", for --doc_mask masks them"
+            raise ValueError(f"{what}: no token of the {use} text has a loss{reason}")
         if not self.has_labels("val", self.n_val_samples):
             self.n_val_samples = 0  # a loss of 0.0000 over no token would look good
 
@@ -408,20 +417,21 @@ class TokenData:
         """Iterator of Batch (A = 1) over at most n_sequences validation windows, the same in every
         layout and for every data_seed. Every rank gets as many batches; rows left over in the last
         batches have no labels."""
-        sets, rows = self.validation.val_sets(n_sequences), local_batch_size * data_ranks
+        sets = self.validation.val_sets(n_sequences)
+        rows = local_batch_size * data_ranks
 
         def make():
             for data, numbers in sets:
                 for first in range(0, len(numbers), rows):
                     windows = np.full((local_batch_size, data.seq_len + 1), -1)
-                    mine = numbers[first : first + rows][data_rank * local_batch_size :][
-                        :local_batch_size
-                    ]
+                    batch = numbers[first : first + rows]
+                    mine = batch[data_rank * local_batch_size :][:local_batch_size]
                     windows[: len(mine)] = data.windows("val", mine)
-                    arrays, bytes_of = data.arrays(windows), data.token_bytes
-                    n_bytes = (
-                        None if bytes_of is None else int(bytes_of[arrays[1][arrays[1] >= 0]].sum())
-                    )
+                    arrays = data.arrays(windows)
+                    labels = arrays[1]
+                    n_bytes = None
+                    if data.token_bytes is not None:
+                        n_bytes = int(data.token_bytes[labels[labels >= 0]].sum())
                     tensors = to_tensors(arrays, local_batch_size, device)
                     yield Batch(*tensors, min(rows, len(numbers) - first), "", n_bytes, data.name)
 
@@ -433,53 +443,63 @@ class MixedData(TokenData):
     without a mixture."""
 
     def __init__(self, parts: list[TokenData], shares: list[int], folder: str):
-        first, self.parts, self.turns = parts[0], parts, take_turns(shares)
-        self.folder, self.validation = folder, self
-        self.vocab_size, self.eot, self.tokenizer_file = (
-            first.vocab_size,
-            first.eot,
-            first.tokenizer_file,
-        )
+        first = parts[0]
+        self.parts = parts
+        self.turns = take_turns(shares)
+        self.folder = folder
+        self.validation = self
+        self.vocab_size = first.vocab_size
+        self.eot = first.eot
+        self.tokenizer_file = first.tokenizer_file
         self.first_words = first.first_words
         self.n_val_samples = sum(part.n_val_samples for part in parts)
-        about = {
-            part.name: {"weight": str(Fraction(share, sum(shares)))}
-            | {key: part.fingerprint[key] for key in ("data_sha256", "n_tokens")}
-            for part, share in zip(parts, shares)
-        }
-        self.fingerprint = {
-            key: value
-            for key, value in first.fingerprint.items()
-            if key not in ("data_sha256", "n_tokens")
-        }
+        about = {}
+        for part, share in zip(parts, shares):
+            about[part.name] = {
+                "weight": str(Fraction(share, sum(shares))),
+                "data_sha256": part.fingerprint["data_sha256"],
+                "n_tokens": part.fingerprint["n_tokens"],
+            }
+        self.fingerprint = dict(first.fingerprint)
+        del self.fingerprint["data_sha256"]
+        del self.fingerprint["n_tokens"]
         self.fingerprint["parts"] = about
 
     def sequences(self, numbers: np.ndarray):
         turn, numbers = self.turns.at(numbers)
-        rows = [np.flatnonzero(turn == i) for i in range(len(self.parts))]
-        found = [part.sequences(numbers[here]) for part, here in zip(self.parts, rows) if len(here)]
+        rows = []  # of each part: the places of its sequences
+        found = []
+        for i, part in enumerate(self.parts):
+            here = np.flatnonzero(turn == i)
+            rows.append(here)
+            if len(here):
+                found.append(part.sequences(numbers[here]))
         back = np.argsort(np.concatenate(rows))
-        return [
-            None if arrays[0] is None else np.concatenate(arrays)[back] for arrays in zip(*found)
-        ]
+        mixed = []
+        for arrays in zip(*found):
+            if arrays[0] is None:
+                mixed.append(None)
+            else:
+                mixed.append(np.concatenate(arrays)[back])
+        return mixed
 
     def val_sets(self, n_sequences: int) -> list:
-        return [
-            found
-            for part, n in zip(self.parts, self.turns.counts(n_sequences))
-            for found in part.val_sets(int(n))
-        ]
+        sets = []
+        for part, n in zip(self.parts, self.turns.counts(n_sequences)):
+            sets += part.val_sets(int(n))
+        return sets
 
     def learnt_ends(self) -> list[int]:
-        return list(dict.fromkeys(i for part in self.parts for i in part.learnt_ends()))
+        ends = []
+        for part in self.parts:
+            ends += part.learnt_ends()
+        return list(dict.fromkeys(ends))
 
     def epochs(self, samples: int) -> dict:
-        return {
-            "data_epochs": {
-                part.name: int(n) / part.n_samples
-                for part, n in zip(self.parts, self.turns.counts(samples))
-            }
-        }
+        epochs = {}
+        for part, n in zip(self.parts, self.turns.counts(samples)):
+            epochs[part.name] = int(n) / part.n_samples
+        return {"data_epochs": epochs}
 
 
 def open_data(
@@ -509,13 +529,14 @@ def open_parts(
     cfg: DataConfig, flag: str, named: str, seq_len: int, tokenizer: TextSource, Chats: type | None
 ) -> TokenData:
     """Data of --data or --val_data (flag): one source, or the parts of a mixture."""
-    parts, found = parse_mixture(named, flag), {}
+    parts = parse_mixture(named, flag)
+    found = {}
     # shards first: their tokenizer cuts the text
     for part in sorted(parts, key=lambda part: not is_shards(part.path)):
-        what, all_val = (
-            f"{flag} {part.name}{'=' * (part.name != '')}{part.path}",
-            flag == "--val_data",
-        )
+        what = f"{flag} {part.path}"
+        if part.name:
+            what = f"{flag} {part.name}={part.path}"
+        all_val = flag == "--val_data"
         found[part.name] = open_part(cfg, what, part, seq_len, tokenizer, all_val, Chats)
         tokenizer = tokenizer.or_of(found[part.name])
     if parts[0].name == "":
@@ -529,15 +550,21 @@ def check_same_ids(sources: dict[str, TokenData]):
     errors: data}."""
     (first, known), *others = sources.items()
     for name, data in others:
-        a, b = ((x.fingerprint["tokenizer_sha256"], x.vocab_size, x.eot) for x in (known, data))
-        if a != b:
-            about = [
-                f"{ids} ids, end of text {eot}, sha256 {sha256[:12]}" for sha256, ids, eot in (a, b)
-            ]
+        if ids_of_data(data) != ids_of_data(known):
             raise ValueError(
-                f"{first} and {name} have different tokenizers ({'; '.join(about)}); prepare both "
-                "with one"
+                f"{first} and {name} have different tokenizers ({about_ids(known)}; "
+                f"{about_ids(data)}); prepare both with one"
             )
+
+
+def ids_of_data(data: TokenData) -> tuple:
+    """What decides which text an id stands for."""
+    return data.fingerprint["tokenizer_sha256"], data.vocab_size, data.eot
+
+
+def about_ids(data: TokenData) -> str:
+    sha256, n_ids, eot = ids_of_data(data)
+    return f"{n_ids} ids, end of text {eot}, sha256 {sha256[:12]}"
 
 
 def open_part(
@@ -550,30 +577,21 @@ def open_part(
     Chats: type | None,
 ) -> TokenData:
     """Data of one source. what: flag and source, for errors."""
-    no_chats = (
-        ""
-        if Chats
-        else (
+    no_chats = ""
+    if not Chats:
+        no_chats = (
             f"{what} holds conversations, and this recipe trains on text; use finetune.py "
             "--init_from "
             f"FOLDER --data {part.path}, with the folder of a model that they are to change"
         )
-    )
     try:
         if not is_shards(part.path):
             source = tokenizer._replace(folder=cfg.tokenizer or tokenizer.folder)
             folder = cached_corpus(part.path, source, cfg.cache_dir, no_chats)
         else:
             folder = Path(part.path)
-            if (
-                cfg.tokenizer
-                and sha256_file(find_tokenizer(cfg.tokenizer)[0])
-                != read_index(folder)["source"]["tokenizer"]
-            ):
-                raise ValueError(
-                    f"--tokenizer {cfg.tokenizer} is not the one that {folder} was made with; "
-                    "leave it out"
-                )
+            if cfg.tokenizer:
+                check_tokenizer_of(folder, cfg.tokenizer)
         index = read_index(folder)
         if "lost" in index and own_rank() == 0:
             from corpus.spelling import warn_lost
@@ -582,15 +600,27 @@ def open_part(
         is_chat = index["version"] == MASKED
         if is_chat and no_chats:
             raise ValueError(no_chats)
-        data = (Chats if is_chat else TokenData)(
-            folder, seq_len, cfg.data_seed, cfg.doc_mask, part.name, all_val
-        )
+        Data = TokenData
+        if is_chat:
+            Data = Chats
+        data = Data(folder, seq_len, cfg.data_seed, cfg.doc_mask, part.name, all_val)
     except OSError as error:
         cache = cache_folder(cfg.cache_dir)  # a full disk names no file
         rights = f"--data must be readable, --cache_dir {cache} writable"
         raise ValueError(f"{error.filename or cache}: {error.strerror}; {rights}") from error
-    data.check(what, part.path, "val" if all_val else "train")
+    split = "train"
+    if all_val:
+        split = "val"
+    data.check(what, part.path, split)
     return data
+
+
+def check_tokenizer_of(folder: Path, tokenizer: str):
+    """Raises ValueError if a folder of token shards was made with another tokenizer."""
+    if sha256_file(find_tokenizer(tokenizer)[0]) != read_index(folder)["source"]["tokenizer"]:
+        raise ValueError(
+            f"--tokenizer {tokenizer} is not the one that {folder} was made with; leave it out"
+        )
 
 
 if __name__ == "__main__":

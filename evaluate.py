@@ -32,7 +32,7 @@ import os
 import time
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -58,14 +58,22 @@ from rl.answers import (
     final_number,
     is_ordinary_number,
     is_right,
-    never_right,
     opened_by,
 )
-from rl.datasets import Line, Text, read_task_lines
+from rl.datasets import Line, Text
 from rl.decoding import draw_noise, rollout
 from rl.packing import in_rows, lay_out, pieces
 from rl.policy import split_model
-from rl.prompts import check_template, fill_template, write_field
+from rl.prompts import check_template, fill_template
+from rl.questions import (
+    answer_of_shot,
+    encode_pair,
+    opening_ids,
+    other_shots,
+    read_shots,
+    read_task,
+    rolling_windows,
+)
 from rl.rewards import ratio
 from rl.rollouts import gather_samples, lockstep, patient_group, whole_weights
 from storage.adapters import base_of
@@ -138,121 +146,29 @@ class Config(ParallelConfig, ExpertConfig, LaunchConfig, PipelineConfig, ChatCon
         check_range(self, 0, math.inf, "limit", "shots", "temperature")
 
 
-# ---------------------------------------------------------------- tasks
-KINDS = {
-    "text": ("text",),
-    "choice": ("question", "choices", "answer"),
-    "answer": ("question", "answer"),
-}
-
-
-def read_task(path: str, flag="--task", answers="") -> tuple[str, list[Line]]:
-    """("text", "choice" or "answer", the lines) of a task's file. answers: as in --answers; "" for
-    examples. The ValueError names the line."""
-    lines = read_task_lines(path, flag, ".txt", ".jsonl")
-    found = [kind for kind, names in KINDS.items() if set(names) <= lines[0].fields.keys()]
-    if not found or found[0] == "text" and len(found) > 1:
-        raise ValueError(
-            f"{lines[0].where} has {', '.join(lines[0].fields) or 'no fields'}; need text, or "
-            "question, choices "
-            "and answer, or question and answer"
-        )
-    return found[0], [check_line(line, found[0], answers) for line in lines]
-
-
-def check_line(line: Line, kind: str, answers: str) -> Line:
-    """The line, with its answer among choices as a number from 0. Raises ValueError for missing or
-    wrong fields, and for a written answer that no text can match."""
-    where, record = line
-    for name in KINDS[kind]:
-        if name not in record:
-            raise ValueError(f"{where} has no {name}, and the first line has")
-        if name in ("text", "question") and not isinstance(record[name], str):
-            raise ValueError(f"{where}: {name} is no text")
-    if (
-        kind == "answer"
-        and answers
-        and (reason := never_right(answers, answer := record["answer"]))
-    ):
-        raise ValueError(
-            f"{where}: nothing can be right with --answers {answers} for {str(answer)[-60:]!r}: "
-            f"{reason}"
-        )
-    if kind != "choice":
-        return line
-    choices, answer = record["choices"], record["answer"]
-    if (
-        not isinstance(choices, list)
-        or not choices
-        or not all(isinstance(c, str) and c for c in choices)
-    ):
-        raise ValueError(f"{where}: choices are no list of texts, none of them empty")
-    is_letter = isinstance(answer, str) and len(answer) == 1 and answer.isalpha()
-    index = (
-        choices.index(answer)
-        if answer in choices
-        else ord(answer.upper()) - ord("A")
-        if is_letter
-        else answer
-    )
-    if type(index) is not int or not 0 <= index < len(choices):
-        raise ValueError(
-            f"{where}: the answer {answer!r} is none of the {len(choices)} choices, nor a letter "
-            "or number of one"
-        )
-    return Line(where, record | {"answer": index})
-
-
+# ---------------------------------------------------------------- prompts
 def prompts_of(cfg: Config, text: Text, lines: list[Line], kind: str) -> list[str]:
     """The text before each answer: shots, then the line in --prompt_template; with --chat, all in
     one message. Raises ValueError."""
-    template = unescape(cfg.prompt_template) or ("{question}" if text.chat else BASE_PROMPT)
+    template = unescape(cfg.prompt_template)
+    if not template and text.chat:
+        template = "{question}"
+    elif not template:
+        template = BASE_PROMPT
     check_template(template, lines, "question")
-    examples = read_shots(cfg, kind) if cfg.shots else []
+    examples = []
+    if cfg.shots:
+        examples = read_shots(cfg.shots_file, cfg.shots, kind)
     prompts = []
     for line in lines:
-        shots = "".join(
-            f"{fill_template(template, example)} {answer_of_shot(example, kind)}\n\n"
-            for example in other_shots(examples, line, cfg.shots)
-        )
-        prompts.append(shots + fill_template(template, line))
-    return [text.chat(prompt) for prompt in prompts] if text.chat else prompts
-
-
-def read_shots(cfg: Config, kind: str) -> list[Line]:
-    """The lines of --shots_file. Raises ValueError."""
-    found, examples = read_task(cfg.shots_file, "--shots_file")
-    if found != kind or len(examples) < cfg.shots:
-        raise ValueError(
-            f"--shots_file has {len(examples)} lines of kind {found}; need {cfg.shots} of "
-            f"kind {kind}"
-        )
-    return examples
-
-
-def other_shots(examples: list[Line], line: Line, n: int) -> list[Line]:
-    """The first n examples that do not ask what this line asks: the model would read the answer in
-    its own prompt. Raises ValueError if there are fewer."""
-    asked = question_of(line)
-    found = [example for example in examples if question_of(example) != asked]
-    if len(found) < n:
-        raise ValueError(
-            f"--shots {n}: --shots_file has {len(found)} lines that do not ask the question of "
-            f"{line.where}; give {n} other lines, or --shots {len(found)}"
-        )
-    return found[:n]
-
-
-def question_of(line: Line) -> tuple:
-    """What a line asks, without case and spaces; the order of choices does not matter."""
-    choices = line.fields.get("choices")
-    words = line.fields["question"].casefold().split()
-    return words, sorted(choices) if isinstance(choices, list) else None
-
-
-def answer_of_shot(line: Line, kind: str) -> str:
-    answer = line.fields["answer"]
-    return line.fields["choices"][answer] if kind == "choice" else write_field(line, "answer")
+        prompt = ""
+        for example in other_shots(examples, line, cfg.shots):
+            answer = answer_of_shot(example, kind)
+            prompt += f"{fill_template(template, example)} {answer}\n\n"
+        prompts.append(prompt + fill_template(template, line))
+    if text.chat:
+        return [text.chat(prompt) for prompt in prompts]
+    return prompts
 
 
 def strings_of(cfg: Config) -> list[str]:
@@ -260,7 +176,9 @@ def strings_of(cfg: Config) -> list[str]:
     form; a chat model ends by itself, and may well repeat its question."""
     given = cfg.stop
     if given is None:
-        given = [] if cfg.chat else ["\\nQuestion:"]
+        given = ["\\nQuestion:"]
+        if cfg.chat:
+            given = []
     return [unescape(string) for string in given if string]
 
 
@@ -285,16 +203,20 @@ def plan(cfg: Config, kind: str, model_config, folder: str) -> tuple[Config, Lay
     the task. folder: of the weights. Raises ValueError for flags that do not fit this task or this
     model."""
     check_local(cfg.out, "--out")
-    longest, place = (
-        model_config.max_seq_len if cfg.seq_len == -1 else cfg.seq_len,
-        os.path.dirname(cfg.out) or ".",
-    )
-    if cfg.seq_len == -1 and kind == "text" and not is_hf_folder(folder):
-        longest = min(longest, read_json(folder, "config.json").get("seq_len", longest))
-    most, stride = model_config.max_seq_len, longest if cfg.stride == -1 else cfg.stride
-    given = [
-        spell_flag(name, value) for name, value in given_flags(cfg).items() if name in TRAINING
-    ]
+    most = model_config.max_seq_len
+    longest = cfg.seq_len
+    if longest == -1:
+        longest = most
+        if kind == "text" and not is_hf_folder(folder):
+            longest = min(longest, read_json(folder, "config.json").get("seq_len", longest))
+    stride = cfg.stride
+    if stride == -1:
+        stride = longest
+    place = os.path.dirname(cfg.out) or "."
+    given = []
+    for name, value in given_flags(cfg).items():
+        if name in TRAINING:
+            given.append(spell_flag(name, value))
     refuse(
         [
             (
@@ -328,21 +250,15 @@ def plan(cfg: Config, kind: str, model_config, folder: str) -> tuple[Config, Lay
             (given, f"{', '.join(given)}: nothing is trained here; leave it out"),
         ]
     )
-    dtype = (
-        cfg.compute_dtype
-        if cfg.compute_dtype != "auto"
-        else "bfloat16"
-        if runs_on_cuda(cfg.device)
-        else "float32"
-    )
-    # Without an optimizer, nothing needs more digits than the matmuls. Any number of micro-batches
-    # works with GPipe.
-    cfg = replace(
-        cfg,
-        compute_dtype=dtype,
-        param_dtype=dtype,
-        pp_schedule="GPipe" if cfg.pp > 1 else cfg.pp_schedule,
-    )
+    dtype = cfg.compute_dtype
+    if dtype == "auto":
+        dtype = "float32"
+        if runs_on_cuda(cfg.device):
+            dtype = "bfloat16"
+    # without an optimizer, nothing needs more digits than the matmuls
+    cfg = replace(cfg, compute_dtype=dtype, param_dtype=dtype)
+    if cfg.pp > 1:
+        cfg = replace(cfg, pp_schedule="GPipe")  # works with any number of micro-batches
     cfg.kind = kind  # not a flag, but flags need it, see WRITING
     step = max(pieces(cfg), 1)
     layout = check_layout(
@@ -363,7 +279,9 @@ def open_model(folder: str, layout: Layout, cfg, Model, model_config) -> list[nn
         model = Model(model_config)
     # not check_model, because check_model counts gradients
     check_tp_plan(model, parallel.TP_STYLES)
-    stages = pipeline_stages(model, layout, cfg) if cfg.pp > 1 else [model]
+    stages = [model]
+    if cfg.pp > 1:
+        stages = pipeline_stages(model, layout, cfg)
     for stage in stages:
         split_model(stage, layout, cfg)
         parallel.shard(stage, layout, cfg)
@@ -372,43 +290,7 @@ def open_model(folder: str, layout: Layout, cfg, Model, model_config) -> list[nn
     return [stage.eval() for stage in stages]
 
 
-# ---------------------------------------------------------------- text -> requests
-def opening_ids(text: Text, string: str) -> list[int]:
-    """Ids of a text without context: with the tokenizer's first token, which a chat template writes
-    itself."""
-    return text.ids(string, bool(string) and text.bos and not text.chat)
-
-
-def encode_pair(text: Text, context: str, continuation: str) -> tuple[list[int], list[int]]:
-    """Both texts as token ids, cut as in lm-eval: spaces at the end of the context belong to the
-    continuation; the context alone has n tokens, and the first n tokens of both together are the
-    context. Without a context, text.first is the context. Raises ValueError if no token is left to
-    be scored."""
-    before = context.rstrip()
-    after = context[len(before) :] + continuation
-    head = opening_ids(text, before)
-    whole = opening_ids(text, before + after) if before else text.ids(after)
-    tail = whole[len(head) :]
-    if not tail and whole != head:  # both share a token; the shared token is scored
-        head, tail = whole[:-1], whole[-1:]
-    if not tail:
-        raise ValueError(f"{after!r} has no tokens")
-    return head or [text.first], tail
-
-
-def rolling_windows(
-    ids: list[int], first: int, longest: int, stride: int
-) -> list[tuple[list[int], list[int]]]:
-    """Requests that score each token of a text once, beginning after the token `first`. A forward
-    has at most `longest` tokens; each window after the first scores `stride` tokens, with as much
-    context as fits."""
-    whole, ends = [first, *ids], [*range(longest, len(ids), stride), len(ids)] if ids else []
-    return [
-        (whole[max(0, end - longest) : done + 1], whole[done + 1 : end + 1])
-        for done, end in pairwise([0, *ends])
-    ]
-
-
+# ---------------------------------------------------------------- requests
 def cut_requests(requests: list[tuple], room: int, vocab_size: int) -> tuple[list[tuple], int]:
     """(requests of at most `room` tokens, the number of those whose context has lost its
     beginning). Raises ValueError for a continuation that leaves no room for a context, and for ids
@@ -419,19 +301,24 @@ def cut_requests(requests: list[tuple], room: int, vocab_size: int) -> tuple[lis
                 f"{len(continuation):,} tokens are to be scored as a whole, but there is room for "
                 f"{room - 1:,}"
             )
-        if (last := max(context + continuation)) >= vocab_size:
+        last = max(context + continuation)
+        if last >= vocab_size:
             raise ValueError(
                 f"token id {last} in a text, but the model's vocab_size is {vocab_size}: wrong "
                 "tokenizer?"
             )
-    cut = [
-        (context[len(continuation) - room :], continuation) for context, continuation in requests
-    ]
-    return cut, sum(len(a) < len(b) for (a, _), (b, _) in zip(cut, requests))
+    cut = []
+    n_shorter = 0
+    for context, continuation in requests:
+        kept = context[len(continuation) - room :]
+        n_shorter += len(kept) < len(context)
+        cut.append((kept, continuation))
+    return cut, n_shorter
 
 
 def check_finite(logprobs: list[float]) -> None:
-    if n := len(logprobs) - sum(map(math.isfinite, logprobs)):
+    n = len(logprobs) - sum(map(math.isfinite, logprobs))
+    if n:
         raise ValueError(
             f"{n:,} of {len(logprobs):,} log-probabilities are no numbers: the model has "
             "diverged, or is damaged"
@@ -457,18 +344,18 @@ def pack_requests(requests: list[tuple], layout: Layout) -> dict[str, Tensor]:
     right, invisible to all tokens."""
     rows = []
     for context, continuation in requests:
-        ids, labels = context + continuation, [IGNORE] * (len(context) - 1) + continuation
-        rows.append(
-            [
-                dict(
-                    tokens=torch.tensor(ids[:-1]),
-                    labels=torch.tensor(labels),
-                    positions=torch.arange(len(labels)),
-                )
-            ]
+        ids = context + continuation
+        labels = [IGNORE] * (len(context) - 1) + continuation
+        row = dict(
+            tokens=torch.tensor(ids[:-1]),
+            labels=torch.tensor(labels),
+            positions=torch.arange(len(labels)),
         )
+        rows.append([row])
+    n = pieces(layout)
     T = max(len(row["tokens"]) for (row,) in rows)
-    return lay_out(rows, -(-T // pieces(layout)) * pieces(layout), layout, {"labels": IGNORE})
+    T = -(-T // n) * n  # rounded up to what cp and tp can cut
+    return lay_out(rows, T, layout, {"labels": IGNORE})
 
 
 @torch.no_grad()
@@ -476,23 +363,24 @@ def score(stages: list[nn.Module], layout: Layout, requests: list[tuple]) -> lis
     """The log-probability in nats of the continuation of each request, on every rank. Raises
     ValueError on every rank for a log-probability of nan or inf."""
     report = progress("scored", requests, layout)
-    by_label = (
-        label_logprobs
-        if layout.tp == 1
-        else partial(parallel.vocab_parallel_loss, mesh=layout.mesh["tp"], loss=label_logprobs)
-    )
+    if layout.tp == 1:
+        by_label = label_logprobs
+    else:
+        by_label = partial(
+            parallel.vocab_parallel_loss, mesh=layout.mesh["tp"], loss=label_logprobs
+        )
     for stage in stages:  # a forward with labels now returns their log-probabilities
         stage.token_loss = by_label
     sums = torch.zeros(len(requests), dtype=torch.float64, device=layout.device)
     size = layout.local_batch_size
-    plan = in_rows([len(a) + len(b) for a, b in requests], size, layout.data_ranks)
+    lengths = [len(context) + len(continuation) for context, continuation in requests]
+    plan = in_rows(lengths, size, layout.data_ranks)
     for first, own in zip(plan[0], plan[layout.data_rank]):
-        mine = [i for row in own for i in row]
+        mine = [*chain(*own)]
         # All data ranks run as many rows as the first, which has the most, because the collectives
         # need all ranks.
-        kwargs = pack_requests(
-            [requests[i] for i in mine] + [NOTHING] * (len(first) - len(mine)), layout
-        )
+        idle = len(first) - len(mine)
+        kwargs = pack_requests([requests[i] for i in mine] + [NOTHING] * idle, layout)
         logprobs = parallel.run_forwards(stages, kwargs, layout)
         # all tp ranks have the same numbers, cp ranks a part each
         if logprobs and mine and layout.coordinate("tp") == 0:
@@ -512,18 +400,17 @@ def complete(
     rank. An answer ends before its first --stop string after its thoughts, or with an id of
     text.ends, or is truncated. opened: the prompt has begun a thought. Raises ValueError on every
     rank if the model gives no probabilities."""
-    stop, new = strings_of(cfg), cfg.max_new_tokens
-    group = (
-        patient_group(dist.group.WORLD, cfg.rollout_timeout_s) if layout.world_size > 1 else None
-    )
+    stop = strings_of(cfg)
+    new = cfg.max_new_tokens
+    group = None
+    if layout.world_size > 1:
+        group = patient_group(dist.group.WORLD, cfg.rollout_timeout_s)
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     mine = order[layout.data_rank :: layout.data_ranks]
     noise = draw_noise([f"{cfg.seed}/{i}" for i in mine], 1, new)
-    report, rows, tail = (
-        progress("answered", prompts, layout),
-        layout.local_batch_size,
-        8 + len("".join(stop).encode()),
-    )
+    report = progress("answered", prompts, layout)
+    rows = layout.local_batch_size
+    tail = 8 + len("".join(stop).encode())  # ids that hold any string of stop
 
     def end_at_stop(s):
         # the last rows run on
@@ -533,8 +420,13 @@ def complete(
             return []
         opened = opened_by(text, s["prompt"])
         said = cut_at_stop(text.decode(s["ids"]), opened, stop)
-        return [] if said is None else None
+        if said is None:
+            return []
+        return None
 
+    tp_mesh = None
+    if layout.tp > 1:
+        tp_mesh = layout.mesh["tp"]
     with whole_weights(model):
         samples = rollout(
             model,
@@ -546,15 +438,17 @@ def complete(
             reply=end_at_stop,
             max_len=max(map(len, prompts)) + new,
             agree=lockstep(layout, cfg.rollout_timeout_s),
-            tp_mesh=layout.mesh["tp"] if layout.tp > 1 else None,
+            tp_mesh=tp_mesh,
         )
     for i, s in zip(mine, samples):
-        whole = text.decode(s["ids"])
-        s["index"], s["opened"] = i, opened_by(text, prompts[i])
-        said = cut_at_stop(whole, s["opened"], stop)
-        s["text"] = whole if said is None else said
+        s["index"] = i
+        s["opened"] = opened_by(text, prompts[i])
+        s["text"] = text.decode(s["ids"])
+        said = cut_at_stop(s["text"], s["opened"], stop)
+        if said is not None:
+            s["text"] = said
     everyone = gather_samples(samples, layout, group)
-    check_finite([logprob for s in everyone for logprob in s["logprobs"]])
+    check_finite([*chain(*(s["logprobs"] for s in everyone))])
     return sorted(everyone, key=lambda s: s["index"])
 
 
@@ -565,12 +459,18 @@ def cut_at_stop(text: str, opened: bool, stop: list[str]) -> str | None:
         return None
     places = [text.find(string, begin) for string in stop]
     found = [place for place in places if place >= 0]
-    return text[: min(found)] if found else None
+    if found:
+        return text[: min(found)]
+    return None
 
 
 def progress(what: str, requests: list, layout: Layout) -> Progress:
-    say = partial(print, flush=True) if layout.rank == 0 else lambda text: None
-    return Progress(what, len(requests), say, ("requests", 1))
+    return Progress(what, len(requests), partial(say_on_rank_0, layout), ("requests", 1))
+
+
+def say_on_rank_0(layout: Layout, text: str) -> None:
+    if layout.rank == 0:
+        print(text, flush=True)
 
 
 # ---------------------------------------------------------- scores -> an item per line, and metrics
@@ -579,44 +479,44 @@ def perplexity(
 ) -> tuple[list[dict], dict]:
     """(items, metrics) of texts. windows: requests of each line. scores: results of score() for
     each line."""
-    tokens = [[len(continuation) for _, continuation in of_line] for of_line in windows]
-    n_bytes = [len(line.fields["text"].encode()) for line in lines]
-    items = [
-        dict(logprob=sum(a), tokens=sum(b), bytes=c) for a, b, c in zip(scores, tokens, n_bytes)
-    ]
+    items = []
+    for line, of_line, logprobs in zip(lines, windows, scores):
+        n_tokens = sum(len(continuation) for _, continuation in of_line)
+        n_bytes = len(line.fields["text"].encode())
+        items.append(dict(logprob=sum(logprobs), tokens=n_tokens, bytes=n_bytes))
     if len(lines) == 1:  # a single text is a sample of windows, each with a share of the bytes
-        nats, tokens = [-x for x in scores[0]], tokens[0]
-        n_bytes = [n_bytes[0] * n / sum(tokens) for n in tokens]
+        nats = [-x for x in scores[0]]
+        tokens = [len(continuation) for _, continuation in windows[0]]
+        n_bytes = [items[0]["bytes"] * n / sum(tokens) for n in tokens]
     else:
-        nats, tokens = [-sum(a) for a in scores], [sum(b) for b in tokens]
+        nats = [-item["logprob"] for item in items]
+        tokens = [item["tokens"] for item in items]
+        n_bytes = [item["bytes"] for item in items]
     metrics = ratio("loss", nats, tokens) | ratio("bits_per_byte", nats, n_bytes, 1 / math.log(2))
     most = min(metrics["loss"], 700.0)  # e^710 is too large for a float
-    return items, metrics | dict(
-        perplexity=math.exp(most), tokens=sum(tokens), bytes=round(sum(n_bytes))
-    )
+    metrics |= dict(perplexity=math.exp(most), tokens=sum(tokens), bytes=round(sum(n_bytes)))
+    return items, metrics
 
 
 def multiple_choice(lines: list[Line], scores: list[list[float]]) -> tuple[list[dict], dict]:
     """(items, metrics) of questions with choices. scores: for each line, the scores of its choices."""
-    lengths = {
-        "acc": lambda choice: 1,
-        "acc_norm": len,
-        "acc_bytes": lambda choice: len(choice.encode()),
-    }
     items = []
     for line, logprobs in zip(lines, scores):
-        choices, answer = line.fields["choices"], line.fields["answer"]
-        best = {
-            name: [x / length(choice) for x, choice in zip(logprobs, choices)]
-            for name, length in lengths.items()
+        item = dict(logprobs=logprobs, answer=line.fields["answer"])
+        choices = line.fields["choices"]
+        lengths = {
+            "acc": [1] * len(choices),
+            "acc_norm": [len(choice) for choice in choices],
+            "acc_bytes": [len(choice.encode()) for choice in choices],
         }
-        right = {name: int(each.index(max(each)) == answer) for name, each in best.items()}
-        items.append(dict(logprobs=logprobs, answer=answer) | right)
-    return items, {
-        name: x
-        for metric in lengths
-        for name, x in ratio(metric, [item[metric] for item in items]).items()
-    }
+        for metric, length in lengths.items():
+            each = [x / n for x, n in zip(logprobs, length)]
+            item[metric] = int(each.index(max(each)) == item["answer"])
+        items.append(item)
+    metrics = {}
+    for metric in ("acc", "acc_norm", "acc_bytes"):
+        metrics |= ratio(metric, [item[metric] for item in items])
+    return items, metrics
 
 
 def exact_match(lines: list[Line], samples: list[dict], answers="auto") -> tuple[list[dict], dict]:
@@ -626,30 +526,33 @@ def exact_match(lines: list[Line], samples: list[dict], answers="auto") -> tuple
     for line, s in zip(lines, samples):
         answer = str(line.fields["answer"])
         kind = kind_of(answers, answer)
-        number = final_number(answer) if kind == "number" else None
         said = cut_thoughts(s["text"], s.get("opened", False))
         correct = said is not None and not s["truncated"] and is_right(kind, said, answer)
-        items.append(
-            dict(
-                question=line.fields["question"],
-                prediction=s["text"],
-                answer=answer if number is None else number,
-                tokens=len(s["ids"]),
-                truncated=s["truncated"],
-                correct=int(correct),
-            )
+        if kind == "number":
+            number = final_number(answer)
+            if number is not None:
+                answer = number
+        item = dict(
+            question=line.fields["question"],
+            prediction=s["text"],
+            answer=answer,
+            tokens=len(s["ids"]),
+            truncated=s["truncated"],
+            correct=int(correct),
         )
-    truncated = sum(item["truncated"] for item in items) / len(items)
-    return items, ratio("exact_match", [item["correct"] for item in items]) | dict(
-        truncated=truncated
-    )
+        items.append(item)
+    metrics = ratio("exact_match", [item["correct"] for item in items])
+    metrics["truncated"] = sum(item["truncated"] for item in items) / len(items)
+    return items, metrics
 
 
 def kind_of(answers: str, answer: str) -> str:
     """The rule in rl/answers.py for an answer; auto: number for a number, else exact."""
     if answers != "auto":
         return answers
-    return "number" if is_ordinary_number(answer) else "exact"
+    if is_ordinary_number(answer):
+        return "number"
+    return "exact"
 
 
 def say_judged(cfg: Config, lines: list[Line], samples: list[dict]) -> None:
@@ -676,19 +579,25 @@ def requests_of(
     """For each line its requests (context, continuation): windows of a text, choices of a question,
     or a prompt without a continuation."""
     if kind == "text":
-        stride = longest if cfg.stride == -1 else cfg.stride
-        return [
-            rolling_windows(text.ids(line.fields["text"]), text.first, longest, stride)
-            for line in lines
-        ]
+        stride = cfg.stride
+        if stride == -1:
+            stride = longest
+        of_texts = []
+        for line in lines:
+            ids = text.ids(line.fields["text"])
+            of_texts.append(rolling_windows(ids, text.first, longest, stride))
+        return of_texts
     prompts = prompts_of(cfg, text, lines, kind)
     if kind == "answer":
         return [[(opening_ids(text, prompt) or [text.first], [])] for prompt in prompts]
-    space = "" if text.chat else " "
-    return [
-        [encode_pair(text, prompt, space + choice) for choice in line.fields["choices"]]
-        for line, prompt in zip(lines, prompts)
-    ]
+    space = " "
+    if text.chat:
+        space = ""
+    of_questions = []
+    for line, prompt in zip(lines, prompts):
+        choices = line.fields["choices"]
+        of_questions.append([encode_pair(text, prompt, space + choice) for choice in choices])
+    return of_questions
 
 
 def main(cfg: Config):
@@ -696,7 +605,9 @@ def main(cfg: Config):
     began = time.time()
     kind, lines = read_task(cfg.task, answers=cfg.answers)
     lines = lines[: cfg.limit or None]
-    counted = f"{len(lines):,} line{'s' * (len(lines) > 1)}"
+    counted = f"{len(lines):,} lines"
+    if len(lines) == 1:
+        counted = "1 line"
     text, Model, model_config, folder = read_checkpoint(
         cfg.checkpoint, open_chat(cfg.checkpoint, cfg)
     )
@@ -704,10 +615,10 @@ def main(cfg: Config):
 
     # 2. requests to the model
     groups = requests_of(cfg, kind, text, lines, longest)
-    requests, room = (
-        [*chain(*groups)],
-        longest - cfg.max_new_tokens if kind == "answer" else longest + 1,
-    )
+    requests = [*chain(*groups)]
+    room = longest + 1  # the last token needs no forward
+    if kind == "answer":
+        room = longest - cfg.max_new_tokens
     if not requests:
         raise ValueError(f"--task {cfg.task}: its texts are empty")
     requests, n_cut = cut_requests(requests, room, model_config.vocab_size)
@@ -735,11 +646,10 @@ def main(cfg: Config):
     else:
         scores = iter(score(stages, layout, requests))
         grouped = [[next(scores) for _ in group] for group in groups]
-        items, metrics = (
-            perplexity(lines, groups, grouped)
-            if kind == "text"
-            else multiple_choice(lines, grouped)
-        )
+        if kind == "text":
+            items, metrics = perplexity(lines, groups, grouped)
+        else:
+            items, metrics = multiple_choice(lines, grouped)
 
     # 4. results
     if layout.rank == 0:
@@ -754,24 +664,36 @@ def main(cfg: Config):
                 seconds=round(time.time() - began, 1),
             )
         )
-        found = [dict(index=i) | item for i, item in enumerate(items)] + [dict(summary=summary)]
         if cfg.out:
-            write_file(
-                cfg.out,
-                "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in found).encode(),
-            )
-        shown = {
-            name: f"{x:.4f}" if isinstance(x, float) else f"{x:,}"
-            for name, x in metrics.items()
-            if x is not None
-        }
-        shown = [
-            f"+- {x}" if name.endswith("_stderr") else f"  {name} {x}" for name, x in shown.items()
-        ]
-        print(
-            f"{' '.join(shown).strip()}   ({counted}, {summary['seconds']} "
-            f"s{cfg.out and f', {cfg.out}'})"
-        )
+            write_results(cfg.out, items, summary)
+            counted += f", {summary['seconds']} s, {cfg.out}"
+        else:
+            counted += f", {summary['seconds']} s"
+        print(f"{in_words(metrics)}   ({counted})")
+
+
+def write_results(path: str, items: list[dict], summary: dict) -> None:
+    """--out: a JSON object per line of the task, and the summary."""
+    found = [dict(index=i) | item for i, item in enumerate(items)]
+    found.append(dict(summary=summary))
+    lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in found]
+    write_file(path, "".join(lines).encode())
+
+
+def in_words(metrics: dict) -> str:
+    """The metrics in one line, each followed by its standard error."""
+    words = []
+    for name, x in metrics.items():
+        if x is None:
+            continue
+        shown = f"{x:,}"
+        if isinstance(x, float):
+            shown = f"{x:.4f}"
+        if name.endswith("_stderr"):
+            words.append(f"+- {shown}")
+        else:
+            words.append(f"  {name} {shown}")
+    return " ".join(words).strip()
 
 
 if __name__ == "__main__":

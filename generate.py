@@ -40,7 +40,8 @@ def check_request(config, prompts, max_new_tokens, temperature, top_k, top_p):
         (not 0 < top_p <= 1, f"top_p is {top_p}, needs to be above 0 and at most 1 (all tokens)"),
     ]
     for row, prompt in enumerate(prompts):
-        n, bad = len(prompt), next((t for t in prompt if not 0 <= t < config.vocab_size), None)
+        n = len(prompt)
+        bad = next((t for t in prompt if not 0 <= t < config.vocab_size), None)
         rules += [
             (n == 0, f"prompt {row} is empty: a model continues text, give it at least one token"),
             (
@@ -76,6 +77,8 @@ def generate(
     not on other rows (up to rounding). Raises ValueError.
     """
     check_request(model.config, prompts, max_new_tokens, temperature, top_k, top_p)
+    if eot is None:
+        eot = []
     noise = draw_noise([f"{seed}/{row}" for row in range(len(prompts))], 1, max_new_tokens)
     max_len = max(map(len, prompts)) + max_new_tokens
     samples = rollout(
@@ -83,7 +86,7 @@ def generate(
         prompts,
         noise,
         temperature,
-        [] if eot is None else eot,
+        eot,
         max_len=max_len,
         top_k=top_k,
         top_p=top_p,
@@ -113,8 +116,10 @@ def open_checkpoint(folder: str, device="cpu"):
     load = load_model
     if is_hf_folder(folder):
         from storage.hf import load_hf_model as load
-    # bf16 on GPUs: every new token reads all weights once, so half the bytes is twice the speed
-    model, _ = load(folder, device, torch.bfloat16 if torch.device(device).type == "cuda" else None)
+    dtype = None
+    if torch.device(device).type == "cuda":
+        dtype = torch.bfloat16  # each new token reads all weights: half the bytes, twice the speed
+    model, _ = load(folder, device, dtype)
     path = text_folder(folder)
     if not os.path.isfile(os.path.join(path, "tokenizer.json")):
         raise ValueError(no_tokenizer(folder, path))
@@ -138,8 +143,11 @@ def no_tokenizer(folder: str, path: str) -> str:
 def new_text(tokenizer, prompt: list[int], ids: list[int]) -> str:
     """The text of new ids after a prompt. Many tokenizers strip the space at the beginning of a
     text, so the new ids are not decoded alone."""
-    before, whole = tokenizer.decode(prompt), tokenizer.decode(prompt + ids)
-    return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(ids)
+    before = tokenizer.decode(prompt)
+    whole = tokenizer.decode(prompt + ids)
+    if whole.startswith(before):
+        return whole[len(before) :]
+    return tokenizer.decode(ids)
 
 
 def continue_texts(
@@ -157,7 +165,9 @@ def continue_texts(
     bos: begin each text with what the tokenizer puts before a text; False, because our training text
     has no such token. chat: from open_chat(); the texts are questions then.
     """
-    prompts = [chat(text) for text in texts] if chat else texts
+    prompts = texts
+    if chat:
+        prompts = [chat(text) for text in texts]
     # markers in a template are tokens, in other texts plain text
     tokenizer.encode_special_tokens = chat is None
     # an empty text begins a document, after the end of another
@@ -173,35 +183,48 @@ def print_sample(run: str, n_params: int, data=None):
     (data.TokenData) or "def ". The run is finished and saved, so an error must not fail the run: we
     print the error."""
     try:
-        prompt = data.first_words() if data is not None and data.tokenizer_file else "def "
+        prompt = "def "
+        if data is not None and data.tokenizer_file:
+            prompt = data.first_words()
         # conversations: the first words are a question, asked in the chat template
         is_chat = hasattr(data, "packing")
         command = (
             f"python generate.py --checkpoint {shlex.quote(run)} --prompt {shlex.quote(prompt)}"
-            + " --chat" * is_chat
         )
+        if is_chat:
+            command += " --chat"
         if n_params > 2e9:
             # loading a model of this size would keep all devices waiting
             print(f"for a sample: {command}")
             return
-        model, tokenizer, ends = open_checkpoint(
-            run, "cuda" if torch.cuda.is_available() else "cpu"
-        )
+        model, tokenizer, ends = open_checkpoint(run, device_of("auto"))
         # not longer than what the run was trained on
-        chat, length = None, min(120, read_json(run, "config.json")["seq_len"] // 2)
+        chat = None
+        length = min(120, read_json(run, "config.json")["seq_len"] // 2)
         if is_chat:
             from storage.prompt import open_chat
 
             chat = open_chat(run, ChatConfig(chat=True))
         options = dict(bos=has_bos(run), chat=chat, temperature=0.8, top_p=0.95)
         (text,) = continue_texts(model, tokenizer, ends, [prompt], length, **options)
-        said = f"{prompt}\n\n{text}" if is_chat else f"{prompt}{text}"
+        said = f"{prompt}{text}"
+        if is_chat:
+            said = f"{prompt}\n\n{text}"
         print(
             f"checkpoint: {step_folders(run)[0][1]}\nsample (for others: {command}):\n\n{said}",
             flush=True,
         )
     except Exception as error:
         print(f"no sample: {error}", flush=True)
+
+
+def device_of(flag: str) -> str:
+    """--device; auto is a GPU, else the CPU."""
+    if flag != "auto":
+        return flag
+    if torch.cuda.is_available():
+        return "cuda"
+    return "cpu"
 
 
 def main(argv: list[str]):
@@ -212,9 +235,7 @@ def main(argv: list[str]):
     cfg = parse_config(Config, rest)
     texts = given.prompt or [cfg.prompt]
     options = dict(temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p, seed=cfg.seed)
-    device = (
-        ("cuda" if torch.cuda.is_available() else "cpu") if cfg.device == "auto" else cfg.device
-    )
+    device = device_of(cfg.device)
     try:
         if device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device cuda: torch finds no GPU here; use --device cpu")
@@ -223,7 +244,11 @@ def main(argv: list[str]):
         options |= dict(bos=has_bos(cfg.checkpoint), chat=open_chat(cfg.checkpoint, cfg))
         parts = open_checkpoint(cfg.checkpoint, device)
         for text, new in zip(texts, continue_texts(*parts, texts, cfg.max_new_tokens, **options)):
-            print(f"--- {text!r}\n" * (len(texts) > 1) + f"{'' if cfg.chat else text}{new}")
+            if len(texts) > 1:
+                print(f"--- {text!r}")
+            if not cfg.chat:
+                new = text + new
+            print(new)
     except ValueError as error:
         usage_error(error)
 

@@ -61,10 +61,16 @@ def before_blanks(tokens: np.ndarray, mask: np.ndarray, places: np.ndarray, toke
 def show_end(tokens: np.ndarray, mask: np.ndarray, place: int, tokenizer) -> str:
     """The text before and after the last trained token of an answer, within its conversation."""
     rest = np.flatnonzero(mask[place + 1 :] & FIRST)
-    stop = place + 1 + min(rest[0] if len(rest) else len(mask), 6)
-    parts = tokens[max(0, place - 15) : place + 1], tokens[place + 1 : stop]
-    said, after = (tokenizer.decode(part.tolist(), skip_special_tokens=False) for part in parts)
-    return f"{said!r}, and without a loss {after!r}" if after else repr(said)
+    n_after = 6
+    if len(rest):
+        n_after = min(rest[0], 6)
+    before = tokens[max(0, place - 15) : place + 1].tolist()
+    behind = tokens[place + 1 : place + 1 + n_after].tolist()
+    said = tokenizer.decode(before, skip_special_tokens=False)
+    after = tokenizer.decode(behind, skip_special_tokens=False)
+    if after:
+        return f"{said!r}, and without a loss {after!r}"
+    return repr(said)
 
 
 def find_ends(shards: list[tuple[np.ndarray, np.ndarray]], tokenizer_file: Path) -> AnswerEnds:
@@ -83,10 +89,14 @@ def find_ends(shards: list[tuple[np.ndarray, np.ndarray]], tokenizer_file: Path)
     size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     known = {i for i in known if i < size}
     markers = known | tokenizer.get_added_tokens_decoder().keys()
-    last, other, trained = (np.zeros(size, np.int64) for _ in range(3))
+    # how often each id ends a conversation, ends an earlier answer, is trained at all
+    last = np.zeros(size, np.int64)
+    other = np.zeros(size, np.int64)
+    trained = np.zeros(size, np.int64)
     example = ""
     for tokens, mask in shards:
-        tokens, mask = np.asarray(tokens), np.asarray(mask)
+        tokens = np.asarray(tokens)
+        mask = np.asarray(mask)
         places, is_last = span_ends(mask)
         if not len(places):
             continue

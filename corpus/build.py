@@ -50,9 +50,8 @@ from flags.files import sha256_file, write_file
 
 VAL_PART = 20  # one document in 20 is for validation, or the last 20th of a file with few documents
 MANY_DOCUMENTS = 100  # a .jsonl with at least so many lines is split by hash
-NULLS_AT_MOST = (
-    1000  # lines at the beginning of a file that may be null, when we look what it holds
-)
+# lines at the beginning of a file that may be null, when we look what it holds
+NULLS_AT_MOST = 1000
 BPE_BYTES = 10_000_000  # bytes of text for a tokenizer of our own
 
 
@@ -75,7 +74,10 @@ def read_chunks(piece: Piece):
     lines of JSON."""
     if piece.path.suffix in PACKED:
         chunks = unpacked(piece.path, piece.text_column)
-        yield from chunks if piece.end is None else [b"".join(chunks)[piece.start : piece.end]]
+        if piece.end is None:
+            yield from chunks
+        else:
+            yield b"".join(chunks)[piece.start : piece.end]
     else:
         with open(piece.path, "rb") as file:
             file.seek(piece.start)
@@ -96,8 +98,12 @@ def is_chat(path: Path, text_column: str = "text") -> bool:
     "text" is plain text to train on."""
     if format_of(path) != ".jsonl" or not path.is_file():
         return False
-    packed = contextlib.closing(json_lines(Piece(path, 0, None, "hash", True, text_column)))
-    with packed if path.suffix in PACKED else open(path, "rb") as lines:
+    if path.suffix in PACKED:
+        rows = json_lines(Piece(path, 0, None, "hash", True, text_column))
+        opened = contextlib.closing(rows)
+    else:
+        opened = open(path, "rb")
+    with opened as lines:
         for line in islice(lines, NULLS_AT_MOST):
             if not line.strip():
                 continue
@@ -125,12 +131,13 @@ def is_null(record, text_column: str) -> bool:
 
 def name_line(piece: Piece, index: int) -> str:
     """File and number of the line or row with this index in a piece, for errors."""
-    before = piece.start and b"".join(read_chunks(piece._replace(start=0, end=piece.start))).count(
-        b"\n"
-    )
-    return (
-        f"{piece.path} {'row' if piece.path.suffix == '.parquet' else 'line'} {before + index + 1}"
-    )
+    number = index + 1
+    if piece.start:
+        before = read_chunks(piece._replace(start=0, end=piece.start))
+        number += b"".join(before).count(b"\n")
+    if piece.path.suffix == ".parquet":
+        return f"{piece.path} row {number}"
+    return f"{piece.path} line {number}"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -188,22 +195,28 @@ def cut_bytes(
     path: Path, text: mmap.mmap | bytes, eot_text: str, text_column: str, chunk: int
 ) -> list:
     """The pieces of one text, each of about `chunk` bytes."""
-    size, eot, pieces, is_jsonl = (
-        len(text),
-        re.escape(eot_text.encode()),
-        [],
-        format_of(path) == ".jsonl",
-    )
-    # an eot belongs to the text before it
-    between = re.compile(b"\n" if is_jsonl else b"\n(?!%s)|%s" % (eot, eot))
-    by_hash = (
-        is_jsonl
-        and sum(1 for _ in islice(re.finditer(b"\n", text), MANY_DOCUMENTS)) == MANY_DOCUMENTS
-    )
-    border = size if by_hash else tail_border(text, is_jsonl)
-    for split, start, end in ("hash" if by_hash else "train", 0, border), ("val", border, size):
+    size = len(text)
+    eot = re.escape(eot_text.encode())
+    pieces = []
+    is_jsonl = format_of(path) == ".jsonl"
+    by_hash = False
+    if is_jsonl:
+        between = re.compile(b"\n")
+        n_lines = sum(1 for _ in islice(between.finditer(text), MANY_DOCUMENTS))
+        by_hash = n_lines == MANY_DOCUMENTS
+    else:  # an eot belongs to the text before it
+        between = re.compile(b"\n(?!%s)|%s" % (eot, eot))
+    if by_hash:
+        parts = [("hash", 0, size)]
+    else:
+        border = tail_border(text, is_jsonl)
+        parts = [("train", 0, border), ("val", border, size)]
+    for split, start, end in parts:
         while start < end:
-            stop = found.end() if (found := between.search(text, start + chunk, end)) else end
+            stop = end
+            found = between.search(text, start + chunk, end)
+            if found:
+                stop = found.end()
             pieces.append(Piece(path, start, stop, split, is_jsonl or stop == end, text_column))
             start = stop
     return pieces
@@ -213,7 +226,10 @@ def tail_border(text: mmap.mmap | bytes, is_jsonl: bool) -> int:
     """Start of the last 20th of a text: at a line, or, in a .txt without lines nearby, at a
     character."""
     border = len(text) - len(text) // VAL_PART
-    line = text.rfind(b"\n", 0 if is_jsonl else border - border // VAL_PART, border) + 1
+    nearby = border - border // VAL_PART
+    if is_jsonl:
+        nearby = 0
+    line = text.rfind(b"\n", nearby, border) + 1
     if line or is_jsonl:
         return line or len(text)  # a single JSON object: nothing to validate on
     while border < len(text) and text[border] & 0xC0 == 0x80:  # 10xxxxxx: inside a UTF-8 character
@@ -273,7 +289,9 @@ def problem_of(piece: Piece, line: bytes, error: Exception) -> str:
     # the repr of an error about bytes has the whole line
     if isinstance(error, UnicodeDecodeError):
         return bad_byte(piece.path, error.start, line)
-    cure = f"; {prepare_column(piece.path)}" * isinstance(error, KeyError)
+    cure = ""
+    if isinstance(error, KeyError):
+        cure = f"; {prepare_column(piece.path)}"
     if b"\0" in line:
         cure = "; it has NULs: is it a text, in UTF-8?"
     return f'need a JSON object with a string "{piece.text_column}" ({error!r:.200}){cure}'
@@ -281,9 +299,11 @@ def problem_of(piece: Piece, line: bytes, error: Exception) -> str:
 
 def split_of(piece: Piece, key: bytes) -> str:
     """Split of a document: of its piece, or by the hash of the key."""
-    # 13 of 256: one in 20
-    by_hash = "val" if hashlib.sha256(key).digest()[0] * VAL_PART < 256 else "train"
-    return by_hash if piece.split == "hash" else piece.split
+    if piece.split != "hash":
+        return piece.split
+    if hashlib.sha256(key).digest()[0] * VAL_PART < 256:  # 13 of 256: one in 20
+        return "val"
+    return "train"
 
 
 def cut_at_lines(split: str, text: str, closed: bool, whole_words: bool = False, size=SEGMENT):
@@ -299,7 +319,8 @@ def cut_at_lines(split: str, text: str, closed: bool, whole_words: bool = False,
             stop = line
         elif whole_words:
             space = text.rfind(" ", start + 1, stop)
-            stop = space if space > 0 else stop
+            if space > 0:
+                stop = space
         yield split, text[start:stop], closed and stop == len(text)
         start = stop
 
@@ -310,8 +331,9 @@ class Findings:
     def __init__(self, tokenizer_file: Path, skip_bad: bool):
         traits = traits_of(tokenizer_file)
         self.has_seams = traits.has_seams
-        # counts what the tokenizer cannot spell
-        self.spelling = None if traits.spells_all else Spelling(tokenizer_file)
+        self.spelling = None
+        if not traits.spells_all:
+            self.spelling = Spelling(tokenizer_file)  # counts what the tokenizer cannot spell
         self.skip_bad = skip_bad  # leave out bad conversations
         self.skipped = []  # their errors
         self.nulls = []  # lines or rows with null for a text
@@ -421,22 +443,21 @@ def train_tokenizer(
     vocab_size if no more pairs occur twice in the text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    texts, enough = [], BPE_BYTES * vocab_size // BPE_VOCAB // len(paths)
+    texts = []
+    enough = BPE_BYTES * vocab_size // BPE_VOCAB // len(paths)
     for path in paths:
-        size, pieces = 0, cut_file(path, EOT_NAMES[0], text_column, piece_size([path]))
-        for split, text, _ in (
-            document for piece in pieces for document in read_documents(piece, EOT_NAMES[0])
-        ):
+        size = 0
+        pieces = cut_file(path, EOT_NAMES[0], text_column, piece_size([path]))
+        documents = chain.from_iterable(read_documents(piece, EOT_NAMES[0]) for piece in pieces)
+        for split, text, _ in documents:
             if split == "train":
                 texts.append(text)
                 size += len(text)
             if size >= enough:
                 break
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()  # all 256 bytes: no text is unknown
     tokenizer.train_from_iterator(
         texts,
@@ -459,12 +480,11 @@ def tokenize_piece(
     {split: entry of index.json}, "skipped": errors of bad conversations, "nulls": lines without a
     text, "lost": Spelling.counted()}; the last two only where there are some. Of a fitting note with
     intact shards nothing is written again."""
-    (tokenizer_file, eot, vocab_size), text = tokenizer, piece.path.stat()
-    note, dtype, chat = (
-        folder / f"piece-{number:05d}.json",
-        token_dtype(vocab_size),
-        source.get("chat_template"),
-    )
+    tokenizer_file, eot, vocab_size = tokenizer
+    text = piece.path.stat()
+    note = folder / f"piece-{number:05d}.json"
+    dtype = token_dtype(vocab_size)
+    chat = source.get("chat_template")
     made_from = cache_name(
         piece,
         text.st_size,
@@ -479,12 +499,13 @@ def tokenize_piece(
     # no note, or a damaged one
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         known = json.loads(note.read_bytes())
-        if known["made_from"] == made_from and not any(
-            changed_files(folder, entry) for entry in known["entries"].values()
-        ):
+        is_damaged = any(changed_files(folder, entry) for entry in known["entries"].values())
+        if known["made_from"] == made_from and not is_damaged:
             return known
 
-    splits = ("train", "val") if piece.split == "hash" else (piece.split,)
+    splits = (piece.split,)
+    if piece.split == "hash":
+        splits = ("train", "val")
     tokens = {split: [np.empty(0, dtype)] for split in splits}
     bits = {split: [np.empty(0, np.uint8)] for split in splits}
     documents = dict.fromkeys(splits, 0)
@@ -497,15 +518,13 @@ def tokenize_piece(
         if chat:
             bits[split].append(np.array(mask, np.uint8) * LOSS)
             bits[split][-1][:1] |= FIRST
-    entries = {
-        split: write_shard(
-            folder / f"{split}-{number:05d}.npy",
-            np.concatenate(tokens[split]),
-            documents[split],
-            np.concatenate(bits[split]) if chat else None,
-        )
-        for split in splits
-    }
+    entries = {}
+    for split in splits:
+        shard = folder / f"{split}-{number:05d}.npy"
+        marks = None
+        if chat:
+            marks = np.concatenate(bits[split])
+        entries[split] = write_shard(shard, np.concatenate(tokens[split]), documents[split], marks)
     known = {"made_from": made_from, "entries": entries, "skipped": findings.skipped}
     if findings.nulls:
         known["nulls"] = len(findings.nulls)
@@ -539,36 +558,19 @@ def build_shards(
     to spell; accept: the command that takes --max_lost, "" if it is the user's. Raises ValueError."""
     tokenizer_file, eot, vocab_size = tokenizer
     pieces = cut_into_pieces(paths, load_tokenizer(tokenizer_file).id_to_token(eot), text_column)
-    source = {
-        "inputs": [[path.name, path.stat().st_size] for path in paths],
-        "tokenizer": sha256_file(tokenizer_file),
-    }
-    source |= {"text_column": text_column} if text_column != "text" else {}
-    if begin:
-        source["begin"] = list(begin)
     with_text = {piece.path for piece in pieces}
-    if empty := [str(path) for path in paths if path not in with_text]:
+    empty = [str(path) for path in paths if path not in with_text]
+    if empty:
         say(f"{brief(empty)} is empty and left out")
-    chats = [path for path in paths if is_chat(path, text_column)]
-    if chats:
-        texts = [path for path in paths if path in with_text and path not in chats]
-        if texts:
+    texts = [path for path in paths if path in with_text]
+    source = source_of(paths, texts, tokenizer_file, text_column, begin)
+    if (folder / "index.json").exists():
+        old = read_index(folder)
+        if old["source"] != source or old["eot"] != eot:
             raise ValueError(
-                f"{chats[0]} holds conversations and {texts[0]} text; name the files of one kind, "
-                "or use --data name=path:weight,name=path:weight"
+                f"{folder} has shards of other files, or of another tokenizer or chat template; "
+                "name a new --out"
             )
-        from corpus.chat import read_template
-
-        rules = read_template(str(tokenizer_file.parent), str(chats[0])).rules
-        source["chat_template"] = hashlib.sha256(rules.encode()).hexdigest()
-    if (folder / "index.json").exists() and ((old := read_index(folder))["source"], old["eot"]) != (
-        source,
-        eot,
-    ):
-        raise ValueError(
-            f"{folder} has shards of other files, or of another tokenizer or chat template; name "
-            "a new --out"
-        )
     folder.mkdir(parents=True, exist_ok=True)
     files = {"tokenizer.json": tokenizer_file.read_bytes()} | files_beside(tokenizer_file)
     for name, content in files.items():
@@ -576,26 +578,9 @@ def build_shards(
     job = partial(
         tokenize_piece, folder=folder, tokenizer=tokenizer, source=source, skip_bad=skip_bad
     )
-    mine = range(len(pieces))[share[0] :: share[1]]
-    workers = min(workers, len(mine))
-    notes = []
-    with contextlib.ExitStack() as stack:
-        do = map
-        if workers > 1:
-            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread in each process
-            do = stack.enter_context(
-                ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
-            ).map
-        for done, note in enumerate(do(job, pieces[share[0] :: share[1]], mine), 1):
-            notes.append(note)
-            if sys.stderr.isatty() and own_rank() == 0:
-                print(
-                    f"\rtokenizing {done}/{len(mine)}",
-                    end="\n" * (done == len(mine)),
-                    file=sys.stderr,
-                    flush=True,
-                )
-    if nulls := sum(note.get("nulls", 0) for note in notes):
+    notes = tokenize_pieces(job, pieces, range(len(pieces))[share[0] :: share[1]], workers)
+    nulls = sum(note.get("nulls", 0) for note in notes)
+    if nulls:
         say(f"{nulls:,} lines or rows have null for a text and are left out")
     lost = add_counts([note["lost"] for note in notes if "lost" in note])
     if per_cent(lost) > max_lost:
@@ -609,22 +594,12 @@ def build_shards(
         for split, entry in note["entries"].items():
             splits[split].append(entry)
     if skip_bad or skipped:  # an interrupted run with --skip_bad may have left notes
-        write_file(folder / "skipped.txt", "".join(f"{line}\n" for line in skipped).encode())
-        total = sum(entry["documents"] for entry in chain(*splits.values())) + len(skipped)
-        if len(skipped) > skip_bad:
-            raise ValueError(
-                f"--skip_bad {skip_bad}: {len(skipped)} of {total} conversations cannot be "
-                "trained, see "
-                f"{folder}/skipped.txt; the first is {skipped[0]}"
-            )
-        print(
-            f"{len(skipped)} of {total} conversations are left out; {folder}/skipped.txt lists them"
-        )
-    beside = {
-        name: hashlib.sha256(content).hexdigest()
-        for name, content in files.items()
-        if name in BESIDE
-    }
+        kept = sum(entry["documents"] for entry in chain(*splits.values()))
+        list_skipped(skipped, kept, skip_bad, folder)
+    beside = {}
+    for name, content in files.items():
+        if name in BESIDE:
+            beside[name] = hashlib.sha256(content).hexdigest()
     index = {
         "vocab_size": vocab_size,
         "eot": eot,
@@ -637,6 +612,68 @@ def build_shards(
     write_index(folder, index)
 
 
+def source_of(
+    paths: list, texts: list, tokenizer_file: Path, text_column: str, begin: list[int]
+) -> dict:
+    """The sources of a folder of shards, for the index. texts: the files with content. Raises
+    ValueError for conversations beside text."""
+    source = {
+        "inputs": [[path.name, path.stat().st_size] for path in paths],
+        "tokenizer": sha256_file(tokenizer_file),
+    }
+    if text_column != "text":
+        source["text_column"] = text_column
+    if begin:
+        source["begin"] = list(begin)
+    chats = [path for path in paths if is_chat(path, text_column)]
+    if not chats:
+        return source
+    others = [path for path in texts if path not in chats]
+    if others:
+        raise ValueError(
+            f"{chats[0]} holds conversations and {others[0]} text; name the files of one kind, "
+            "or use --data name=path:weight,name=path:weight"
+        )
+    from corpus.chat import read_template
+
+    rules = read_template(str(tokenizer_file.parent), str(chats[0])).rules
+    source["chat_template"] = hashlib.sha256(rules.encode()).hexdigest()
+    return source
+
+
+def tokenize_pieces(job, pieces: list, mine: range, workers: int) -> list[dict]:
+    """The notes of the pieces in `mine`, on several processes. job: tokenize_piece."""
+    workers = min(workers, len(mine))
+    notes = []
+    with contextlib.ExitStack() as stack:
+        do = map
+        if workers > 1:
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread in each process
+            spawn = multiprocessing.get_context("spawn")
+            do = stack.enter_context(ProcessPoolExecutor(workers, spawn)).map
+        for note in do(job, [pieces[i] for i in mine], mine):
+            notes.append(note)
+            if sys.stderr.isatty() and own_rank() == 0:
+                end = ""
+                if len(notes) == len(mine):
+                    end = "\n"
+                progress = f"\rtokenizing {len(notes)}/{len(mine)}"
+                print(progress, end=end, file=sys.stderr, flush=True)
+    return notes
+
+
+def list_skipped(skipped: list[str], kept: int, skip_bad: int, folder: Path):
+    """Write skipped.txt, the conversations left out. Raises ValueError for more than skip_bad."""
+    write_file(folder / "skipped.txt", "".join(f"{line}\n" for line in skipped).encode())
+    total = kept + len(skipped)
+    if len(skipped) > skip_bad:
+        raise ValueError(
+            f"--skip_bad {skip_bad}: {len(skipped)} of {total} conversations cannot be "
+            f"trained, see {folder}/skipped.txt; the first is {skipped[0]}"
+        )
+    print(f"{len(skipped)} of {total} conversations are left out; {folder}/skipped.txt lists them")
+
+
 def say(line: str):
     if own_rank() == 0:
         print(line, flush=True)
@@ -645,7 +682,10 @@ def say(line: str):
 def lost_refusal(lost: dict, accept: str) -> str:
     """What to type when a tokenizer cannot spell a text. accept: see build_shards."""
     flag = f"--max_lost {math.ceil(per_cent(lost))}"
-    accept = f"{accept} {flag}, and train with --data FOLDER" if accept else f"type {flag}"
+    if accept:
+        accept = f"{accept} {flag}, and train with --data FOLDER"
+    else:
+        accept = f"type {flag}"
     return (
         f"{describe_lost(lost)}; take a tokenizer with all bytes (python data.py tokenizer trains "
         f"one), or to accept the loss, {accept}"
@@ -657,7 +697,8 @@ def lost_refusal(lost: dict, accept: str) -> str:
 def collect_stdlib(paths: list, target: Path) -> Path:
     """Write all sources as one .jsonl, each text once. Split by path: the same files validate in
     every version of Python."""
-    root, texts = sysconfig.get_paths()["stdlib"], {}
+    root = sysconfig.get_paths()["stdlib"]
+    texts = {}
     for path in paths:
         with contextlib.suppress(UnicodeDecodeError):
             texts.setdefault(path.read_bytes().decode(), path.relative_to(root).as_posix())

@@ -31,17 +31,16 @@ STDLIB_SKIPPED = {
 
 def stdlib_files() -> list:
     """The sources of the running Python's standard library, without tests and tables."""
-    root, found = Path(sysconfig.get_paths()["stdlib"]), []
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found = []
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(set(folders) - STDLIB_SKIPPED)
-        found += [
-            Path(folder, name)
-            for name in sorted(set(names) - STDLIB_SKIPPED)
-            if name.endswith(".py")
-            and not name.startswith("_sysconfigdata")
-            and Path(folder, name).is_file()
-        ]
-    if (size := sum(path.stat().st_size for path in found)) < 2_000_000:
+        for name in sorted(set(names) - STDLIB_SKIPPED):
+            is_source = name.endswith(".py") and not name.startswith("_sysconfigdata")
+            if is_source and Path(folder, name).is_file():
+                found.append(Path(folder, name))
+    size = sum(path.stat().st_size for path in found)
+    if size < 2_000_000:
         raise ValueError(
             f"--data stdlib: this Python has few sources ({size / 1e6:.1f} MB in {root}); use "
             "--data FILE.txt"
@@ -50,7 +49,9 @@ def stdlib_files() -> list:
 
 
 def cache_folder(cache_dir: str) -> Path:
-    home = os.path.expanduser("~/Library/Caches" if sys.platform == "darwin" else "~/.cache")
+    home = os.path.expanduser("~/.cache")
+    if sys.platform == "darwin":
+        home = os.path.expanduser("~/Library/Caches")
     return Path(
         cache_dir or os.path.join(os.environ.get("XDG_CACHE_HOME") or home, "nanotitan")
     ).absolute()
@@ -77,18 +78,18 @@ def cached_corpus(data: str, source: TextSource, cache_dir: str, no_chats: str =
 
         file = tokenizer_path(tokenizer)
         rules = sha256_file(file), sorted(files_beside(file).items())
-        begin = prefix_ids(load_tokenizer(file)) if source.begins else []
+        if source.begins:
+            begin = prefix_ids(load_tokenizer(file))
         # only what was not known to earlier versions, whose folders are found again by their names
-        if more := [part for part in (begin, added_beside(file)) if part]:
+        more = [part for part in (begin, added_beside(file)) if part]
+        if more:
             rules = (*rules, more)
         # a text of so many bytes is one segment
         long = any(path.suffix in PACKED or path.stat().st_size > SEGMENT for path in paths)
         rules += spelling_rules(file, long)
     stats = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-    folder = (
-        cache
-        / f"{Path(data).stem.strip('*') or 'text'}-{cache_name(data == 'stdlib', rules, stats)}"
-    )
+    name = Path(data).stem.strip("*") or "text"
+    folder = cache / f"{name}-{cache_name(data == 'stdlib', rules, stats)}"
     if (folder / "index.json").is_file():
         return folder
     # not at the top: on Windows flags.config says that this is no place for us, and has to come

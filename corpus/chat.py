@@ -14,8 +14,7 @@ import os
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache, lru_cache
-from itertools import accumulate
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -80,22 +79,20 @@ def add_marks(template: str) -> tuple[str, str]:
     """(template with {% generation %} added, its name) of a published template in chat_marks.json,
     found by the SHA-256 of its text without blanks at both ends. Any other template comes back
     unchanged, with the name ""."""
-    found, none = (
-        hashlib.sha256(template.strip().encode()).hexdigest(),
-        {"sha256": {}, "replace": []},
-    )
-    row = next(
-        (row for row in json.loads(MARKS.read_text("utf-8")) if found in row["sha256"]), none
-    )
-    for text, marked in row["replace"]:
-        template = template.replace(text, marked)
-    return template, row["sha256"].get(found, "")
+    found = hashlib.sha256(template.strip().encode()).hexdigest()
+    for row in json.loads(MARKS.read_text("utf-8")):
+        if found in row["sha256"]:
+            for text, marked in row["replace"]:
+                template = template.replace(text, marked)
+            return template, row["sha256"][found]
+    return template, ""
 
 
 def read_template(folder: str, user: str) -> ChatTemplate:
     """The chat template of a folder, ready to render. user: flag or file that needs the template,
     for the ValueError."""
-    template, for_tools = read_chat_template(folder), read_chat_template(folder, "tool_use")
+    template = read_chat_template(folder)
+    for_tools = read_chat_template(folder, "tool_use")
     if template is None:
         raise ValueError(
             f"{user}: {folder} has no chat template (chat_template.jinja, or in "
@@ -165,14 +162,20 @@ def parse_conversation(line: bytes) -> Conversation:
         text.encode()  # "\ud800" is JSON, but no text
         if BEGIN in text or END in text:
             raise ValueError("it has U+FDD0 or U+FDD1, which are no characters")
-        messages = record["messages"] if "messages" in record else from_sharegpt(record)
+        if "messages" in record:
+            messages = record["messages"]
+        else:
+            messages = from_sharegpt(record)
         if not messages or not isinstance(messages, list):
             raise TypeError("a list of messages, and every message needs a role and a content")
         prepared = [prepare_message(message) for message in messages]
         return Conversation(prepared, tools_of(record))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         # the repr of UnicodeError has the whole line
-        reason = str(error) if isinstance(error, UnicodeError) else repr(error)
+        if isinstance(error, UnicodeError):
+            reason = str(error)
+        else:
+            reason = repr(error)
         raise ValueError(f"need a conversation like {NEEDED} ({reason})") from None
 
 
@@ -184,16 +187,21 @@ def tools_of(record: dict) -> list | None:
     if len(found) > 1:
         raise ValueError(f"{' and '.join(found)}: give the functions once")
     for name, tools in found.items():
-        tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
+        if isinstance(tools, str) and tools.strip():
+            tools = json.loads(tools)
         if tools and not isinstance(tools, list):
             raise TypeError(f"{name} must be a list")
         if name != "tools":
-            tools = [
-                tool if "function" in tool else {"type": "function", "function": tool}
-                for tool in tools
-            ]
+            tools = [as_tool(function) for function in tools]
         return tools or None
     return None
+
+
+def as_tool(function: dict) -> dict:
+    """A function's description in today's form, under the key "function"."""
+    if "function" in function:
+        return function
+    return {"type": "function", "function": function}
 
 
 def prepare_message(message: dict) -> dict:
@@ -204,25 +212,25 @@ def prepare_message(message: dict) -> dict:
     message = {key: value for key, value in message.items() if value is not None}
     message = {key: value for key, value in message.items() if value != "" or key not in THOUGHTS}
     message = with_calls(message)
-    content, role = message.get("content"), message.get("role")
+    content = message.get("content")
+    role = message.get("role")
     has_content = isinstance(content, str | list) or content is None and message.get("tool_calls")
     if not has_content or not isinstance(role, str):
         raise TypeError("every message needs a role and a content")
     usual = ROLES.get(role.lower(), role)
-    message["role"] = role.lower() if usual == role and role.lower() in CHAT_ROLES else usual
+    if usual == role and role.lower() in CHAT_ROLES:
+        usual = role.lower()
+    message["role"] = usual
     message.setdefault("content", None)
     check_keys(message)
     # most templates know no parts, and would write nothing, or a Python list
     if isinstance(content, list):
-        if kinds := [
-            part.get("type", "nameless")
-            for part in content
-            if not isinstance(part.get("text"), str)
-        ]:
-            raise ValueError(
-                f"a part of a content is {kinds[0]}, and only text is trained; take such "
-                "conversations out"
-            )
+        for part in content:
+            if not isinstance(part.get("text"), str):
+                raise ValueError(
+                    f"a part of a content is {part.get('type', 'nameless')}, and only text is "
+                    "trained; take such conversations out"
+                )
         message["content"] = "".join(part["text"] for part in content)
     thoughts = [message[name] for name in THOUGHTS if name in message]
     if not thoughts:
@@ -238,8 +246,9 @@ def check_keys(message: dict) -> None:
     known = {*READ, *IGNORED, *THOUGHTS, *SWITCHES}
     unknown = [key for key in message if key not in known and message[key] not in ([], {})]
     if unknown:
-        switch = "detail" in unknown[0] or "mask" in unknown[0] or "train" in unknown[0]
-        advice = 'switch the loss of an answer off with "train": false; ' if switch else ""
+        advice = ""
+        if any(word in unknown[0] for word in ("detail", "mask", "train")):
+            advice = 'switch the loss of an answer off with "train": false; '
         raise ValueError(
             f"{unknown[0]} in a message is unknown, and would be lost; {advice}take the key out, "
             f"or rename it: {', '.join([*READ, THOUGHTS[0], *SWITCHES])}"
@@ -248,7 +257,8 @@ def check_keys(message: dict) -> None:
         value = message.get(name, on)
         if value not in (0, 1):
             said = f"weight {message.get('weight', 1)}, train {message.get('train', True)}"
-            said = said if name in ("weight", "train") else f"{name} {value}"
+            if name not in ("weight", "train"):
+                said = f"{name} {value}"
             raise ValueError(f"{said}: a message is trained or not, 1 or 0")
         if name in message and name not in ("weight", "masked") and value:
             if message["role"] != "assistant":
@@ -275,7 +285,9 @@ def is_trained(message: dict) -> bool:
 
 def from_sharegpt(record: dict) -> list[dict]:
     """{"conversations": [{"from", "value"}], "system"} as messages."""
-    messages = [{"role": "system", "content": record["system"]}] if record.get("system") else []
+    messages = []
+    if record.get("system"):
+        messages = [{"role": "system", "content": record["system"]}]
     return messages + [from_turn(turn) for turn in record["conversations"]]
 
 
@@ -284,12 +296,16 @@ def from_turn(turn: dict) -> dict:
     "conversations"; such a turn is a message already."""
     if "from" not in turn:
         return turn
-    role, value = turn["from"], turn["value"]
+    role = turn["from"]
+    value = turn["value"]
     more = {key: each for key, each in turn.items() if key not in ("from", "value")}
     if role != "function_call":
         return {"role": role, "content": value} | more
-    calls = json.loads(value) if isinstance(value, str) else value
-    calls = calls if isinstance(calls, list) else [calls]
+    calls = value
+    if isinstance(value, str):
+        calls = json.loads(value)
+    if not isinstance(calls, list):
+        calls = [calls]
     calls = [{"type": "function", "function": call} for call in calls]
     return {"role": "assistant", "content": "", "tool_calls": calls} | more
 
@@ -372,10 +388,15 @@ def with_words(message: dict, i: int, words: dict) -> dict:
         named = {"name": word_for("tool_calls")}
         if function.get("arguments"):
             arguments = {word_for("arguments"): word_for("arguments")}
-            is_text = isinstance(function["arguments"], str)
-            named["arguments"] = json.dumps(arguments) if is_text else arguments
-        calls.append(call | ({"function": function | named} if "function" in call else named))
-    changed = {"tool_calls": calls} if calls else {}
+            if isinstance(function["arguments"], str):
+                arguments = json.dumps(arguments)
+            named["arguments"] = arguments
+        if "function" in call:
+            named = {"function": function | named}
+        calls.append(call | named)
+    changed = {}
+    if calls:
+        changed = {"tool_calls": calls}
     content = message["content"]
     if content and content.strip():
         pieces = [""]
@@ -384,8 +405,9 @@ def with_words(message: dict, i: int, words: dict) -> dict:
             thought, pieces[0], content = THOUGHT.match(content).groups(default="")
             pieces[0] = thought + pieces[0]
         for piece in re.split("(</?think>)", content):
-            is_text = piece.strip() and piece not in ("<think>", "</think>")
-            pieces.append(word_for("content") if is_text else piece)
+            if piece.strip() and piece not in ("<think>", "</think>"):
+                piece = word_for("content")
+            pieces.append(piece)
         changed["content"] = "".join(pieces)
     return message | changed
 
@@ -396,7 +418,9 @@ def arguments_as(template: ChatTemplate) -> type | None:
     by one; str, if it wants their JSON text; None, if neither shows them right."""
     for kind in (dict, str):
         arguments = {"Qkey": "Qvalue"}
-        call = {"name": "Qname", "arguments": arguments if kind is dict else json.dumps(arguments)}
+        if kind is str:
+            arguments = json.dumps(arguments)
+        call = {"name": "Qname", "arguments": arguments}
         message = {
             "role": "assistant",
             "content": "",
@@ -420,7 +444,9 @@ def with_arguments(conversation: Conversation, template: ChatTemplate) -> Conver
     messages = []
     for message in conversation.messages:
         calls = [with_argument(call, wanted) for call in message.get("tool_calls") or []]
-        messages.append(message | {"tool_calls": calls} if calls else message)
+        if calls:
+            message = message | {"tool_calls": calls}
+        messages.append(message)
     return Conversation(messages, conversation.tools)
 
 
@@ -430,13 +456,16 @@ def with_argument(call: dict, wanted: type | None) -> dict:
     if wanted is dict and isinstance(arguments, str):
         with suppress(ValueError):
             decoded = json.loads(arguments)
-            arguments = decoded if isinstance(decoded, dict) else arguments
+            if isinstance(decoded, dict):
+                arguments = decoded
     elif wanted is str and isinstance(arguments, dict):
         arguments = json.dumps(arguments, ensure_ascii=False)
     if arguments is None:
         return call
     changed = function | {"arguments": arguments}
-    return call | {"function": changed} if "function" in call else changed
+    if "function" in call:
+        return call | {"function": changed}
+    return changed
 
 
 @cache
@@ -455,12 +484,14 @@ def knows_thoughts(template: ChatTemplate) -> bool:
 def find_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
     """(text without marks, [(start, end)] of the marked parts)"""
     text = text.replace(END + BEGIN, "")  # a template may write one answer in several marked parts
-    # every second is marked
-    parts = [remove_marks(part) for part in re.split(f"{BEGIN}(.*?){END}", text, flags=re.DOTALL)]
-    ends = accumulate(map(len, parts))
-    return "".join(parts), [
-        (end - len(part), end) for part, end in [*zip(parts, ends)][1::2] if part
-    ]
+    plain = ""
+    spans = []
+    for i, part in enumerate(re.split(f"{BEGIN}(.*?){END}", text, flags=re.DOTALL)):
+        part = remove_marks(part)
+        if i % 2 == 1 and part:  # every second is marked
+            spans.append((len(plain), len(plain) + len(part)))
+        plain += part
+    return plain, spans
 
 
 def find_answer(
@@ -469,19 +500,16 @@ def find_answer(
     """(start, end) of message i, the assistant's, in the full text: from the end of its prompt to
     its own end. None if the rendered prefixes do not fit the full text."""
     messages, tools = conversation
-    prompt, answered = (
-        template.render(messages[:i], tools, True),
-        template.render(messages[: i + 1], tools),
-    )
+    prompt = template.render(messages[:i], tools, True)
+    answered = template.render(messages[: i + 1], tools)
     if not full.startswith(prompt):
         return None
     start = len(prompt)
     if full.startswith(answered) and len(answered) >= start:
         return start, len(answered)
     with suppress(ValueError):  # the template refuses our probes
-        if end := find_answer_end(
-            i, full, start, messages, lambda messages: template.render(messages, tools)
-        ):
+        end = find_answer_end(i, full, start, messages, partial(template.render, tools=tools))
+        if end:
             return start, end
 
 
@@ -491,15 +519,16 @@ def find_answer_end(i: int, full: str, start: int, messages: list, render) -> in
     `start`. Two probes make sure of the right place. Another answer in place of message i must
     change nothing after the end. Other later messages must change nothing before the end: gpt-oss
     and Phi-3 write their ending only after the last answer, so we would find a later one."""
-    one, other = (
-        render([*messages[:i], {"role": "assistant", "content": content}]) for content in ("x", "y")
-    )
+    before = messages[:i]
+    after = messages[i + 1 :]
+    one = render([*before, {"role": "assistant", "content": "x"}])
+    other = render([*before, {"role": "assistant", "content": "y"}])
     ending = os.path.commonprefix([one[::-1], other[::-1]])[::-1]
-    plain = {key: value for key, value in messages[i].items() if key != "tool_calls"} | {
-        "content": "x"
-    }
-    changed = render([*messages[:i], plain, *messages[i + 1 :]])
-    end, changed_end = (text.find(ending, start) + len(ending) for text in (full, changed))
+    plain = messages[i] | {"content": "x"}
+    plain.pop("tool_calls", None)
+    changed = render([*before, plain, *after])
+    end = full.find(ending, start) + len(ending)
+    changed_end = changed.find(ending, start) + len(ending)
     found = (
         ending.strip()
         and changed.startswith(full[:start])
@@ -507,11 +536,10 @@ def find_answer_end(i: int, full: str, start: int, messages: list, render) -> in
     )
     if not found or full[end:] != changed[changed_end:]:
         return None
-    behind = [
-        message | {"content": BEGIN + (message.get("content") or "")}
-        for message in messages[i + 1 :]
-    ]
-    return end if render([*messages[: i + 1], *behind]).startswith(full[:end]) else None
+    behind = [message | {"content": BEGIN + (message.get("content") or "")} for message in after]
+    if render([*messages[: i + 1], *behind]).startswith(full[:end]):
+        return end
+    return None
 
 
 @lru_cache(maxsize=1)
@@ -535,10 +563,10 @@ def tokens_and_mask(
     text, spans = assistant_spans(conversation, template)
     encoding = encoding_of(tokenizer, text)
     before = [0, *(end for _, end in encoding.offsets)]  # where the token before each token ends
-    mask = [
-        int(any(first < end and start < last and done < end for start, end in spans))
-        for done, (first, last) in zip(before, encoding.offsets)
-    ]
+    mask = []
+    for done, (first, last) in zip(before, encoding.offsets):
+        is_trained = any(first < end and start < last and done < end for start, end in spans)
+        mask.append(int(is_trained))
     return encoding.ids, mask
 
 

@@ -25,8 +25,10 @@ from corpus.tokenizer import BPE_VOCAB, load_tokenizer
 from flags.config import Parser, usage_error
 from flags.files import check_local
 
-GREEN, PLAIN = "\033[32m", "\033[0m"
-UNDERLINED, NO_LINE = "\033[4m", "\033[24m"
+GREEN = "\033[32m"
+PLAIN = "\033[0m"
+UNDERLINED = "\033[4m"
+NO_LINE = "\033[24m"
 
 
 # -------------------------------------------------------- show: documents as training will see them
@@ -46,16 +48,23 @@ def colour_text(ids: list[int], mask: list[int], tokenizer) -> str:
     Characters that would command the terminal are shown as U+FFFD."""
     markers = tokenizer.get_added_tokens_decoder()
     # a run: whether it has a loss, and the place of a marker, because each has a line of its own
-    kinds = [
-        (has_loss, n if i in markers else -1) for n, (has_loss, i) in enumerate(zip(mask, ids))
-    ]
+    kinds = []
+    for place, (has_loss, i) in enumerate(zip(mask, ids)):
+        if i not in markers:
+            place = -1
+        kinds.append((has_loss, place))
     text = ""
-    for (has_loss, marker), run in groupby(zip(kinds, ids), key=lambda token: token[0]):
-        part = tokenizer.decode([i for _, i in run], skip_special_tokens=False)
+    done = 0
+    for (has_loss, marker), run in groupby(kinds):
+        end = done + len(list(run))
+        part = tokenizer.decode(ids[done:end], skip_special_tokens=False)
+        done = end
         part = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", part)
         if marker >= 0:
             part = f"{UNDERLINED}{part}{NO_LINE}"
-        text += f"{GREEN}{part}{PLAIN}" if has_loss else part
+        if has_loss:
+            part = f"{GREEN}{part}{PLAIN}"
+        text += part
     return text
 
 
@@ -81,38 +90,19 @@ def own_tokenizer(paths: list, out: Path, vocab_size: int, text_column: str):
             f"--vocab_size {vocab_size} must be between 257, all bytes and {EOT_NAMES[0]}, and "
             f"{1 << 20:,}"
         )
-    if out.suffix != ".json" or out.exists():
-        raise ValueError(
-            f"--out {out} {'is there already' if out.exists() else 'is no .json'}; name a new "
-            "file, like own.json"
-        )
+    if out.exists():
+        raise ValueError(f"--out {out} is there already; name a new file, like own.json")
+    if out.suffix != ".json":
+        raise ValueError(f"--out {out} is no .json; name a new file, like own.json")
     out.parent.mkdir(parents=True, exist_ok=True)
     found = train_tokenizer(paths, out, vocab_size, text_column)
-    fewer = f" instead of {vocab_size:,}, for no other pair of tokens occurs twice in this text" * (
-        found < vocab_size
-    )
+    fewer = ""
+    if found < vocab_size:
+        fewer = f" instead of {vocab_size:,}, for no other pair of tokens occurs twice in this text"
     print(f"{out}: {found:,} ids{fewer}; train with --tokenizer {out}")
 
 
-def define_commands(about: str) -> Parser:
-    parser = Parser(description=about)
-    commands = parser.add_subparsers(
-        dest="command", required=True, metavar="stdlib|tokenizer|prepare|show|check"
-    )
-    stdlib = commands.add_parser("stdlib", help="build the built-in corpus")
-    stdlib.add_argument("--cache_dir", default="", help="instead of the user's cache folder")
-    own = commands.add_parser(
-        "tokenizer", help="train a byte-level BPE on text files, for --tokenizer"
-    )
-    own.add_argument(
-        "--vocab_size",
-        type=int,
-        default=BPE_VOCAB,
-        help=f"ids, {EOT_NAMES[0]} among them [default: {BPE_VOCAB}]",
-    )
-    prepare = commands.add_parser(
-        "prepare", help="tokenize text files into a folder of token shards"
-    )
+def add_prepare_flags(prepare: Parser):
     prepare.add_argument(
         "--eot", default="", help="token that ends a document, where the tokenizer does not tell"
     )
@@ -145,6 +135,29 @@ def define_commands(about: str) -> Parser:
         help="tokenize the share of machine I, from 0, of N; at the "
         "end, the same command without --shard writes index.json",
     )
+
+
+def define_commands(about: str) -> Parser:
+    parser = Parser(description=about)
+    parser.set_defaults(input=[], out="reading")  # of commands without these
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="stdlib|tokenizer|prepare|show|check"
+    )
+    stdlib = commands.add_parser("stdlib", help="build the built-in corpus")
+    stdlib.add_argument("--cache_dir", default="", help="instead of the user's cache folder")
+    own = commands.add_parser(
+        "tokenizer", help="train a byte-level BPE on text files, for --tokenizer"
+    )
+    own.add_argument(
+        "--vocab_size",
+        type=int,
+        default=BPE_VOCAB,
+        help=f"ids, {EOT_NAMES[0]} among them [default: {BPE_VOCAB}]",
+    )
+    prepare = commands.add_parser(
+        "prepare", help="tokenize text files into a folder of token shards"
+    )
+    add_prepare_flags(prepare)
     show = commands.add_parser(
         "show", help="documents of a file as they will be trained, tokens with a loss in green"
     )
@@ -181,6 +194,47 @@ def define_commands(about: str) -> Parser:
     return parser
 
 
+def prepare(args, paths: list[Path], folder: Path) -> bool:
+    """python data.py prepare. Returns False if other shares of the work are still to be made.
+    Raises ValueError."""
+    if not args.out or args.workers < 1:
+        raise ValueError(
+            f"--out {args.out!r} must be a folder, and --workers {args.workers} at least 1"
+        )
+    share = re.fullmatch(r"(\d+)/(\d+)", args.shard)
+    if share is None or int(share[1]) >= int(share[2]):
+        raise ValueError(f"--shard {args.shard}: need I/N with I from 0 to N - 1, like 0/4")
+    tokenizer = find_tokenizer(args.tokenizer, args.eot)
+    begin = []
+    if args.bos:
+        begin = prefix_ids(load_tokenizer(tokenizer[0]))
+        if not begin:
+            raise ValueError(
+                f"--bos: the tokenizer of {args.tokenizer} puts nothing before a text; leave it out"
+            )
+    if not 0 <= args.max_lost <= 100:
+        raise ValueError(f"--max_lost {args.max_lost:g} must be between 0 and 100 per cent")
+    number = int(share[1])
+    n = int(share[2])
+    build_shards(
+        paths,
+        tokenizer,
+        folder,
+        args.workers,
+        args.text_column,
+        args.skip_bad,
+        (number, n),
+        begin,
+        args.max_lost,
+    )
+    if n > 1:
+        print(
+            f"share {args.shard} is in {folder}; after all shares, leave out --shard to "
+            "write index.json"
+        )
+    return n == 1
+
+
 def main(about: str = ""):
     args = define_commands(about).parse_args()
     try:
@@ -189,7 +243,7 @@ def main(about: str = ""):
                 f"show {args.input[0]}: these are token shards; show the text or the conversations"
             )
         paths = []
-        for what in getattr(args, "input", ()):
+        for what in args.input:
             files, left_out = text_files(what)
             paths += files
             if left_out:
@@ -197,67 +251,39 @@ def main(about: str = ""):
                 print(f"{what}: {files_text}{describe_left_out(left_out)}")
         if args.command == "show":
             return show_documents(paths, args.tokenizer, args.n, args.text_column)
-        folder = (
-            cached_corpus("stdlib", TextSource(), args.cache_dir)
-            if args.command == "stdlib"
-            else Path(args.out)
-        )
+        if args.command == "stdlib":
+            folder = cached_corpus("stdlib", TextSource(), args.cache_dir)
+        else:
+            folder = Path(args.out)
         check_local(str(folder), "--out")
         if args.command == "tokenizer":
             return own_tokenizer(paths, folder, args.vocab_size, args.text_column)
         if args.command == "prepare":
-            if not args.out or args.workers < 1:
-                raise ValueError(
-                    f"--out {args.out!r} must be a folder, and --workers {args.workers} at least 1"
-                )
-            share, n = (
-                map(int, args.shard.split("/")) if re.fullmatch(r"\d+/\d+", args.shard) else (1, 1)
-            )
-            if share >= n:
-                raise ValueError(f"--shard {args.shard}: need I/N with I from 0 to N - 1, like 0/4")
-            tokenizer = find_tokenizer(args.tokenizer, args.eot)
-            begin = prefix_ids(load_tokenizer(tokenizer[0])) if args.bos else []
-            if args.bos and not begin:
-                raise ValueError(
-                    f"--bos: the tokenizer of {args.tokenizer} puts nothing before a text; leave it out"
-                )
-            if not 0 <= args.max_lost <= 100:
-                raise ValueError(f"--max_lost {args.max_lost:g} must be between 0 and 100 per cent")
-            build_shards(
-                paths,
-                tokenizer,
-                folder,
-                args.workers,
-                args.text_column,
-                args.skip_bad,
-                (share, n),
-                begin,
-                args.max_lost,
-            )
-            if n > 1:
-                return print(
-                    f"share {args.shard} is in {folder}; after all shares, leave out --shard to "
-                    "write index.json"
-                )
-        if args.command == "check" and (damage := find_damage(folder)):
-            print("\n".join(damage), file=sys.stderr)
-            raise SystemExit(1)
+            is_finished = prepare(args, paths, folder)
+            if not is_finished:
+                return
+        if args.command == "check":
+            damage = find_damage(folder)
+            if damage:
+                print("\n".join(damage), file=sys.stderr)
+                raise SystemExit(1)
         index = read_index(folder)
     except BrokenPipeError:
         # `show ... | head` has seen enough, and Python would complain once more at its exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return
     except OSError as error:
-        # a full disk names no file
-        usage_error(f"{error.filename or vars(args).get('out', 'reading')}: {error.strerror}")
+        place = error.filename
+        if not place:  # a full disk names no file
+            place = args.out
+        usage_error(f"{place}: {error.strerror}")
     except ValueError as error:
         usage_error(error)
     for split, entries in index["splits"].items():
-        print(
-            f"{split}: {sum(entry['tokens'] for entry in entries):,} tokens, "
-            f"{index['documents'][split]:,} documents"
-        )
-    if line := spelling_line(folder, index):
+        n_tokens = sum(entry["tokens"] for entry in entries)
+        print(f"{split}: {n_tokens:,} tokens, {index['documents'][split]:,} documents")
+    line = spelling_line(folder, index)
+    if line:
         print(line)
     print(f"{folder}: {index['vocab_size']:,} ids, sha256 {index['sha256'][:16]}")
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import zlib
+from functools import partial
 from pathlib import Path
 from shlex import quote
 
@@ -67,7 +68,8 @@ def text_files(what: str) -> tuple[list[Path], dict[Path, str]]:
                 f"{FORMATS} is in it"
             )
     elif path.exists() or path.is_symlink() or not glob.has_magic(what):
-        files, left_out = [path], {}
+        files = [path]
+        left_out = {}
     else:
         files, left_out = files_of_glob(what)
     files = leave_out_twins(files, left_out)
@@ -112,7 +114,9 @@ def files_of_glob(pattern: str) -> tuple[list[Path], dict[Path, str]]:
     found = [Path(name) for name in expand(pattern) if os.path.isfile(name)]
     if not found:
         raise ValueError(f"{pattern}: no file matches")
-    files, left_out, known = [], {}, set()
+    files = []
+    left_out = {}
+    known = set()
     for file in sorted(found, key=lambda file: (len(file.parts), str(file))):
         real = os.path.realpath(file)
         if real not in known:
@@ -128,7 +132,8 @@ def expand(pattern: str) -> list[str]:
     match = re.search(r"(?:^|/)\*\*(?:/|$)", pattern)
     if match is None:
         return glob.glob(pattern)
-    head, rest = pattern[: match.start()], pattern[match.end() :] or "*"
+    head = pattern[: match.start()]
+    rest = pattern[match.end() :] or "*"
     if match.group().startswith("/"):
         tops = glob.glob(f"{head}/")
     else:
@@ -144,8 +149,10 @@ def walk(top: Path) -> tuple[list[tuple[str, list[str]]], dict[Path, str]]:
     """([(folder, names of its files)] in and below a folder, {linked folder that is left out:
     reason}). Without hidden files and folders. Linked folders are followed, after all folders that
     are really there; a folder that was read is not read again, under whatever name."""
-    visited, left_out = [], {}
-    seen, waiting = set(), [top]
+    visited = []
+    left_out = {}
+    seen = set()
+    waiting = [top]
 
     def fail(error):
         raise error
@@ -202,7 +209,8 @@ def leave_out_repeated(files: list[Path], left_out: dict[Path, str]) -> list[Pat
 
 def leave_out_twins(files: list[Path], left_out: dict[Path, str]) -> list[Path]:
     """The files without x.jsonl.gz beside x.jsonl, and without x.jsonl.zst beside x.jsonl.gz."""
-    there, kept = set(files), []
+    there = set(files)
+    kept = []
     for file in files:
         plain = file.with_suffix("")
         twins = {".gz": [plain], ".zst": [plain, plain.with_name(f"{plain.name}.gz")]}
@@ -234,7 +242,9 @@ def check_beginning(path: Path, beginning: bytes):
     # every second byte of English text in UTF-16 is NUL
     nuls = [byte == 0 for byte in beginning[:4]]
     if nuls in ([False, True, False, True], [True, False, True, False]):
-        encoding = "utf-16le" if nuls[1] else "utf-16be"
+        encoding = "utf-16be"
+        if nuls[1]:
+            encoding = "utf-16le"
         command = filtered(path, f"iconv -f {encoding} -t utf-8")
         raise ValueError(f"{path} is UTF-16, without a mark that says so: {command}")
 
@@ -261,7 +271,10 @@ def bad_byte(path: Path, place: int, text: bytes) -> str:
 def filtered(path: Path, command: str) -> str:
     """What to type for a new file with the unpacked text of this one, changed by a command."""
     unpack = {".gz": "zcat", ".zst": "zstdcat"}.get(path.suffix)
-    name = path.with_suffix("").name if unpack else path.name
+    if unpack:
+        name = path.with_suffix("").name
+    else:
+        name = path.name
     new = quote(str(path.with_name(f"new-{name}")))
     if unpack:
         return f"{unpack} {quote(str(path))} | {command} > {new}"
@@ -274,10 +287,13 @@ def unpacked(path: Path, text_column: str = "text"):
     """Yields the text of a packed file in chunks of bytes, of a .parquet lines of JSON (text_column
     "": of all columns). Raises ValueError for a damaged file, and for a file of a stranger that
     would fill memory and disk."""
-    total, most = 0, max(1 << 28, 1000 * path.stat().st_size)
-    for chunk in (
-        parquet_lines(path, text_column, most) if path.suffix == ".parquet" else decompressed(path)
-    ):
+    total = 0
+    most = max(1 << 28, 1000 * path.stat().st_size)
+    if path.suffix == ".parquet":
+        chunks = parquet_lines(path, text_column, most)
+    else:
+        chunks = decompressed(path)
+    for chunk in chunks:
         total += len(chunk)
         check_unpacked(path, total, most)
         yield chunk
@@ -294,7 +310,8 @@ def check_unpacked(path: Path, n_bytes: int, most: int):
 def decompressed(path: Path):
     """Yields the bytes of a .gz or .zst."""
     if path.suffix == ".gz":
-        broken, make = zlib.error, lambda: zlib.decompressobj(wbits=31)
+        broken = zlib.error
+        make = partial(zlib.decompressobj, wbits=31)
     else:
         try:
             import zstandard
@@ -302,10 +319,8 @@ def decompressed(path: Path):
             raise ValueError(
                 f"{path}: reading .zst needs zstandard: pip install zstandard"
             ) from None
-        broken, make = (
-            zstandard.ZstdError,
-            zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj,
-        )
+        broken = zstandard.ZstdError
+        make = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj
     unpacker = make()
     try:
         with open(path, "rb") as file:
@@ -313,10 +328,13 @@ def decompressed(path: Path):
             while chunk := file.read(1 << 14):
                 while chunk:
                     # packed files may be concatenated
-                    unpacker = make() if unpacker.eof else unpacker
+                    if unpacker.eof:
+                        unpacker = make()
                     yield unpacker.decompress(chunk)
                     # tapes are filled up with zeros
-                    chunk = unpacker.unused_data.lstrip(b"\0") if unpacker.eof else b""
+                    chunk = b""
+                    if unpacker.eof:
+                        chunk = unpacker.unused_data.lstrip(b"\0")
     except broken as error:
         raise ValueError(f"{path} is damaged ({error}); get it again") from None
     if not unpacker.eof:
@@ -352,7 +370,7 @@ def parquet_lines(path: Path, text_column: str, most: int):
                 done += batch.num_rows
     except (pyarrow.ArrowException, OSError) as error:
         # not readable at all; for a damaged file pyarrow gives no number
-        if getattr(error, "errno", None):
+        if isinstance(error, OSError) and error.errno:
             raise
         raise ValueError(
             f"{path} is damaged ({' '.join(str(error).split())}); get it again"

@@ -20,17 +20,18 @@ import numpy as np
 NEEDED = (
     "a mixture is name=path:weight,name=path:weight, like web=tokens/web:0.7,code=tokens/code:0.3"
 )
-PACKED, FORMATS = (
-    (".gz", ".zst", ".parquet"),
-    ".txt, .md, .jsonl (each also with .gz or .zst) or .parquet",
-)
+PACKED = (".gz", ".zst", ".parquet")
+FORMATS = ".txt, .md, .jsonl (each also with .gz or .zst) or .parquet"
 LONGEST_PERIOD = 100_000  # sequences until the turns repeat: enough for shares of five decimals
 
 
 def format_of(path: Path) -> str:
     """Format after unpacking: .txt (Markdown, too) or .jsonl (a .parquet, too). Any other suffix is
     no text."""
-    suffix = path.with_suffix("").suffix if path.suffix in (".gz", ".zst") else path.suffix
+    if path.suffix in (".gz", ".zst"):
+        suffix = path.with_suffix("").suffix
+    else:
+        suffix = path.suffix
     return {".md": ".txt", ".parquet": ".jsonl"}.get(suffix, suffix)
 
 
@@ -80,10 +81,10 @@ def parse_mixture(data: str, flag: str = "--data") -> list[Part]:
             "weights, so that "
             f"the turns repeat after at most {LONGEST_PERIOD:,}"
         )
-    return [
-        Part(name, path, int(share / total * period))
-        for name, (path, share) in sorted(found.items())
-    ]
+    parts = []
+    for name, (path, share) in sorted(found.items()):
+        parts.append(Part(name, path, int(share / total * period)))
+    return parts
 
 
 class Turns(NamedTuple):
@@ -117,7 +118,10 @@ def take_turns(shares: list[int]) -> Turns:
     them in whole sequences, too. (Scheduling on one processor, in the windows of Baruah et al.,
     Proportionate progress, Algorithmica 15, 1996.)
     """
-    period, given, part, number = sum(shares), [0] * len(shares), [], []
+    period = sum(shares)
+    given = [0] * len(shares)
+    part = []
+    number = []
     for place in range(period):
         may_come = [i for i, share in enumerate(shares) if given[i] * period // share <= place]
         # the earliest deadline, rounded up

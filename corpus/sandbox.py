@@ -21,10 +21,15 @@ import jinja2.ext
 import jinja2.sandbox
 
 # around the assistant's text; Unicode reserves both for programs, so no text has them
-BEGIN, END = "\ufdd0", "\ufdd1"
+BEGIN = "\ufdd0"
+END = "\ufdd1"
 # of one rendering: time, memory; and the most that a number or a length may be
-LONGEST_S, MOST_GIB, LARGEST = 10, 1, 1 << 28
-PER_GIB = 1 << (30 if sys.platform == "darwin" else 20)  # the unit of ru_maxrss is a byte or a KiB
+LONGEST_S = 10
+MOST_GIB = 1
+LARGEST = 1 << 28
+PER_GIB = 1 << 20  # the unit of ru_maxrss is a KiB
+if sys.platform == "darwin":
+    PER_GIB = 1 << 30  # a byte
 RESULTS = {"+": float.__add__, "*": float.__mul__, "**": float.__pow__}
 
 
@@ -36,9 +41,8 @@ class Generation(jinja2.ext.Extension):
     def parse(self, parser):
         next(parser.stream)
         inside = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        begin, end = (
-            jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)]) for mark in (BEGIN, END)
-        )
+        begin = jinja2.nodes.Output([jinja2.nodes.TemplateData(BEGIN)])
+        end = jinja2.nodes.Output([jinja2.nodes.TemplateData(END)])
         return [begin, jinja2.nodes.Scope(inside), end]
 
 
@@ -51,34 +55,42 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
         )
-        self.filters["tojson"] = lambda value, **options: json.dumps(
-            value, **({"ensure_ascii": False} | options)
-        )
-        self.globals |= dict(
-            raise_exception=fail, strftime_now=lambda text: datetime.now().strftime(text)
-        )
+        self.filters["tojson"] = write_json
+        self.globals |= dict(raise_exception=fail, strftime_now=strftime_now)
 
     def call_binop(self, context, operator, left, right):
         # nearly always, so quickly
         if type(left) is str and type(right) is str and len(left) + len(right) < LARGEST:
             return self.binop_table[operator](left, right)
-        sizes = [len(x) if hasattr(x, "__len__") else x for x in (left, right)]
-        # two numbers: of 64 bits, like a time in nanoseconds
-        most = LARGEST if sizes != [left, right] else 1 << 63
-        if (
-            all(isinstance(size, int) for size in sizes)
-            and RESULTS[operator](*map(float, sizes)) > most
-        ):
+        sizes = [size_or_value(left), size_or_value(right)]
+        most = LARGEST
+        if sizes == [left, right]:
+            most = 1 << 63  # two numbers: of 64 bits, like a time in nanoseconds
+        are_whole = all(isinstance(size, int) for size in sizes)
+        if are_whole and RESULTS[operator](*map(float, sizes)) > most:
             fail(f"{operator} makes more than {most:,}")
         return self.binop_table[operator](left, right)
 
     def concat(self, parts):
         text = "".join(parts)
-        return (
-            text
-            if len(text) <= LARGEST
-            else fail(f"its text is longer than {LARGEST:,} characters")
-        )
+        if len(text) <= LARGEST:
+            return text
+        return fail(f"its text is longer than {LARGEST:,} characters")
+
+
+def write_json(value, **options) -> str:
+    return json.dumps(value, **({"ensure_ascii": False} | options))
+
+
+def strftime_now(text: str) -> str:
+    return datetime.now().strftime(text)
+
+
+def size_or_value(x):
+    """The length of a text or a list; a number itself."""
+    if hasattr(x, "__len__"):
+        return len(x)
+    return x
 
 
 def fail(message):
@@ -91,7 +103,8 @@ class Endless(BaseException):  # jinja2 swallows any Exception where it looks up
 
 
 # {thread: [when its template began, peak memory of the process soon after]}
-running, lock = {}, threading.Lock()
+running = {}
+lock = threading.Lock()
 
 
 @contextmanager

@@ -28,12 +28,16 @@ from flags.files import sha256_file, write_file
 
 VERSION = 2  # of this format; version 1 had shards with another header
 MASKED = 3  # version 2 with masks; programs that know only 2 must refuse the folder
-LOSS, FIRST = 1, 2  # bits of a mask
+# bits of a mask
+LOSS = 1
+FIRST = 2
 PREPARE = "python data.py prepare --input TEXT --tokenizer tokenizer.json --out DIR"
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    return np.dtype("<u2" if vocab_size <= 65536 else "<u4")
+    if vocab_size <= 65536:
+        return np.dtype("<u2")
+    return np.dtype("<u4")
 
 
 def mask_name(name: str) -> str:
@@ -72,11 +76,11 @@ def write_shard(
 def changed_files(folder: Path, entry: dict) -> list[str]:
     """Names of the files of a shard, tokens and mask, whose checksum is not the one of the entry."""
     checksums = {entry["name"]: entry["sha256"], mask_name(entry["name"]): entry.get("mask_sha256")}
-    return [
-        name
-        for name, sha256 in checksums.items()
-        if sha256 and sha256_file(folder / name) != sha256
-    ]
+    changed = []
+    for name, sha256 in checksums.items():
+        if sha256 and sha256_file(folder / name) != sha256:
+            changed.append(name)
+    return changed
 
 
 def index_totals(index: dict) -> dict:
@@ -84,25 +88,20 @@ def index_totals(index: dict) -> dict:
 
     sha256 identifies the data: checksums of all shards in order, vocabulary, eot and tokenizer."""
     splits = index["splits"]
-    shards = [
-        [entry["sha256"] + entry.get("mask_sha256", "") for entry in splits[split]]
-        for split in ("train", "val")
-    ]
+    shards = []
+    for split in ("train", "val"):
+        shards.append([entry["sha256"] + entry.get("mask_sha256", "") for entry in splits[split]])
     identity = repr((shards, index["vocab_size"], index["eot"], index["source"]["tokenizer"]))
-    return {
-        "sha256": hashlib.sha256(identity.encode()).hexdigest(),
-        "documents": {
-            split: sum(entry["documents"] for entry in entries) for split, entries in splits.items()
-        },
-    }
+    documents = {}
+    for split, entries in splits.items():
+        documents[split] = sum(entry["documents"] for entry in entries)
+    return {"sha256": hashlib.sha256(identity.encode()).hexdigest(), "documents": documents}
 
 
 def write_index(folder: Path, index: dict):
-    version = (
-        MASKED
-        if any("mask_sha256" in entry for entry in chain(*index["splits"].values()))
-        else VERSION
-    )
+    version = VERSION
+    if any("mask_sha256" in entry for entry in chain(*index["splits"].values())):
+        version = MASKED
     write_file(
         folder / "index.json",
         json.dumps({"version": version, **index_totals(index), **index}, indent=1).encode(),
@@ -170,15 +169,15 @@ def mask_array_of(entry: dict) -> tuple:
 def open_array(folder: Path, name: str, needed: int, dtype: np.dtype, length: int) -> np.ndarray:
     """A file of array_of or mask_array_of, memory-mapped. Raises ValueError if the file does not
     fit index.json."""
-    path, cure = folder / name, f"delete it and {folder}/index.json and make the shards again"
+    path = folder / name
+    cure = f"delete it and {folder}/index.json and make the shards again"
     if not path.is_file():
         raise ValueError(f"{path} is missing; {cure}")
     size = path.stat().st_size
-    if size != needed:
-        raise ValueError(
-            f"{path} is {'truncated' if size < needed else 'too long'}: {size} bytes, need "
-            f"{needed}; {cure}"
-        )
+    if size < needed:
+        raise ValueError(f"{path} is truncated: {size} bytes, need {needed}; {cure}")
+    if size > needed:
+        raise ValueError(f"{path} is too long: {size} bytes, need {needed}; {cure}")
     try:
         array = np.lib.format.open_memmap(path, mode="r")
         # a header of another length would shift all tokens
@@ -205,7 +204,8 @@ def check_arrays(folder: Path, index: dict):
     arrays += [mask_array_of(entry) for entry in entries if index["version"] == MASKED]
 
     def check(array):
-        if not os.path.isfile(path := f"{folder}/{array[0]}") or os.path.getsize(path) != array[1]:
+        path = f"{folder}/{array[0]}"
+        if not os.path.isfile(path) or os.path.getsize(path) != array[1]:
             open_array(folder, *array)  # raises with the reason
 
     with ThreadPoolExecutor(16) as pool:
@@ -215,21 +215,22 @@ def check_arrays(folder: Path, index: dict):
 def find_damage(folder: Path) -> list:
     """One line per damage in a folder of shards: checksums, counts and ids of every file."""
     try:
-        index, problems = read_index(folder), []
+        index = read_index(folder)
+        problems = []
     except ValueError as error:
         return [str(error)]
     for name, sha256 in {"tokenizer.json": index["source"]["tokenizer"], **index["beside"]}.items():
         if not (folder / name).is_file() or sha256_file(folder / name) != sha256:
             problems.append(f"{folder / name} is missing or changed")
     for entry in chain(*index["splits"].values()):
-        path, masked = folder / entry["name"], index["version"] == MASKED
+        path = folder / entry["name"]
+        masked = index["version"] == MASKED
         try:
             tokens = open_array(folder, *array_of(entry, index))
-            begins = (
-                open_array(folder, *mask_array_of(entry)) & FIRST
-                if masked
-                else tokens == index["eot"]
-            )
+            if masked:
+                begins = open_array(folder, *mask_array_of(entry)) & FIRST
+            else:
+                begins = tokens == index["eot"]
         except ValueError as error:
             problems.append(str(error))
             continue
@@ -242,7 +243,8 @@ def find_damage(folder: Path) -> list:
                 f"{path}: token id {tokens.max()}, but the vocabulary ends at "
                 f"{index['vocab_size'] - 1}"
             )
-        if (documents := np.count_nonzero(begins)) != entry["documents"]:
+        documents = np.count_nonzero(begins)
+        if documents != entry["documents"]:
             problems.append(
                 f"{path}: {documents} documents, but index.json says {entry['documents']}"
             )

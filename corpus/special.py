@@ -30,9 +30,12 @@ def find_tokenizer(path: str, eot: str = "") -> tuple[Path, int, int]:
     file = tokenizer_path(path)
     files_beside(file)  # raises for links elsewhere and absurd sizes
     tokenizer = load_tokenizer(file)
-    names = [eot] if eot else list(EOT_NAMES)
-    if not eot and (eos := read_special_tokens(str(file.parent)).get("eos_token")):
-        names.append(eos)
+    names = [eot]
+    if not eot:
+        names = list(EOT_NAMES)
+        eos = read_special_tokens(str(file.parent)).get("eos_token")
+        if eos:
+            names.append(eos)
     # a BPE may know "</s>" as HTML
     special = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     found = [tokenizer.token_to_id(name) for name in names if name in special or name == eot]
@@ -60,13 +63,18 @@ class SpecialIds(NamedTuple):
 
     def for_config(self) -> dict:
         """As config.json and generation_config.json write them."""
-        eos = self.ends[0] if len(self.ends) == 1 else self.ends or None
+        if len(self.ends) == 1:
+            eos = self.ends[0]
+        else:
+            eos = self.ends or None
         return {"bos_token_id": self.bos, "eos_token_id": eos, "pad_token_id": self.pad}
 
 
 def listed_ids(value) -> list[int]:
     """The ids in a value of generation_config.json: an id, a list of ids, or null."""
-    values = value if isinstance(value, list) else [value]
+    values = [value]
+    if isinstance(value, list):
+        values = value
     return [i for i in values if type(i) is int and i >= 0]
 
 
@@ -91,9 +99,13 @@ def special_ids(folder: str, is_ours: bool = False) -> SpecialIds:
     def id_of(name: str) -> int | None:
         of_files = [i for file in files for i in listed_ids(file.get(f"{name}_token_id"))]
         of_tokenizer = tokenizer.token_to_id(names.get(f"{name}_token", ""))
-        return of_files[0] if of_files else of_tokenizer
+        if of_files:
+            return of_files[0]
+        return of_tokenizer
 
-    ends = [find_tokenizer(folder)[1]] if is_ours else []
+    ends = []
+    if is_ours:
+        ends = [find_tokenizer(folder)[1]]
     eos = tokenizer.token_to_id(names.get("eos_token", ""))
     if eos is not None:
         ends.append(eos)
@@ -144,5 +156,7 @@ NEW_TOKENIZER = TextSource()
 
 def ids_of(tokenizer, text: str, begins: bool = False) -> list[int]:
     """The ids of a text. begins: with what the tokenizer puts before a text, and nothing after it."""
-    prefix = prefix_ids(tokenizer) if begins else []
+    prefix = []
+    if begins:
+        prefix = prefix_ids(tokenizer)
     return prefix + encoding_of(tokenizer, text).ids

@@ -56,9 +56,11 @@ def read_traits(file: Path, sha256: str) -> Traits:
         rules = json.loads(Path(file).read_bytes())
     except (ValueError, RecursionError):
         rules = None
-    rules = rules if isinstance(rules, dict) else {}
+    if not isinstance(rules, dict):
+        rules = {}
     model = rules.get("model")
-    model = model if isinstance(model, dict) else {}
+    if not isinstance(model, dict):
+        model = {}
     steps = steps_of(rules.get("normalizer")) + steps_of(rules.get("pre_tokenizer"))
     return Traits(
         spells_all=spells_all(model, steps),
@@ -132,8 +134,12 @@ def spelling_rules(file: Path, may_be_long: bool = True) -> tuple:
     tokenizer that spells everything, and that puts nothing in at seams. may_be_long: whether a text
     may have seams."""
     traits = traits_of(file)
-    counts = () if traits.spells_all else ("counted",)
-    seams = ("seams",) if traits.has_seams and may_be_long else ()
+    counts = ("counted",)
+    if traits.spells_all:
+        counts = ()
+    seams = ()
+    if traits.has_seams and may_be_long:
+        seams = ("seams",)
     return counts + seams
 
 
@@ -167,7 +173,9 @@ def rule_inside(rule, opens: bool, closes: bool):
 def segment_tokenizer(file: Path, opens: bool, closes: bool):
     """load_tokenizer for a part of a text. opens, closes: whether the text begins and ends here."""
     whole = load_tokenizer(file)
-    return whole if opens and closes else tokenizer_inside(whole, opens, closes)
+    if opens and closes:
+        return whole
+    return tokenizer_inside(whole, opens, closes)
 
 
 @lru_cache(maxsize=4)
@@ -204,8 +212,12 @@ class Spelling:
             self.unknown = self.vocab.get(traits.unknown)
         self.prefix = traits.prefix
         self.drops_space = len("".join(self.words_of("a b"))) < 3
-        self.lengths = self.token_lengths(traits.prefix) if traits.by_word else None
-        self.spelt, self.unspelt = set(), set()  # characters that were tried
+        self.lengths = None
+        if traits.by_word:
+            self.lengths = self.token_lengths(traits.prefix)
+        # characters that were tried
+        self.spelt = set()
+        self.unspelt = set()
         self.characters = 0  # that were looked at
         self.lost = 0  # of these
         self.examples = Counter()  # {lost character or word: how often}
@@ -241,7 +253,10 @@ class Spelling:
         letters = set(text)
         new = sorted(letters - self.spelt - self.unspelt)
         for character in new:
-            (self.spelt if self.spells(character) else self.unspelt).add(character)
+            if self.spells(character):
+                self.spelt.add(character)
+            else:
+                self.unspelt.add(character)
         for character in sorted(letters & self.unspelt):
             n = text.count(character)
             self.lost += n
@@ -270,7 +285,9 @@ class Spelling:
         if self.unknown is not None and self.unknown not in ids:
             return
         normalizer = self.tokenizer.normalizer
-        letters = normalizer.normalize_str(text) if normalizer is not None else text
+        letters = text
+        if normalizer is not None:
+            letters = normalizer.normalize_str(text)
         lost = len(without_space(letters)) - int(self.lengths[ids].sum())
         if lost <= 0:
             return
@@ -299,11 +316,9 @@ def add_counts(counts: list[dict]) -> dict:
     examples = Counter()
     for count in counts:
         examples.update(dict(count["examples"]))
-    return {
-        "characters": sum(count["characters"] for count in counts),
-        "lost": sum(count["lost"] for count in counts),
-        "examples": commonest(examples),
-    }
+    characters = sum(count["characters"] for count in counts)
+    lost = sum(count["lost"] for count in counts)
+    return {"characters": characters, "lost": lost, "examples": commonest(examples)}
 
 
 def commonest(examples: Counter) -> list:

@@ -34,12 +34,14 @@ def load_tokenizer(file: Path):
     except Exception as error:  # the library raises plain Exception
         raise ValueError(f"{file}: not a tokenizer.json ({error})") from None
     lengths = []  # of the texts that rules put in the place of others, one rule after the other
+
+    def note_length(rule: dict):
+        lengths.append(len(rule.get("content", "")))
+
     for rules in filter(None, (tokenizer.normalizer, tokenizer.decoder)):
-        json.loads(
-            rules.__getstate__(),
-            object_hook=lambda rule: lengths.append(len(rule.get("content", ""))),
-        )
-    if (growth := np.prod([max(1, length) for length in lengths], dtype=float)) > 10_000:
+        json.loads(rules.__getstate__(), object_hook=note_length)
+    growth = np.prod([max(1, length) for length in lengths], dtype=float)
+    if growth > 10_000:
         raise ValueError(
             f"{file}: its rules may make a text {growth:,.0f} times longer, which is absurd: "
             "10,000 is the most"
@@ -132,13 +134,16 @@ def add_tokens_beside(tokenizer, folder: str) -> None:
     from tokenizers import AddedToken
 
     is_older = "added_tokens_decoder" not in read_beside(folder, "tokenizer_config.json")
-    file, key = f"{folder}/tokenizer_config.json", "added_tokens_decoder"
+    file = f"{folder}/tokenizer_config.json"
+    key = "added_tokens_decoder"
     if is_older:
-        file, key = f"{folder}/added_tokens.json", "added_tokens.json"
+        file = f"{folder}/added_tokens.json"
+        key = "added_tokens.json"
     known = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
     for number, fields in listed_tokens(folder).items():
         content = fields["content"]
-        there, other = tokenizer.token_to_id(content), tokenizer.id_to_token(number)
+        there = tokenizer.token_to_id(content)
+        other = tokenizer.id_to_token(number)
         if there not in (None, number) or other not in (None, content):
             raise ValueError(
                 f"{file} says that id {number} is {content!r}, but in tokenizer.json "
@@ -206,7 +211,10 @@ def files_beside(tokenizer_file) -> dict:
 def tokenizer_path(path: str) -> Path:
     """The path of a tokenizer.json, given itself or by its folder. ValueError for links elsewhere
     and absurd sizes."""
-    file = Path(path, "tokenizer.json") if os.path.isdir(path) else Path(path)
+    if os.path.isdir(path):
+        file = Path(path, "tokenizer.json")
+    else:
+        file = Path(path)
     if not file.is_file():
         raise ValueError(
             f"--tokenizer {path}: need a tokenizer.json, or a folder that holds one"
@@ -249,7 +257,8 @@ def bytes_of_tokens(
 
 
 def read_hf_json(folder: str, name: str) -> dict:
-    real, path = hf_file(folder, name, HF_LIMITS.get(name, HF_LIMIT)), os.path.join(folder, name)
+    real = hf_file(folder, name, HF_LIMITS.get(name, HF_LIMIT))
+    path = os.path.join(folder, name)
     try:
         value = read_json(real)
     except (ValueError, OSError, RecursionError) as error:
@@ -261,7 +270,9 @@ def read_hf_json(folder: str, name: str) -> dict:
 
 def read_beside(folder: str, name: str) -> dict:
     """read_hf_json of a file that a folder may lack; {} without."""
-    return read_hf_json(folder, name) if os.path.lexists(os.path.join(folder, name)) else {}
+    if os.path.lexists(os.path.join(folder, name)):
+        return read_hf_json(folder, name)
+    return {}
 
 
 def check_hf_tokenizer(folder: str, vocab_size: int) -> str | None:
@@ -285,8 +296,12 @@ STANDARD = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 def text_of_token(token) -> str | None:
     """The text of a special token, which files write as a text or as {"content": text}."""
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else None
+    text = token
+    if isinstance(token, dict):
+        text = token.get("content")
+    if isinstance(text, str):
+        return text
+    return None
 
 
 def special_files(folder: str) -> list[str]:
@@ -317,11 +332,13 @@ def read_chat_template(folder: str, name: str = "default") -> str | None:
         return Path(hf_file(folder, "chat_template.jinja", HF_LIMIT)).read_text("utf-8")
     template = read_beside(folder, "tokenizer_config.json").get("chat_template")
     if isinstance(template, list):
-        template = next(
-            (t.get("template") for t in template if isinstance(t, dict) and t.get("name") == name),
-            None,
-        )
-    return template if isinstance(template, str) else None
+        for named in template:
+            if isinstance(named, dict) and named.get("name") == name:
+                template = named.get("template")
+                break
+    if isinstance(template, str):
+        return template
+    return None
 
 
 @dataclass(kw_only=True)

@@ -1,5 +1,6 @@
 """Errors and answers that all ranks share: if one rank fails, all ranks fail with the same reason."""
 
+import math
 from datetime import timedelta
 
 import torch
@@ -15,15 +16,22 @@ class Failed(ValueError):
 def reason(error: BaseException) -> str:
     """An error as one line. Of DCP's CheckpointException, with an error per rank: the first error."""
     for rank, (inner, _) in getattr(error, "failures", {}).items():
-        return (f"rank {rank}: " if rank else "") + reason(inner)
+        if rank:
+            return f"rank {rank}: {reason(inner)}"
+        return reason(inner)
     text = printable(" ".join(str(error).split()))
     if "unexpected pos" in text:  # how torch.save reports a write that came up short
         return "a file could not be written to its end: the disk is full, or a quota or file size limit is reached"
-    return (
-        text
-        if text and isinstance(error, ValueError | OSError)
-        else f"{type(error).__name__}: {text}"
-    )
+    if text and isinstance(error, ValueError | OSError):
+        return text
+    return f"{type(error).__name__}: {text}"
+
+
+def divisors(*numbers) -> str:
+    """ "1, 2 or 4": the common divisors of the numbers (up to 4,096), for error messages."""
+    g = math.gcd(*numbers)
+    found = [str(d) for d in range(1, min(g, 4096) + 1) if g % d == 0]
+    return " or ".join(", ".join(found).rsplit(", ", 1))
 
 
 def brief(names: list[str]) -> str:
@@ -32,15 +40,18 @@ def brief(names: list[str]) -> str:
 
 
 def rank_in(group) -> int:
-    return dist.get_rank(group) if group else 0
+    if group:
+        return dist.get_rank(group)
+    return 0
 
 
 def gather(value, group) -> list:
     """The values of all ranks of the group, on all ranks. Costs every rank time and memory for all
     values: for starts, not for steps or saves. group: None if the process is alone."""
-    values = [value] * (dist.get_world_size(group) if group else 1)
-    if group:
-        dist.all_gather_object(values, value, group=group)
+    if not group:
+        return [value]
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 
@@ -61,10 +72,11 @@ def fail_together(work, group):
     one number, and texts only after a failure."""
     result, error = attempt(work)
     if holds_on_any_rank(error is not None, group):
-        rank, first = next(
-            (rank, text) for rank, text in enumerate(gather(error, group)) if text is not None
-        )
-        raise Failed(f"rank {rank}: " * (rank > 0) + first)
+        for rank, text in enumerate(gather(error, group)):
+            if text is not None and rank > 0:
+                raise Failed(f"rank {rank}: {text}")
+            if text is not None:
+                raise Failed(text)
     return result
 
 
@@ -78,10 +90,22 @@ def holds_on_any_rank(condition: bool, group) -> bool:
 
 def scatter(values: list, group):
     """Entry r of rank 0's list, on rank r."""
-    box = [None] if group else values
-    if group:
-        dist.scatter_object_list(box, values or None, group=group, group_src=0)
+    if not group:
+        return values[0]
+    box = [None]
+    dist.scatter_object_list(box, values or None, group=group, group_src=0)
     return box[0]
+
+
+def gather_on_rank_0(value, group) -> list | None:
+    """The values of all ranks, on rank 0; None on the others."""
+    if not group:
+        return [value]
+    values = None
+    if rank_in(group) == 0:
+        values = [None] * dist.get_world_size(group)
+    dist.gather_object(value, values, group=group, group_dst=0)
+    return values
 
 
 def on_rank_0(work, group, value=None):
@@ -91,14 +115,12 @@ def on_rank_0(work, group, value=None):
     value: of each rank; work then takes the list of all ranks' values, and no other rank holds the
     list.
     """
+    arguments = ()
     if value is not None:
-        values = (
-            [value] * (dist.get_world_size(group) if group else 1) if rank_in(group) == 0 else None
-        )
-        if group:
-            dist.gather_object(value, values, group=group, group_dst=0)
-    arguments = () if value is None else (values,)
-    box = [attempt(work, *arguments) if rank_in(group) == 0 else None]
+        arguments = (gather_on_rank_0(value, group),)
+    box = [None]
+    if rank_in(group) == 0:
+        box = [attempt(work, *arguments)]
     if group:
         dist.broadcast_object_list(box, group_src=0, group=group)  # along a tree
     result, error = box[0]

@@ -51,13 +51,16 @@ def cast_weights(stage, layout: Layout, reduce_dtype: torch.dtype) -> None:
 
 def cast_experts(experts: list, stage, layout: Layout, reduce_dtype: torch.dtype) -> None:
     """cast_weights for the experts of all blocks alone, where FSDP wraps the rest of the model."""
-    if {p.dtype for each in experts for p in each.parameters()} | {reduce_dtype} != {
-        layout.compute_dtype
-    }:
-        dtypes = layout.compute_dtype, reduce_dtype
-        finish_backwards(
-            stage, [CastUnit(each, [each], stage, *dtypes, layout.reshards) for each in experts]
-        )
+    held = {reduce_dtype}
+    for each in experts:
+        held |= {p.dtype for p in each.parameters()}
+    if held == {layout.compute_dtype}:
+        return
+    units = []
+    for each in experts:
+        unit = CastUnit(each, [each], stage, layout.compute_dtype, reduce_dtype, layout.reshards)
+        units.append(unit)
+    finish_backwards(stage, units)
 
 
 def finish_backwards(stage, units: list) -> None:
@@ -136,7 +139,8 @@ class CastUnit:
         for cast, _ in self.copies:
             cast.untyped_storage().resize_(cast.nbytes)
         if self.copies:
-            torch._foreach_copy_([cast for cast, _ in self.copies], [p for _, p in self.copies])
+            casts, params = zip(*self.copies)
+            torch._foreach_copy_(casts, params)
         self.is_cast = True
         self.hold(dict(zip(self.params, self.casts, strict=True)))
 
@@ -177,7 +181,10 @@ class CastUnit:
     def take_gradient(self, i: int) -> None:
         cast = self.casts[i]
         total = self.sums[i]
-        self.sums[i] = cast.grad.to(self.reduce_dtype) if total is None else total.add_(cast.grad)
+        if total is None:
+            self.sums[i] = cast.grad.to(self.reduce_dtype)
+        else:
+            total.add_(cast.grad)
         cast.grad = None
         if self.stage.is_last_backward:
             self.give_gradient(i)
@@ -195,4 +202,8 @@ class CastUnit:
             grad = DTensor.from_local(
                 grad, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
             )
-        p.grad, self.sums[i] = grad if p.grad is None else p.grad.add_(grad), None
+        if p.grad is None:
+            p.grad = grad
+        else:
+            p.grad.add_(grad)
+        self.sums[i] = None

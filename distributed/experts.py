@@ -20,6 +20,7 @@ from distributed.layout import (
     ReduceScatter,
     all_blocks,
     local_tensor,
+    mtp_depth_of,
 )
 from models.moe import Balance, Experts, Spread, inverse, kernel_fits, load_statistics
 
@@ -42,29 +43,27 @@ def expert_parallel(
     """
     mesh = layout.expert_mesh
     etp = layout.etp
-    if (
-        layout.device.type == "cuda"
-        and layout.rank == 0
-        and (of := torch.cuda.get_device_capability()) < (9, 0)
-    ):
-        print(
-            f"experts on a GPU of capability {of[0]}.{of[1]}: torch multiplies them one after the "
-            "other, and the host waits "
-            "three times per product and step; from 9.0 (H100) on, one kernel multiplies all"
-        )
-    for block in (block for block in all_blocks(stage).values() if hasattr(block, "moe")):
+    if layout.device.type == "cuda" and layout.rank == 0:
+        say_slow_experts(*torch.cuda.get_device_capability())
+    for block in all_blocks(stage).values():
+        if not hasattr(block, "moe"):
+            continue
         experts = block.moe.experts
         balance = block.moe.balance
         assert isinstance(experts, Experts) and isinstance(balance, Balance)
         if layout.ep * etp > 1:
             for name, p in list(experts.named_parameters()):
-                placements = [Shard(0), Shard(experts.etp_dims[name])] if etp > 1 else [Shard(0)]
-                over = mesh["ep", "etp"] if etp > 1 else mesh["ep"]
+                placements = [Shard(0)]
+                over = mesh["ep"]
+                if etp > 1:
+                    placements = [Shard(0), Shard(experts.etp_dims[name])]
+                    over = mesh["ep", "etp"]
                 w = distribute_tensor(p, over, placements, src_data_rank=None)
                 setattr(experts, name, nn.Parameter(w, p.requires_grad))
             n = balance.n_experts // layout.ep
             parts = PARTS[layout.device.type]
-            parts = parts if layout.ep > 1 and n % parts == 0 else 1
+            if layout.ep == 1 or n % parts:
+                parts = 1
             if parts > 1:  # sort by the part within the rank's n experts, then by expert
                 experts.turn = lambda index, n=n, E=balance.n_experts, parts=parts: (
                     index % n * parts // n * E + index
@@ -72,18 +71,30 @@ def expert_parallel(
             experts.forward = partial(exchange_tokens, experts, mesh["ep"].get_group(), parts=parts)
         if etp > 1:
             block.moe.forward = partial(gathered_moe, block.moe.forward, layout.group("tp"))
-        sharers = [
-            layout.group(axis)
-            for axis in ("cp", "tp")
-            if layout.degrees[axis] > 1 and (axis, etp > 1) != ("tp", True)
-        ]
+        sharers = []  # the ranks that have other tokens of the same sequences
+        if layout.cp > 1:
+            sharers.append(layout.group("cp"))
+        if layout.tp > 1 and etp == 1:
+            sharers.append(layout.group("tp"))
         balance.aux_scale = aux_coef / layout.global_batch_size
         balance.force = force_balance
         # every tp rank sees all T tokens and adds their whole auxiliary loss: each adds its share
         if etp > 1:
             balance.aux_scale /= etp
-        balance.parts = layout.cp * (layout.tp if etp == 1 else 1)
+        balance.parts = layout.cp
+        if etp == 1:
+            balance.parts *= layout.tp
         balance.sum_over_parts = partial(sum_over, groups=sharers)
+
+
+def say_slow_experts(major: int, minor: int) -> None:
+    """A line for a GPU on which torch has no kernel for all experts at once."""
+    if (major, minor) < (9, 0):
+        print(
+            f"experts on a GPU of capability {major}.{minor}: torch multiplies them one after the "
+            "other, and the host waits "
+            "three times per product and step; from 9.0 (H100) on, one kernel multiplies all"
+        )
 
 
 @register_sharding(torch.ops.aten.mm.dtype)
@@ -104,7 +115,9 @@ def gathered_moe(moe_forward, group, x: Tensor, shared=None) -> Tensor:
     D)."""
     out = ReduceScatter.apply(moe_forward(AllGather.apply(x, 1, group)), 1, group)
     # shared has hooks of its own that gather and scatter
-    return out if shared is None else out + shared(x)
+    if shared is None:
+        return out
+    return out + shared(x)
 
 
 def exchange_tokens(
@@ -143,8 +156,12 @@ def exchange_tokens(
     # The all-to-all needs its sizes on the host: only here a layer waits for the device.
     sizes = torch.stack([counts, arriving]).view(2, ep, parts, -1).sum(-1).transpose(1, 2)
     sent, received = sizes.tolist()  # [part][rank]
-    x = x.split([sum(rows) for rows in sent]) if parts > 1 else [x]
-    weights = zip(*(w.chunk(parts) for w in weights)) if parts > 1 else [weights]
+    if parts > 1:
+        x = x.split([sum(rows) for rows in sent])
+        weights = zip(*(w.chunk(parts) for w in weights))
+    else:
+        x = [x]
+        weights = [weights]
     arriving = arriving.view(ep, parts, -1).unbind(1)  # (ep, E/ep/parts) of each part
     # The parts take turns: while the rows of one travel, the device computes the other's experts,
     # and the shared experts.
@@ -156,7 +173,9 @@ def exchange_tokens(
         next(turn)
     weigh()  # while results travel home
     results = [next(turn) for turn in turns]
-    return torch.cat(results) if parts > 1 else results[0]
+    if parts > 1:
+        return torch.cat(results)
+    return results[0]
 
 
 def prefetch_units(stage, blocks) -> None:
@@ -164,17 +183,13 @@ def prefetch_units(stage, blocks) -> None:
     block's. FSDP alone prefetches only as far as the host is ahead of the device, and with --ep the
     host waits in every layer with experts (exchange_tokens).
     """
-    units = [
-        [
-            block,
-            *(
-                m
-                for name, m in block.named_modules()
-                if name == "moe.experts" and isinstance(m, FSDPModule)
-            ),
-        ]
-        for block in blocks
-    ]
+    units = []
+    for block in blocks:
+        unit = [block]
+        for name, m in block.named_modules():
+            if name == "moe.experts" and isinstance(m, FSDPModule):
+                unit.append(m)
+        units.append(unit)
     if units and isinstance(stage.tok_embeddings, FSDPModule):
         stage.tok_embeddings.set_modules_to_forward_prefetch(units[0])
     for this, following in pairwise(units):
@@ -188,17 +203,17 @@ def balance_experts(stages, layout: Layout, mode: str, rate: float | Tensor) -> 
     Returns statistics; loads restart at 0.
     """
     config = stages[0].config
-    moes = {
-        i: block.moe
-        for stage in stages
-        for i, block in all_blocks(stage).items()
-        if hasattr(block, "moe")
-    }
-    n_layers = config.n_layers + getattr(config, "mtp_depth", 0)
+    moes = {}
+    for stage in stages:
+        for i, block in all_blocks(stage).items():
+            if hasattr(block, "moe"):
+                moes[i] = block.moe
+    n_layers = config.n_layers + mtp_depth_of(config)
     loads = torch.zeros(n_layers, config.n_experts, device=layout.device)
     for i, moe in moes.items():
         if moe.balance.load is not None:  # None: no forward since the last call
-            loads[i], moe.balance.load = moe.balance.load, None
+            loads[i] = moe.balance.load
+            moe.balance.load = None
     # Ranks have different tokens, or under pp different layers, so the sum over all ranks is the
     # whole table on each of them. With etp = tp every tp rank counted all tokens; a factor changes
     # neither a sign nor a ratio.
@@ -230,6 +245,5 @@ def compile_experts(experts) -> None:
         experts.compute = partial(
             compiled_experts, torch.compile(experts.compute, fullgraph=True), experts.compute
         )
-    experts.spread, experts.combine = (
-        torch.compile(f, fullgraph=True) for f in (experts.spread, experts.combine)
-    )
+    experts.spread = torch.compile(experts.spread, fullgraph=True)
+    experts.combine = torch.compile(experts.combine, fullgraph=True)

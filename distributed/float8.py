@@ -56,7 +56,8 @@ def float8_linears(stage, layout: Layout, cfg) -> None:
         return matmul_with_hp_or_float8_args.apply(x, weight.t(), kernels, config)
 
     for module in map(stage.get_submodule, names):
-        module.multiply, module.__class__ = multiply, with_forward(type(module), Parts)
+        module.multiply = multiply
+        module.__class__ = with_forward(type(module), Parts)
 
 
 def float8_names(stage, layout: Layout, cfg) -> list[str]:
@@ -66,21 +67,17 @@ def float8_names(stage, layout: Layout, cfg) -> list[str]:
     odd = {}
     for fqn, module in stage.named_modules():
         in_block = fqn.startswith(("blocks.", "mtp."))
-        if (
-            not isinstance(module, nn.Linear)
-            or not in_block
-            or any(part in fqn for part in cfg.float8_filter)
-        ):
+        is_left_out = any(part in fqn for part in cfg.float8_filter)
+        if not isinstance(module, nn.Linear) or not in_block or is_left_out:
             continue
         sizes = sides_on_a_rank(stage, fqn, module, layout.tp)
         if all(n % 16 == 0 for n in sizes):
             names.append(fqn)
         else:
             odd[".".join(fqn.split(".")[-2:])] = " x ".join(map(str, sizes))
-    left = (
-        ", ".join(f"{name} {sizes}" for name, sizes in odd.items())
-        or f"--float8_filter {cfg.float8_filter}"
-    )
+    left = ", ".join(f"{name} {sizes}" for name, sizes in odd.items())
+    if not odd:
+        left = f"--float8_filter {cfg.float8_filter}"
     if not names:
         raise ValueError(
             f"--float8 {cfg.float8} changes no matrix, for on a rank a side is no multiple of 16: "
@@ -96,12 +93,17 @@ def float8_names(stage, layout: Layout, cfg) -> list[str]:
 
 def sides_on_a_rank(stage, fqn: str, module, tp: int) -> tuple[int, int]:
     """(out, in) of a rank's part of a linear, by the model's tp_plan."""
-    style = next((style for pattern, style in stage.tp_plan().items() if fnmatch(fqn, pattern)), "")
+    style = ""
+    for pattern, planned in stage.tp_plan().items():
+        if fnmatch(fqn, pattern):
+            style = planned
+            break
     rows, columns = module.weight.shape
-    return (
-        rows // tp if "colwise" in style else rows,
-        columns // tp if style == "rowwise" else columns,
-    )
+    if "colwise" in style:
+        rows //= tp
+    if style == "rowwise":
+        columns //= tp
+    return rows, columns
 
 
 class Parts(nn.Linear):
@@ -115,17 +117,20 @@ class Parts(nn.Linear):
     """
 
     def forward(self, x):
-        y = (
-            self.multiply_parts(x, self.weight)
-            if isinstance(self.weight, DTensor)
-            else self.multiply(x, self.weight)
-        )
-        return y if self.bias is None else y + self.bias
+        if isinstance(self.weight, DTensor):
+            y = self.multiply_parts(x, self.weight)
+        else:
+            y = self.multiply(x, self.weight)
+        if self.bias is None:
+            return y
+        return y + self.bias
 
     def multiply_parts(self, x, weight):
-        (cut,), (x_grad, out) = weight.placements, beside_weight(x, weight)
-        # of a whole weight every rank has a summand
-        weight_grad = cut if cut.is_shard() else Partial()
+        (cut,) = weight.placements
+        x_grad, out = beside_weight(x, weight)
+        weight_grad = cut
+        if not cut.is_shard():  # of a whole weight every rank has a summand
+            weight_grad = Partial()
         y = self.multiply(
             x.to_local(grad_placements=[x_grad]), weight.to_local(grad_placements=[weight_grad])
         )

@@ -14,7 +14,9 @@ NORMS = (nn.RMSNorm, nn.LayerNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d,
 
 
 def constants_of(model) -> dict[str, float]:
-    return model.init_constants() if hasattr(model, "init_constants") else {}
+    if hasattr(model, "init_constants"):
+        return model.init_constants()
+    return {}
 
 
 def initial_values(stage) -> dict[str, tuple[float, float]]:
@@ -33,14 +35,16 @@ def initial_values(stage) -> dict[str, tuple[float, float]]:
             *module.named_parameters(recurse=False),
             *module.named_buffers(recurse=False),
         ]:
-            fqn = f"{path}.{name}" if path else name
+            fqn = name
+            if path:
+                fqn = f"{path}.{name}"
             number = usual_value(module, name, t)
             std = None
             is_parameter = isinstance(t, nn.Parameter)
-            number = next(
-                (value for pattern, value in constants.items() if fnmatch.fnmatch(fqn, pattern)),
-                number,
-            )
+            for pattern, value in constants.items():
+                if fnmatch.fnmatch(fqn, pattern):
+                    number = value
+                    break
             if is_parameter and t.dim() == 0:
                 raise ValueError(
                     f"parameter {fqn} has no dimension, and FSDP needs one: make it "
@@ -56,18 +60,14 @@ def initial_values(stage) -> dict[str, tuple[float, float]]:
             if is_parameter and hasattr(module, "initial_std"):
                 std = module.initial_std
             elif is_parameter and number is None:
-                usual = (
-                    0.02
-                    if name == "weight" and isinstance(module, (nn.Linear, nn.Embedding))
-                    else None
-                )
-                std = given if (given := stage.init_std(fqn)) is not None else usual
+                std = stage.init_std(fqn)
+                is_matrix = name == "weight" and isinstance(module, (nn.Linear, nn.Embedding))
+                if std is None and is_matrix:
+                    std = 0.02
             if number is None and std is None:
-                fix = (
-                    "add a standard deviation to init_std, or"
-                    if is_parameter
-                    else "compute it in forward, or add"
-                )
+                fix = "compute it in forward, or add"
+                if is_parameter:
+                    fix = "add a standard deviation to init_std, or"
                 raise ValueError(
                     f"{fqn} has no initial value: {fix} a number to init_constants, in class "
                     f"{model}"

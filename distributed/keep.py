@@ -57,11 +57,9 @@ class Only(TorchDispatchMode):
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         is_passed = op is MATMUL or op.name() in KEPT
-        return (
-            self.mode.__torch_dispatch__(op, types, args, kwargs)
-            if is_passed
-            else op(*args, **(kwargs or {}))
-        )
+        if is_passed:
+            return self.mode.__torch_dispatch__(op, types, args, kwargs)
+        return op(*args, **(kwargs or {}))
 
 
 def keep_contexts(is_compiled: bool) -> tuple:
@@ -78,9 +76,13 @@ def keep_contexts(is_compiled: bool) -> tuple:
             is_summand = any(cut.is_shard(0) for cut in getattr(args[1], "placements", ()))
             matmuls[ctx.is_recompute] += not is_summand
             keep = not is_summand and matmuls[ctx.is_recompute] % 2 == 0
-        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+        if keep:
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
 
     modes = create_selective_checkpoint_contexts(policy)
     # The compiler accepts torch's own modes only. A block compiled as a whole has no FSDP unit
     # inside.
-    return modes if is_compiled else tuple(map(Only, modes))
+    if is_compiled:
+        return modes
+    return tuple(map(Only, modes))

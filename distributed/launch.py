@@ -73,7 +73,9 @@ def connect(layout: Layout, cfg, device: str = "auto", seed: int = 0, trace: str
             timeout=timeout,
         )
         store = dist.PrefixStore(agree_on_attempt(store, layout, cfg.init_timeout_s), store)
-    backend = "cpu:gloo,cuda:nccl" if layout.device.type == "cuda" else "gloo"
+    backend = "gloo"
+    if layout.device.type == "cuda":
+        backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(
         backend, store=store, rank=layout.rank, world_size=layout.world_size, timeout=timeout
     )
@@ -90,9 +92,10 @@ def connect(layout: Layout, cfg, device: str = "auto", seed: int = 0, trace: str
 def own_gpu() -> torch.device:
     """Make this process's GPU the current one: number LOCAL_RANK, or the only one that its
     scheduler lets it see."""
-    device = torch.device(
-        "cuda", int(os.environ.get("LOCAL_RANK", 0)) if torch.cuda.device_count() > 1 else 0
-    )
+    index = 0
+    if torch.cuda.device_count() > 1:
+        index = int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device("cuda", index)
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         # Freed neighbouring memory can then be joined, and does not lie idle in pieces too small
         # for use.
@@ -130,9 +133,10 @@ def give_up(seconds: int) -> None:
 
 def usable_cores() -> int:
     """Cores that this process may use: affinity, and a container's quota."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
     try:
         with open("/sys/fs/cgroup/cpu.max") as file:
             quota, period = file.read().split()
@@ -245,10 +249,11 @@ def watch_launcher() -> None:
 def set_timeouts(layout: Layout, timeout_s: int) -> None:
     """Set the timeout of all collectives: torch gives the groups of a mesh 30 minutes.
     checkpoint.py's group keeps its own, because ranks wait for the slowest disk."""
-    meshes = [
-        mesh for mesh in (layout.mesh, layout.full_mesh, layout.expert_mesh) if mesh is not None
-    ]
-    for group in [None, *(group for mesh in meshes for group in mesh.get_all_groups())]:
+    groups = [None]
+    for mesh in (layout.mesh, layout.full_mesh, layout.expert_mesh):
+        if mesh is not None:
+            groups += mesh.get_all_groups()
+    for group in groups:
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)
 
 
@@ -268,7 +273,8 @@ class StopSignal:
         if number == signal.SIGINT and self.received and time.monotonic() - self.at > 2:
             os._exit(130)
         if not self.received:
-            self.received, self.at = signal.Signals(number).name, time.monotonic()
+            self.received = signal.Signals(number).name
+            self.at = time.monotonic()
 
     def agreed(self, layout: Layout) -> bool:
         """True on every rank at the same step if any rank was signalled before the last call.

@@ -23,7 +23,19 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 # returns.
 TP = Need("without --tp 2 or more", lambda c: c.tp > 1)
 CP = Need("without --cp 2 or more", lambda c: c.cp > 1)
-EXPERTS = Need("without experts, and this flavor has none", lambda c: getattr(c, "n_experts", 0))
+
+
+def n_experts_of(config) -> int:
+    """Experts of a layer; 0 for a model without."""
+    return getattr(config, "n_experts", 0)
+
+
+def mtp_depth_of(config) -> int:
+    """Layers of multi-token prediction; 0 for a model without."""
+    return getattr(config, "mtp_depth", 0)
+
+
+EXPERTS = Need("without experts, and this flavor has none", n_experts_of)
 AC_SELECTIVE = Need("without --ac selective", lambda c: c.ac == "selective")
 AC_BUDGET = Need("without --ac budget", lambda c: c.ac == "budget")
 ASYNC_TP = Need(
@@ -140,7 +152,9 @@ class Layout:
         """Where the model runs, and how a step's sequences are shared out: for the line that a run
         begins with.
         reduces_always: the result of the function below."""
-        each = ", gradients reduced after each" if reduces_always and self.accumulation > 1 else ""
+        each = ""
+        if reduces_always and self.accumulation > 1:
+            each = ", gradients reduced after each"
         return (
             f"{self} on {self.device.type}, {str(self.compute_dtype)[6:]} | "
             f"{self.global_batch_size} sequences x {seq_len} "
@@ -160,20 +174,18 @@ def dtype_of_compute(cfg: ParallelConfig, on_cuda: bool) -> torch.dtype:
     native_bf16 = (
         on_cuda or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     )
-    return (
-        torch.bfloat16
-        if cfg.compute_dtype == "bfloat16" or cfg.compute_dtype == "auto" and native_bf16
-        else torch.float32
-    )
+    if cfg.compute_dtype == "bfloat16" or cfg.compute_dtype == "auto" and native_bf16:
+        return torch.bfloat16
+    return torch.float32
 
 
 def all_blocks(stage) -> dict[int, nn.Module]:
     """Layer number -> block. The block of DeepSeek's multi-token prediction has the number after
     the last."""
-    mtp = (
-        {stage.config.n_layers: stage.mtp.block} if getattr(stage, "mtp", None) is not None else {}
-    )
-    return {int(i): block for i, block in stage.blocks.items()} | mtp
+    blocks = {int(i): block for i, block in stage.blocks.items()}
+    if hasattr(stage, "mtp") and stage.mtp is not None:
+        blocks[stage.config.n_layers] = stage.mtp.block
+    return blocks
 
 
 def reduces_always(stage, layout: Layout, cfg: ParallelConfig) -> bool:
@@ -188,24 +200,25 @@ def reduces_always(stage, layout: Layout, cfg: ParallelConfig) -> bool:
     ranks = layout.dp_shard * layout.cp
     if ranks == 1 or layout.pp > 1 or cfg.param_dtype != "float32" or not layout.memory:
         return False
-    experts = {
-        p
-        for block in all_blocks(stage).values()
-        if hasattr(block, "moe")
-        for p in block.moe.experts.parameters()
-    }
-    numel = {p: local_tensor(p).numel() for p in stage.parameters()}
-    held = {
-        p: n / (ranks * layout.tp / (layout.ep * layout.etp) if p in experts else ranks)
-        for p, n in numel.items()
-    }
-    whole = (
-        sum(n for p, n in numel.items() if p.requires_grad)
-        * getattr(torch, cfg.reduce_dtype).itemsize
-    )
-    # frozen: only the parameter
-    state = sum(n * (4 * 4 if p.requires_grad else p.element_size()) for p, n in held.items())
-    return whole + (0 if cfg.cpu_offload else state) > layout.memory / 2
+    experts = set()
+    for block in all_blocks(stage).values():
+        if hasattr(block, "moe"):
+            experts |= set(block.moe.experts.parameters())
+    whole = 0  # bytes of whole gradients
+    held = 0  # bytes of this rank's parameters, gradients and moments
+    for p in stage.parameters():
+        n = local_tensor(p).numel()
+        sharers = ranks
+        if p in experts:
+            sharers = ranks * layout.tp / (layout.ep * layout.etp)
+        if p.requires_grad:
+            whole += n * getattr(torch, cfg.reduce_dtype).itemsize
+            held += n / sharers * 4 * 4
+        else:  # frozen: only the parameter
+            held += n / sharers * p.element_size()
+    if cfg.cpu_offload:
+        held = 0
+    return whole + held > layout.memory / 2
 
 
 # torch 2.13 renamed both collectives, 2.11 has only the old names
@@ -321,22 +334,26 @@ class Arrive(torch.autograd.Function):
 
 def local_tensor(p: Tensor) -> Tensor:
     """This rank's part of a parameter or gradient; a plain tensor is whole on every rank."""
-    return p.to_local() if isinstance(p, DTensor) else p
+    if isinstance(p, DTensor):
+        return p.to_local()
+    return p
 
 
 def whole_tensor(p: Tensor) -> Tensor:
     """The whole of a parameter or gradient, on every rank. Gathering is collective: all ranks call
     this function."""
-    return p.full_tensor() if isinstance(p, DTensor) else p
+    if isinstance(p, DTensor):
+        return p.full_tensor()
+    return p
 
 
 def reshard(*stages) -> None:
     """Free the weights that FSDP, or distributed/cast.py, has gathered, as a backward does: after
     rollouts, and after a forward without a backward."""
-    for module in [
-        module for stage in stages for module in stage.modules() if hasattr(module, "reshard")
-    ]:
-        module.reshard()
+    for stage in stages:
+        for module in stage.modules():
+            if hasattr(module, "reshard"):
+                module.reshard()
 
 
 def beside_weight(x: DTensor, weight: DTensor) -> tuple[Placement, Placement]:
@@ -347,9 +364,11 @@ def beside_weight(x: DTensor, weight: DTensor) -> tuple[Placement, Placement]:
     # colwise: x (..., in) is whole, and every rank has a summand of its gradient
     if cut.is_shard(0):
         return Partial(), Shard(x.dim() - 1)
-    # rowwise: x (..., in/tp), and y is a summand. Else a whole weight on every rank, and tokens of
-    # its own
-    return x.placements[0], Partial() if cut.is_shard(1) else x.placements[0]
+    # rowwise: x (..., in/tp), and y is a summand
+    if cut.is_shard(1):
+        return x.placements[0], Partial()
+    # a whole weight on every rank, and tokens of its own
+    return x.placements[0], x.placements[0]
 
 
 @cache
@@ -373,13 +392,10 @@ def pattern_of(fqn: str) -> str:
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
     """fqn -> parameter (tied ones once) or persistent buffer, under the plain model's names."""
-    buffers = [
-        (n, t)
-        for n, t in module.state_dict(keep_vars=True).items()
-        if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)
-    ]
+    tensors = dict(module.named_parameters())
+    for name, t in module.state_dict(keep_vars=True).items():
+        if isinstance(t, Tensor) and not isinstance(t, nn.Parameter):
+            tensors[name] = t
     # compile's and activation checkpointing's
     wrappers = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
-    return {
-        wrappers.sub("", name): tensor for name, tensor in [*module.named_parameters(), *buffers]
-    }
+    return {wrappers.sub("", name): tensor for name, tensor in tensors.items()}

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from torch import nn
 
-from distributed.layout import Layout, ParallelConfig
+from distributed.layout import Layout, ParallelConfig, mtp_depth_of
 from flags.config import Need, flag
 
 Schedule = Literal[
@@ -67,23 +67,24 @@ def split_stages(cfg: ParallelConfig, pp: int, n_layers: int) -> list[list[str]]
     # the embedding and the head count as layers when the work is balanced
     weight = n_layers + first + last
     if cfg.pp_schedule_csv:
-        n = 1 + max(
-            (stage for row in csv_rows(cfg.pp_schedule_csv) for _, stage, _ in row), default=0
-        )
+        n = 1
+        for row in csv_rows(cfg.pp_schedule_csv):
+            for _, stage, _ in row:
+                n = max(n, stage + 1)
     elif cfg.pp_layers_per_stage:
         n = math.ceil(weight / cfg.pp_layers_per_stage)
         if n % pp:
-            fits = (
-                " or ".join(str(k) for k in range(1, weight + 1) if math.ceil(weight / k) % pp == 0)
-                or "a smaller --pp"
-            )
+            fitting = [k for k in range(1, weight + 1) if math.ceil(weight / k) % pp == 0]
+            fits = " or ".join(map(str, fitting)) or "a smaller --pp"
             raise ValueError(
                 f"--pp_layers_per_stage {cfg.pp_layers_per_stage} makes {n} stages of {n_layers} "
                 "layers, no "
                 f"multiple of --pp {pp}; use {fits}"
             )
+    elif cfg.pp_schedule in ONE_STAGE_PER_RANK:
+        n = pp
     else:
-        n = pp if cfg.pp_schedule in ONE_STAGE_PER_RANK else 2 * pp
+        n = 2 * pp
     sizes = [weight // n + (i < weight % n) for i in range(n)]
     sizes[0] -= first
     sizes[-1] -= last
@@ -92,8 +93,11 @@ def split_stages(cfg: ParallelConfig, pp: int, n_layers: int) -> list[list[str]]
             f"{n_layers} layers are too few for {n} pipeline stages; use a smaller --pp or more "
             "layers"
         )
-    bounds = [sum(sizes[:i]) for i in range(n + 1)]
-    split = [blocks[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    split = []
+    done = 0
+    for size in sizes:
+        split.append(blocks[done : done + size])
+        done += size
     split[0].insert(0, "tok_embeddings")
     split[-1] += ["norm", "head"]
     return split
@@ -102,12 +106,18 @@ def split_stages(cfg: ParallelConfig, pp: int, n_layers: int) -> list[list[str]]
 def named_stages(text: str, everything: list[str]) -> list[list[str]]:
     """--pp_stage_fqns: stages by ';', each with its modules by ','. Raises ValueError unless they
     are everything, in order."""
-    split = [[n.strip() for n in stage.split(",")] for stage in text.split(";")]
-    given = [n for stage in split for n in stage]
+    split = []
+    given = []
+    for stage in text.split(";"):
+        names = [name.strip() for name in stage.split(",")]
+        split.append(names)
+        given += names
     if given != everything:
-        wrong = next(
-            (a for a, b in zip(everything, given + [None], strict=False) if a != b), given[-1]
-        )
+        wrong = given[-1]
+        for expected, found in zip(everything, given + [None], strict=False):
+            if expected != found:
+                wrong = expected
+                break
         raise ValueError(
             f"--pp_stage_fqns must name tok_embeddings, blocks.0 .. {everything[-3]}, norm and "
             "head once each, in "
@@ -124,10 +134,11 @@ def csv_rows(path: str) -> list[list[tuple[str, int, int]]]:
             lines = f.read().splitlines()
     except OSError as e:
         raise ValueError(f"--pp_schedule_csv {path}: {e.strerror}") from None
-    return [
-        [(kind, int(s), int(m)) for s, kind, m in re.findall(r"(\d+)([FBIW])(\d+)", line)]
-        for line in lines
-    ]
+    rows = []
+    for line in lines:
+        actions = re.findall(r"(\d+)([FBIW])(\d+)", line)
+        rows.append([(kind, int(stage), int(m)) for stage, kind, m in actions])
+    return rows
 
 
 def stage_ids(layout: Layout, n_stages: int, rank: int) -> list[int]:
@@ -146,14 +157,19 @@ def pipeline_stages(model, layout: Layout, cfg: PipelineConfig) -> list[nn.Modul
     split = split_stages(cfg, layout.pp, model.config.n_layers)
     stages = []
     ends = stages_of_parts(model)
-    split[0] += [name for name, end in ends.items() if end == "first"]
-    split[-1] += [name for name, end in ends.items() if end == "last"] + ["mtp"]
+    for name, end in ends.items():
+        if end == "first":
+            split[0].append(name)
+        elif end == "last":
+            split[-1].append(name)
+    split[-1].append("mtp")
     if embeds_at_both_ends(model.config):
         split[-1].append("tok_embeddings")  # a copy, kept equal by sum_tied_gradients
     held = {name for names in split for name in names}
     for i in stage_ids(layout, len(split), layout.coordinate("pp")):
         stage = copy.deepcopy(model)
-        stage.index, stage.n_stages = i, len(split)
+        stage.index = i
+        stage.n_stages = len(split)
         for name in held - set(split[i]):
             if hasattr(stage, name):
                 setattr(stage, name, None)
@@ -172,7 +188,9 @@ def stages_of_parts(model) -> dict[str, str]:
     parts = dict.fromkeys(
         fqn.partition(".")[0] for fqn, _ in model.named_parameters() if not fqn.startswith(KNOWN)
     )
-    stages = {name: getattr(model, "pp_stage", {}).get(name) for name in parts}
+    stages = dict.fromkeys(parts)
+    if hasattr(model, "pp_stage"):
+        stages = {name: model.pp_stage.get(name) for name in parts}
     for name, stage in stages.items():
         if stage not in ("first", "last"):
             raise ValueError(
@@ -188,10 +206,12 @@ def stages_of_parts(model) -> dict[str, str]:
 def embeds_at_both_ends(config) -> bool:
     """Whether the last stage of a pipeline needs the embedding, too: as a tied head, or for
     multi-token prediction."""
-    return config.tie_embeddings or getattr(config, "mtp_depth", 0) > 0
+    return config.tie_embeddings or mtp_depth_of(config) > 0
 
 
 def tied_copy(stage):
     """The last stage's copy of the embedding's weight under pp, or None."""
     is_copy = stage.index == stage.n_stages - 1 > 0 and stage.tok_embeddings is not None
-    return stage.tok_embeddings.weight if is_copy else None
+    if is_copy:
+        return stage.tok_embeddings.weight
+    return None

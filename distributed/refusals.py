@@ -11,15 +11,16 @@ from types import SimpleNamespace
 
 import torch
 
+from distributed.agree import divisors
 from distributed.float8 import Float8Config
-from distributed.layout import AXES, ExpertConfig, Layout, ParallelConfig, dtype_of_compute
-from distributed.pipeline import (
-    ONE_STAGE_PER_RANK,
-    V_SHAPED,
-    ZERO_BUBBLE,
-    csv_rows,
-    n_microbatches,
-    split_stages,
+from distributed.layout import (
+    AXES,
+    ExpertConfig,
+    Layout,
+    ParallelConfig,
+    dtype_of_compute,
+    mtp_depth_of,
+    n_experts_of,
 )
 from flags.config import no_effect, own_rank
 
@@ -36,7 +37,8 @@ AT_LEAST_1 = (
 
 def refuse(rows) -> None:
     """Raise one ValueError with the texts of all broken rows."""
-    if texts := dict.fromkeys(text for broken, text in rows if broken):
+    texts = dict.fromkeys(text for broken, text in rows if broken)
+    if texts:
         raise ValueError("; ".join(texts))
 
 
@@ -58,48 +60,44 @@ def check_layout(
     counted.
     """
     here = on_cuda is None
-    on_cuda = runs_on_cuda(device) if here else on_cuda
+    if here:
+        on_cuda = runs_on_cuda(device)
     degrees = check_degrees(cfg, world_size or int(os.environ.get("WORLD_SIZE", 1)))
-    sizes = {name: vars(cfg).get(name) for name in AT_LEAST_1} | {
-        "local_batch_size": local_batch_size,
-        "seq_len": seq_len,
-    }
+    sizes = {name: getattr(cfg, name) for name in AT_LEAST_1 if hasattr(cfg, name)}
+    sizes |= {"local_batch_size": local_batch_size, "seq_len": seq_len}
     # other rules divide
     refuse(
         (n is not None and n < 1, f"--{name} {n} must be at least 1") for name, n in sizes.items()
     )
     if global_batch_size == -1:
         global_batch_size = local_batch_size * degrees["dp_replicate"] * degrees["dp_shard"]
-    expert_degrees = {"ep": cfg.ep, "etp": cfg.etp} if isinstance(cfg, ExpertConfig) else {}
+    expert_degrees = {}
+    if isinstance(cfg, ExpertConfig):
+        expert_degrees = {"ep": cfg.ep, "etp": cfg.etp}
+    pipeline = {}
+    if cfg.pp > 1:
+        pipeline["microbatch_size"] = cfg.pp_microbatch_size
+        pipeline["schedule"] = cfg.pp_schedule_csv or cfg.pp_schedule
+    # not under a pipeline: every micro-batch would gather the weights again, and zero-bubble
+    # gradients would be wrong
+    reshards = {"always": True, "never": False, "default": degrees["pp"] == 1}
     layout = Layout(
         **degrees,
         **expert_degrees,
         local_batch_size=local_batch_size,
         global_batch_size=global_batch_size,
-        **(
-            dict(
-                microbatch_size=cfg.pp_microbatch_size,
-                schedule=cfg.pp_schedule_csv or cfg.pp_schedule,
-            )
-            if cfg.pp > 1
-            else {}
-        ),
+        **pipeline,
         offload=cfg.cpu_offload,
         loss_parallel=cfg.loss_parallel,
         rank=own_rank(),
-        # not under a pipeline: every micro-batch would gather the weights again, and zero-bubble
-        # gradients would be wrong
-        reshards={"always": True, "never": False, "default": degrees["pp"] == 1}[
-            cfg.reshard_after_forward
-        ],
-        mtp=getattr(model_config, "mtp_depth", 0) > 0,
-        has_experts=getattr(model_config, "n_experts", 0) > 0,
+        reshards=reshards[cfg.reshard_after_forward],
+        mtp=mtp_depth_of(model_config) > 0,
+        has_experts=n_experts_of(model_config) > 0,
     )
     # flags without effect first: such a flag from --config returns to its default, and the other
     # rules see the default
-    rows = [
-        (True, text) for text in no_effect(cfg, collect_facts(cfg, model_config, degrees, on_cuda))
-    ]
+    facts = collect_facts(cfg, model_config, degrees, on_cuda)
+    rows = [(True, text) for text in no_effect(cfg, facts)]
     rows += [
         *batch_rows(layout),
         *model_rows(layout, cfg, model_config, seq_len),
@@ -110,6 +108,8 @@ def check_layout(
     if layout.has_experts:
         rows += expert_rows(layout, cfg, model_config)
     if layout.pp > 1 and layout.accumulation:
+        from distributed.pipeline_rules import pipeline_rows
+
         rows += pipeline_rows(layout, cfg, model_config)
     refuse(rows)
     return layout
@@ -134,14 +134,6 @@ def collect_facts(
     return SimpleNamespace(**vars(model_config) | vars(cfg) | degrees | more)
 
 
-def divisors(*numbers) -> str:
-    """ "1, 2 or 4": the common divisors of the numbers (up to 4,096), for error messages."""
-    g = math.gcd(*numbers)
-    return " or ".join(
-        ", ".join(str(d) for d in range(1, min(g, 4096) + 1) if g % d == 0).rsplit(", ", 1)
-    )
-
-
 def check_degrees(cfg: ParallelConfig, world_size: int) -> dict[str, int]:
     """{axis: degree} with --dp_shard -1 filled in. Raises ValueError unless their product is the
     number of processes."""
@@ -155,7 +147,10 @@ def check_degrees(cfg: ParallelConfig, world_size: int) -> dict[str, int]:
         degrees["dp_shard"] = left
     given = {a: n for a, n in degrees.items() if n != -1}
     product = math.prod(given.values())
-    fix = "change a degree" if rest else f"leave out --dp_shard (it becomes {left})"
+    if rest:
+        fix = "change a degree"
+    else:
+        fix = f"leave out --dp_shard (it becomes {left})"
     start = f"start {product} processes"
     # plain python; more than a node needs docs/cluster.md
     if "RANK" not in os.environ and product <= 16:
@@ -168,7 +163,11 @@ def check_degrees(cfg: ParallelConfig, world_size: int) -> dict[str, int]:
 
 
 def count(n: int, noun: str) -> str:
-    return f"{n} {noun}{('es' if noun[-1] == 's' else 's') * (n != 1)}"
+    if n == 1:
+        return f"1 {noun}"
+    if noun[-1] == "s":
+        return f"{n} {noun}es"
+    return f"{n} {noun}s"
 
 
 def batch_rows(layout: Layout):
@@ -190,16 +189,18 @@ def model_rows(layout: Layout, cfg, c, seq_len: int):
     """What the model c and the sequence must be divisible by."""
     tp = layout.tp
     cp = layout.cp
-    sizes = {
-        name: getattr(c, name)
-        for name in ("n_heads", "n_kv_heads", "ffn_dim")
-        if getattr(c, name, None)
-    }
-    if shared := getattr(c, "n_shared_experts", 0):
-        sizes["n_shared_experts x moe_ffn_dim"] = shared * c.moe_ffn_dim
+    sizes = {}
+    for name in ("n_heads", "n_kv_heads", "ffn_dim"):
+        size = getattr(c, name, None)
+        if size:
+            sizes[name] = size
+    if hasattr(c, "n_shared_experts") and c.n_shared_experts:
+        sizes["n_shared_experts x moe_ffn_dim"] = c.n_shared_experts * c.moe_ffn_dim
     odd = [f"{name} {size}" for name, size in sizes.items() if size % tp]
     # cp cuts a sequence into 2*cp chunks, tp each rank's part into tp
-    pieces = (2 * cp if cp > 1 else 1) * tp
+    pieces = tp
+    if cp > 1:
+        pieces *= 2 * cp
     rule = " x ".join(["2", "cp"] * (cp > 1) + ["tp"] * (tp > 1)) + " = "
     near = max(1, min(round(seq_len / pieces), c.max_seq_len // pieces)) * pieces
     heads = c.n_heads // tp
@@ -227,14 +228,22 @@ def model_rows(layout: Layout, cfg, c, seq_len: int):
     )
 
 
+def optimizer_of(cfg) -> str:
+    """--optimizer; adamw for a program that has no other."""
+    if hasattr(cfg, "optimizer"):
+        return cfg.optimizer
+    return "adamw"
+
+
 def option_rows(cfg, count_gpus: bool):
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    n_gpus = torch.cuda.device_count() if count_gpus else local_world
+    n_gpus = local_world
+    if count_gpus:
+        n_gpus = torch.cuda.device_count()
     # srun and others may show each process a GPU of its own; torchrun's processes see the same ones
     own = n_gpus == 1 and "TORCHELASTIC_RUN_ID" not in os.environ
-    uses_torchao = (
-        vars(cfg).get("float8", "off") != "off" or vars(cfg).get("optimizer") == "adamw_sr"
-    )
+    has_float8 = isinstance(cfg, Float8Config) and cfg.float8 != "off"
+    uses_torchao = has_float8 or optimizer_of(cfg) == "adamw_sr"
     yield (
         local_world > n_gpus and not own,
         (
@@ -257,7 +266,9 @@ def option_rows(cfg, count_gpus: bool):
 
 
 def float8_rows(cfg, on_cuda: bool):
-    capability = torch.cuda.get_device_capability() if on_cuda else (0, 0)
+    capability = (0, 0)
+    if on_cuda:
+        capability = torch.cuda.get_device_capability()
     yield (
         on_cuda and capability < (8, 9),
         (
@@ -276,15 +287,20 @@ def expert_rows(layout: Layout, cfg, c):
     ep = layout.ep
     etp = layout.etp
     # ranks that ep may borrow
-    lenders = layout.dp_shard * layout.cp * (1 if etp > 1 else layout.tp)
-    ranks = f"dp_shard x cp{' x tp' if etp == 1 else ''} = {lenders}"
+    lenders = layout.dp_shard * layout.cp
+    named = "dp_shard x cp"
+    if etp <= 1:
+        lenders *= layout.tp
+    if etp == 1:
+        named += " x tp"
+    ranks = f"{named} = {lenders}"
     yield etp not in (1, layout.tp), f"--etp {etp} must be 1 or --tp {layout.tp}"
     yield (
         etp > 1 and c.moe_ffn_dim % etp,
         f"--etp {etp} does not divide moe_ffn_dim {c.moe_ffn_dim}; use --etp 1",
     )
     yield (
-        etp > 1 and vars(cfg).get("optimizer") == "muon",
+        etp > 1 and optimizer_of(cfg) == "muon",
         (
             f"--optimizer muon needs whole matrices, but --etp {etp} splits every expert; use "
             "--etp 1 or adamw"
@@ -295,120 +311,5 @@ def expert_rows(layout: Layout, cfg, c):
         (
             f"--ep {ep} must divide n_experts {c.n_experts} and {ranks}; use "
             f"{divisors(c.n_experts, lenders)}"
-        ),
-    )
-
-
-def pipeline_rows(layout: Layout, cfg, c):
-    """Rules of a pipeline. The first rules that fail hide the others, because the others divide by
-    the same numbers."""
-    pp = layout.pp
-    local = layout.local_batch_size
-    size = cfg.pp_microbatch_size
-    if local % size:
-        yield (
-            True,
-            f"--pp_microbatch_size {size} does not divide --local_batch_size {local}; use "
-            f"{divisors(local)}",
-        )
-        return
-    n = n_microbatches(layout)
-    name = cfg.pp_schedule
-    splits_backward = cfg.pp_schedule in ZERO_BUBBLE
-    if cfg.pp_schedule_csv:
-        name = cfg.pp_schedule_csv
-        table = csv_rows(cfg.pp_schedule_csv)
-        splits_backward = any(kind == "I" for row in table for kind, _, _ in row)
-        ranks = len(table)
-        n_csv = 1 + max((m for row in table for kind, _, m in row if kind == "F"), default=-1)
-        if (ranks, n_csv) != (pp, n):
-            yield (
-                True,
-                (
-                    f"--pp_schedule_csv {name} is for {ranks} ranks and {n_csv} micro-batches, "
-                    f"not {pp} and {n}; use "
-                    f"--pp {ranks} and --local_batch_size {n_csv * size}"
-                ),
-            )
-            return
-    yield from microbatch_rows(layout, name, n)
-    if splits_backward:
-        yield from split_backward_rows(layout, cfg, c, name)
-    try:
-        n_stages = len(split_stages(cfg, pp, c.n_layers))
-    except ValueError as error:
-        yield True, str(error)
-        return
-    fewest, most = (
-        (1, 1) if name in ONE_STAGE_PER_RANK else (2, 2) if name in V_SHAPED else (2, c.n_layers)
-    )
-    wanted = f"exactly {fewest}" if fewest == most else f"{fewest} or more"
-    yield (
-        not cfg.pp_schedule_csv and (n_stages % pp or not fewest <= n_stages // pp <= most),
-        (
-            f"{n_stages} stages over --pp {pp} ranks, but --pp_schedule {name} needs {wanted} per "
-            "rank; change "
-            "--pp_layers_per_stage or --pp_stage_fqns"
-        ),
-    )
-
-
-def microbatch_rows(layout: Layout, name: str, n: int):
-    """Whether n micro-batches are enough for the schedule, and divide into its rounds."""
-    pp = layout.pp
-    size = layout.microbatch_size
-    accumulation = layout.accumulation
-    # 2: with 1, half backwards leave gradients in both the compute dtype and --reduce_dtype, and
-    # FSDP refuses the mixture
-    fewest = {"1F1B": pp, "DualPipeV": 2 * pp, "ZBVZeroBubble": 2, "InterleavedZeroBubble": 2}.get(
-        name, 1
-    )
-    rounds = max(1, n // pp)
-    enough = math.ceil(fewest * size / accumulation)
-    yield (
-        n < fewest,
-        (
-            f"--pp_schedule {name} with --pp {pp} needs at least {fewest} micro-batches, but "
-            f"there are {n}; use --local_batch_size "
-            f"{enough} and --global_batch_size {enough * layout.data_ranks * accumulation}, or more"
-        ),
-    )
-    yield (
-        name in ("Interleaved1F1B", "InterleavedZeroBubble") and n % rounds,
-        (
-            f"--pp_schedule {name} needs a number of micro-batches that its {rounds} rounds of "
-            f"--pp {pp} divide, not {n}; use "
-            f"--local_batch_size {pp * rounds * size // accumulation or size}"
-        ),
-    )
-
-
-def split_backward_rows(layout: Layout, cfg, c, name: str):
-    """Zero-bubble schedules compute the gradients of inputs and those of weights in two separate
-    halves of the backward."""
-    yield (
-        cfg.reshard_after_forward == "always",
-        (
-            "--reshard_after_forward always gives wrong gradients in the two half backwards of "
-            f"--pp_schedule {name}; use never"
-        ),
-    )
-    yield (
-        c.tie_embeddings and layout.mtp,
-        (
-            f"--pp_schedule {name} cannot halve the backward of a tied embedding with mtp_depth "
-            "1; use 1F1B"
-        ),
-    )
-    yield (
-        cfg.ac != "none",
-        f"--ac {cfg.ac} with --pp_schedule {name} recomputes a block many times; use --ac none or "
-        "1F1B",
-    )
-    yield (
-        torch.__version__ < "2.13",
-        (
-            f"--pp_schedule {name} fails in torch {torch.__version__}, needs 2.13; use 1F1B or "
-            "Interleaved1F1B"
         ),
     )

@@ -26,7 +26,9 @@ def pipeline_schedule(stages, layout: Layout, n: int, shape: torch.Size, kwargs:
     into micro-batches, except loss_denom, a number."""
     if stages[0].made_for == (n, shape):
         return stages[0].schedule
-    (B, T), D, device = shape, stages[0].config.dim, layout.device
+    B, T = shape
+    D = stages[0].config.dim
+    device = layout.device
     # The shapes are given, not inferred: inference runs a real forward on garbage, and resets
     # FSDP's gradients.
     tokens = torch.empty(B, T, dtype=torch.int64, device=device)
@@ -36,8 +38,12 @@ def pipeline_schedule(stages, layout: Layout, n: int, shape: torch.Size, kwargs:
     loss = torch.empty((), dtype=torch.float32, device=device, requires_grad=True)
     parts = []
     for s in stages:
-        takes = tokens if s.index == 0 else h
-        gives = loss if s.index == s.n_stages - 1 else h
+        takes = h
+        if s.index == 0:
+            takes = tokens
+        gives = h
+        if s.index == s.n_stages - 1:
+            gives = loss
         parts.append(
             PipelineStage(
                 s, s.index, s.n_stages, device, (takes,), (gives,), group=layout.group("pp")
@@ -52,13 +58,15 @@ def pipeline_schedule(stages, layout: Layout, n: int, shape: torch.Size, kwargs:
         schedule = schedules._PipelineScheduleRuntime(parts, **options)
         schedule._load_csv(name, format="compute_only")
     else:
-        schedule = schedules.get_schedule_class(name)(
-            parts[0] if name in ONE_STAGE_PER_RANK else parts, **options
-        )
-    # set afterwards, because LoopedBFS has no such option
-    schedule._kwargs_chunk_spec = {
-        name: _Replicate if name == "loss_denom" else TensorChunkSpec(0) for name in kwargs
-    }
+        if name in ONE_STAGE_PER_RANK:
+            parts = parts[0]
+        schedule = schedules.get_schedule_class(name)(parts, **options)
+    cuts = {}
+    for argument in kwargs:
+        cuts[argument] = TensorChunkSpec(0)
+        if argument == "loss_denom":
+            cuts[argument] = _Replicate
+    schedule._kwargs_chunk_spec = cuts  # set afterwards, because LoopedBFS has no such option
     stages[0].made_for = (n, shape)
     stages[0].schedule = schedule
     return schedule
@@ -71,7 +79,9 @@ def run_schedule(stages, kwargs: dict[str, Tensor], n: int, layout: Layout) -> l
     tokens = kwargs.pop("tokens")
     losses = []
     schedule = pipeline_schedule(stages, layout, n, tokens[: len(tokens) // n].shape, kwargs)
-    args = [tokens] if stages[0].index == 0 else []
+    args = []
+    if stages[0].index == 0:
+        args = [tokens]
     if any(s.index == s.n_stages - 1 for s in stages):
         kwargs = kwargs | dict(target=kwargs["labels"], losses=losses)  # the schedule fills losses
     schedule.step(*args, return_outputs=False, **kwargs)
@@ -88,7 +98,9 @@ def pipeline_forward_backward(
     )
     if embeds_at_both_ends(stages[0].config):
         sum_tied_gradients(stages, layout)
-    return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=layout.device)
+    if losses:
+        return torch.stack(losses).sum().detach()
+    return torch.zeros((), device=layout.device)
 
 
 def sum_tied_gradients(stages, layout: Layout) -> None:
@@ -97,7 +109,8 @@ def sum_tied_gradients(stages, layout: Layout) -> None:
     between send nothing. stages: the rank's; under a V schedule both ends may be among the stages.
     """
     first = next((s.tok_embeddings.weight for s in stages if s.index == 0), None)
-    last = next((w for s in stages if (w := tied_copy(s)) is not None), None)
+    copies = [tied_copy(s) for s in stages]
+    last = next((w for w in copies if w is not None), None)
     # both may be frozen
     mine = [local_tensor(w.grad) for w in (first, last) if w is not None and w.requires_grad]
     if len(mine) == 2:  # a V schedule: both ends are on this rank
@@ -106,7 +119,10 @@ def sum_tied_gradients(stages, layout: Layout) -> None:
     elif len(mine) == 1:
         group = layout.group("pp")
         ends = dist.get_process_group_ranks(group)
-        peer = ends[-1] if last is None else ends[0]
+        if last is None:
+            peer = ends[-1]
+        else:
+            peer = ends[0]
         theirs = torch.empty_like(mine[0])
         ops = [
             dist.P2POp(dist.isend, mine[0].clone(), peer, group),
@@ -137,7 +153,8 @@ def pipeline_forward(
     owner = {i: r for r in range(layout.pp) for i in stage_ids(layout, n_stages, r)}
     for values in zip(*(x.split(layout.microbatch_size) for x in kwargs.values()), strict=True):
         b = dict(zip(kwargs, values, strict=True))
-        h, (B, T) = b["tokens"], b["tokens"].shape  # the input of a stage, then its output
+        h = b["tokens"]  # the input of a stage, then its output
+        B, T = h.shape
         for i in range(n_stages):
             if owner[i] == mine:
                 h = by_index[i](**b | {"tokens": h, "loss_denom": loss_denom})

@@ -6,12 +6,13 @@ import tempfile
 from pathlib import Path
 
 import hand10
-from feedback import Wrong, alone, compare
+from feedback import Wrong, alone, alone_until, compare
 
 from tools.reports.schedule import bubble, duration, simulate
 
 SPLITS = [(6, 2), (6, 4), (4, 2), (7, 3), (32, 8), (80, 16), (61, 8)]  # layers, stages
 SCHEDULES = [(2, 4), (4, 8), (4, 16), (8, 8), (4, 2), (3, 1), (2, 1)]  # ranks, micro-batches
+LIMIT_S = 10  # of an answer, for one of these rows
 
 
 def split(n_layers: int, n_stages: int) -> list[list[int]]:
@@ -25,7 +26,7 @@ def orders(pp: int, n: int) -> list[list[tuple[str, int]]]:
 def check_split():
     for n_layers, n_stages in SPLITS:
         said = f"{n_layers} layers on {n_stages} stages"
-        stages = alone(split, n_layers, n_stages)
+        stages = alone_until(LIMIT_S, "split_layers", said, split, n_layers, n_stages)
         if len(stages) != n_stages:
             raise Wrong(f"split_layers: {said}: {len(stages)} lists")
         if (given := list(itertools.chain(*stages))) != list(range(n_layers)):
@@ -100,7 +101,7 @@ def show(row) -> str:
 def check_order():
     for pp, n in SCHEDULES:
         said = f"{pp} ranks, {n} micro-batches"
-        rows = alone(orders, pp, n)
+        rows = alone_until(LIMIT_S, "order_of_rank", said, orders, pp, n)
         for rank, row in enumerate(rows):
             check_row(row, rank, n, said)
         try:

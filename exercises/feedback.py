@@ -9,6 +9,7 @@ import faulthandler
 import functools
 import importlib
 import inspect
+import signal
 import textwrap
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -97,6 +98,39 @@ def on_ranks(n: int, function, *args) -> list:
 def alone(function, *args):
     """function(*args) in another process."""
     return on_ranks(1, function, *args)[0]
+
+
+class Late(BaseException):
+    """Raised in a function that computes for too long; an answer's `except Exception` lets it pass."""
+
+
+def until(seconds: float, function, args) -> list:
+    """On a rank: [function(*args)], or [] if there is no value after so many seconds."""
+
+    def late(*_):
+        raise Late
+
+    signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        return [function(*args)]
+    except Late:
+        return []
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def alone_until(seconds: float, name: str, said: str, function, *args):
+    """function(*args) in another process, for arithmetic that takes milliseconds. Wrong if it takes
+    longer than this, with the name of the student's function and the case in words."""
+    values = alone(until, seconds, function, args)
+    if not values:
+        raise Wrong(
+            f"{name}: {said}: no answer after {seconds:g} s, where a loop over the layers or "
+            "micro-batches takes milliseconds. It may well be right, and it is too slow: does it "
+            "try all possibilities, or does a loop of it never end?"
+        )
+    return values[0]
 
 
 def elsewhere(function, *args):

@@ -113,15 +113,30 @@ def without_verdict(errors: str, status: int | None, clean: str, limit: float) -
         "; ".join(f"{file}, in {function}" for file, function in dict.fromkeys(places))
         or "not known"
     )
+    if places and not waits_for_others(errors, clean):
+        reason = (
+            "No rank waits for another: the answer still computes. It may be right and too slow, "
+            "or a loop of it never ends."
+        )
+    else:
+        reason = (
+            "Usually ranks that wait for each other: each must call the same collectives in the "
+            "same order, whatever its data."
+        )
     return dict(
         verdict="no time",
-        message=(
-            f"no end after {limit:g} s. Usually ranks that wait for each other: each must call "
-            "the same collectives in the same "
-            f"order, whatever its data. Where they are: {seen}. On a busy machine: --limit "
-            f"{2 * limit:g}"
-        ),
+        message=f"no end after {limit:g} s. {reason} Where they are: {seen}. On a busy machine: "
+        f"--limit {2 * limit:g}",
     )
+
+
+def waits_for_others(stacks: str, clean: str) -> bool:
+    """Whether a function of the student's has called a collective that has not come back."""
+    for stack in stacks.split("(most recent call first)")[1:]:
+        called, found, _ = stack.partition(f'File "{clean}/')
+        if found and "torch/distributed/" in called:
+            return True
+    return False
 
 
 def submissions(top: Path) -> list[Path]:

@@ -20,6 +20,7 @@ import re
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -29,22 +30,8 @@ from course import COURSE, HOUSE, functions, original, source_of, with_blanks
 from grading import LIMIT_S, grade, judged
 from submission import STATE, state_of, what
 
-COPIED = (
-    "*.py",
-    "*.md",
-    "LICENSE",
-    "requirements*.txt",
-    "models",
-    "distributed",
-    "support",
-    "corpus",
-    "storage",
-    "sft",
-    "rl",
-    "tools",
-    "forks",
-    "docs",
-)
+# folders that a student does not get: answers, checks, and what only developers run
+NOT_COPIED = ("tests", "exercises", "benchmarks")
 LEFT_OUT = (
     "(The code that stands here is the answer to this exercise, and is left out of your copy.)"
 )
@@ -84,6 +71,31 @@ def say(text: str):
     print(textwrap.fill(text, 110, break_long_words=False, break_on_hyphens=False))
 
 
+def files_to_copy() -> list[str]:
+    """The project's files, without those of NOT_COPIED and of hidden folders. Only what git tracks:
+    a file that lies beside them may be the lecturer's own."""
+    git = ["git", "-C", str(HOUSE), "ls-files", "-z"]
+    try:
+        listed = subprocess.run(git, capture_output=True, text=True).stdout.split("\0")
+    except FileNotFoundError:
+        listed = []
+    files = [file for file in listed if file and (HOUSE / file).is_file()]
+    if not files:
+        say(
+            f"note: git does not know {HOUSE}, so the copy has every file that lies there, files "
+            "of your own as well"
+        )
+        found = [path for path in HOUSE.rglob("*") if path.is_file()]
+        files = sorted(str(path.relative_to(HOUSE)) for path in found)
+    copied = []
+    for file in files:
+        rooms = Path(file).parts
+        hidden = any(room.startswith(".") for room in rooms)
+        if not hidden and rooms[0] not in NOT_COPIED and "__pycache__" not in rooms:
+            copied.append(file)
+    return copied
+
+
 def copy_of_project(out: str, state: dict, changed: dict[str, str], task: str):
     """Write a student's folder. changed: file -> new text. Raises ValueError if the folder exists
     and is not empty."""
@@ -94,14 +106,9 @@ def copy_of_project(out: str, state: dict, changed: dict[str, str], task: str):
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise ValueError(f"--out {out} cannot be made: {e.strerror}") from None
-    for pattern in COPIED:
-        for path in HOUSE.glob(pattern):
-            if path.is_dir():
-                shutil.copytree(
-                    path, folder / path.name, ignore=shutil.ignore_patterns("__pycache__")
-                )
-            else:
-                shutil.copy(path, folder / path.name)
+    for file in files_to_copy():
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(HOUSE / file, folder / file)
     for file, text in changed.items():
         (folder / file).write_text(text)
     (folder / "TASK.md").write_text(task)

@@ -21,6 +21,7 @@ off (`--val_batches 4 --val_every 0` says clearly enough that there is no valida
 """
 
 import argparse
+import copy
 import dataclasses
 import functools
 import inspect
@@ -54,7 +55,9 @@ def own_rank(name="RANK") -> int:
     """The rank given by the launcher; 0 without. name: LOCAL_RANK for the rank among the processes
     of this machine."""
     rank = os.environ.get(name, "")
-    return int(rank) if rank.isdigit() else 0
+    if rank.isdigit():
+        return int(rank)
+    return 0
 
 
 def usage_error(message) -> NoReturn:
@@ -62,7 +65,9 @@ def usage_error(message) -> NoReturn:
     files, so the first speaks."""
     rank = own_rank()
     if rank == 0 or own_rank("LOCAL_RANK") == 0:
-        who = f" on rank {rank} ({socket.gethostname()})" if rank else ""
+        who = ""
+        if rank:
+            who = f" on rank {rank} ({socket.gethostname()})"
         print(
             f"error{who}:",
             printable(" ".join(str(message).splitlines())),
@@ -91,42 +96,41 @@ def flag(default, *needs: Need, bare: str = ""):
     """A field of a Config with preconditions: see no_effect. bare: the value of a flag that is
     given without a value."""
     # two Configs must not share a list
-    make = default.copy if isinstance(default, list) else lambda: default
+    make = functools.partial(copy.copy, default)
     return dataclasses.field(default_factory=make, metadata={"needs": needs, "bare": bare})
 
 
 def needs_of(Config, name: str) -> tuple[Need, ...]:
     """The needs of a flag. A class that only changes the default of an inherited field keeps the
     needs."""
-    fields = [vars(group).get("__dataclass_fields__", {}).get(name) for group in Config.__mro__]
-    return next(
-        (
-            field.metadata["needs"]
-            for field in fields
-            if field is not None and "needs" in field.metadata
-        ),
-        (),
-    )
+    for group in Config.__mro__:
+        if "__dataclass_fields__" not in vars(group):
+            continue
+        field = group.__dataclass_fields__.get(name)
+        if field is not None and "needs" in field.metadata:
+            return field.metadata["needs"]
+    return ()
 
 
 def given_flags(cfg) -> dict[str, Any]:
     """{field: value} of the fields that differ from their default."""
-    return {
-        f.name: getattr(cfg, f.name)
-        for f in dataclasses.fields(cfg)
-        if getattr(cfg, f.name) != default_of(f)
-    }
+    given = {}
+    for field in dataclasses.fields(cfg):
+        value = getattr(cfg, field.name)
+        if value != default_of(field):
+            given[field.name] = value
+    return given
 
 
 def unmet_needs(cfg, facts: SimpleNamespace) -> dict[str, Need]:
     """{field: first unmet need} of the fields that differ from their default."""
-    # of several entries for one name a dict keeps the last, so a flag's first need comes last
-    return {
-        name: need
-        for name in given_flags(cfg)
-        for need in reversed(needs_of(type(cfg), name))
-        if not need.met(facts)
-    }
+    unmet = {}
+    for name in given_flags(cfg):
+        for need in needs_of(type(cfg), name):
+            if not need.met(facts):
+                unmet[name] = need
+                break
+    return unmet
 
 
 def no_effect(cfg, facts: SimpleNamespace) -> list[str]:
@@ -143,11 +147,14 @@ def no_effect(cfg, facts: SimpleNamespace) -> list[str]:
     }
     vars(cfg).update(defaults)
     vars(facts).update(defaults)
-    sentences, unmet = [], unmet_needs(cfg, facts)
+    sentences = []
+    unmet = unmet_needs(cfg, facts)
     for need in dict.fromkeys(unmet.values()):
         names = [spell_flag(name, getattr(cfg, name)) for name in unmet if unmet[name] == need]
-        verb, them = ("has", "it") if len(names) == 1 else ("have", "them")
-        sentences.append(f"{', '.join(names)} {verb} no effect {need.text}; leave {them} out")
+        if len(names) == 1:
+            sentences.append(f"{names[0]} has no effect {need.text}; leave it out")
+        else:
+            sentences.append(f"{', '.join(names)} have no effect {need.text}; leave them out")
     return sentences
 
 
@@ -188,37 +195,43 @@ class Parser(argparse.ArgumentParser):
 
 def make_parser(Config, kinds: dict) -> tuple[Parser, dict]:
     """(parser, {field: help}). Parsed values stay text; flags not given are absent."""
-    helps, recipe = {}, sys.modules.get(Config.__module__)
+    helps = {}
+    recipe = sys.modules.get(Config.__module__)
     about = (recipe and recipe.__doc__ or "").strip()
     about += "\n--config FILE: start from the config.json of a saved run; other flags override it."
     about += "\n--help NAME: one flag, of today or of earlier versions. --version: of this code."
     parser = Parser(usage=argparse.SUPPRESS, description=about)
     parser.add_argument("--config", help=argparse.SUPPRESS)
     for group, fields in option_groups(Config).items():
-        title = vars(group).get(
-            "TITLE", f"{group.__module__}.{group.__name__}".removeprefix("__main__.")
-        )
-        section, comments = parser.add_argument_group(title), field_comments(group)
+        title = f"{group.__module__}.{group.__name__}".removeprefix("__main__.")
+        if "TITLE" in vars(group):  # the group's own, not an inherited one
+            title = group.TITLE
+        section = parser.add_argument_group(title)
+        comments = field_comments(group)
         for field in fields:
-            name, is_bool, default = (
-                field.name,
-                kinds[field.name] is bool,
-                spell(default_of(field)) or '""',
-            )
+            name = field.name
+            is_bool = kinds[field.name] is bool
+            default = spell(default_of(field)) or '""'
             helps[name] = comments.get(name, "")
-            notes = [f"--no-{name} turns it off"] * is_bool + [
-                f"no effect {need.text}" for need in needs_of(Config, name)
-            ]
-            text = f"{helps[name]} [{'; '.join([f'default: {default}', *notes])}]"
-            bare = "true" if is_bool else field.metadata.get("bare", "")
+            notes = [f"default: {default}"]
+            options = {}
+            bare = field.metadata.get("bare", "")
+            if is_bool:
+                notes.append(f"--no-{name} turns it off")
+                bare = "true"
+            if bare:
+                options = {"nargs": "?", "const": bare}
+            notes += [f"no effect {need.text}" for need in needs_of(Config, name)]
+            text = f"{helps[name]} [{'; '.join(notes)}]".replace("%", "%%")
             # a flag of an inherited group that this program always refuses
-            is_refused = name in getattr(Config, "REFUSED", ())
+            if name in getattr(Config, "REFUSED", ()):
+                text = argparse.SUPPRESS
             section.add_argument(
                 f"--{name}",
                 default=argparse.SUPPRESS,
                 metavar=describe(kinds[name]),
-                help=argparse.SUPPRESS if is_refused else text.replace("%", "%%"),
-                **({"nargs": "?", "const": bare} if bare else {}),
+                help=text,
+                **options,
             )
             if is_bool:
                 section.add_argument(
@@ -237,13 +250,19 @@ def parse_config(Config, argv=None):
     stands; other flags win."""
     kinds = get_type_hints(Config)
     parser, helps = make_parser(Config, kinds)
-    if asked := flag_after_help(sys.argv[1:] if argv is None else argv):
+    if argv is None:
+        argv = sys.argv[1:]
+    asked = flag_after_help(argv)
+    if asked:
         explain_flag(asked, parser, helps)
     given, unknown = parser.parse_known_args(argv)
     if unknown:
         refuse_unknown(unknown[0], kinds, helps)
     given = vars(given)
-    values = read_config(file, helps, kinds) if (file := given.pop("config")) is not None else {}
+    values = {}
+    file = given.pop("config")
+    if file is not None:
+        values = read_config(file, helps, kinds)
     for name, text in given.items():
         try:
             values[name] = parse_value(text, kinds[name])
@@ -253,11 +272,10 @@ def parse_config(Config, argv=None):
         value = values.get(field.name)
         if value is not None and unwrap(kinds[field.name])[0] is int:
             least = min(default_of(field) or 0, 0)
-            if not least <= value < 2**63:
-                usage_error(
-                    f"--{field.name} {value} must be "
-                    f"{f'{least} or more' if value < least else 'below 2**63'}"
-                )
+            if value < least:
+                usage_error(f"--{field.name} {value} must be {least} or more")
+            if value >= 2**63:
+                usage_error(f"--{field.name} {value} must be below 2**63")
     try:
         cfg = Config(**values)
     except ValueError as error:  # from a __post_init__
@@ -279,7 +297,8 @@ def explain_flag(name: str, parser: Parser, helps: dict) -> NoReturn:
     """Print the help of one flag, or why a flag of an earlier version is gone, and end."""
     from flags.gone import tell_gone
 
-    if gone := tell_gone(name, helps):
+    gone = tell_gone(name, helps)
+    if gone:
         text = f"--{name} is {gone}"
     elif name in helps:
         (action,) = [action for action in parser._actions if f"--{name}" in action.option_strings]
@@ -297,23 +316,26 @@ def refuse_unknown(word: str, kinds: dict, helps: dict):
     from flags.other_names import did_you_mean  # not at the top: only mistakes need it
 
     if word.startswith("-"):
-        flag, negated = (
-            word.split("=")[0],
-            {f"no-{name}": "" for name in kinds if kinds[name] is bool},
-        )
+        flag = word.split("=")[0]
+        negated = {f"no-{name}": "" for name in kinds if kinds[name] is bool}
         usage_error(
             f"unknown flag {flag}; "
             f"{did_you_mean(flag, helps | negated | {'config': ''}, '--')}--help lists all flags"
         )
-    wish = f"did you mean --checkpoint {word}? " if "checkpoint" in helps else ""
+    wish = ""
+    if "checkpoint" in helps:
+        wish = f"did you mean --checkpoint {word}? "
     usage_error(f"unexpected argument {word!r}; {wish}flags are written --name value, see --help")
 
 
 def check_range(cfg, least: float, most: float, *names: str):
     """Raise ValueError for the first field outside of [least, most]; None counts as inside."""
     for name in names:
-        if (value := getattr(cfg, name)) is not None and not least <= value <= most:
-            limits = f"{least:g} or more" if most == math.inf else f"between {least:g} and {most:g}"
+        value = getattr(cfg, name)
+        if value is not None and not least <= value <= most:
+            limits = f"between {least:g} and {most:g}"
+            if most == math.inf:
+                limits = f"{least:g} or more"
             raise ValueError(f"--{name} {value} must be {limits}")
 
 
@@ -376,7 +398,8 @@ def save_config(cfg, path, run: dict):
 def option_groups(Config) -> dict:
     """{class: fields}, the recipe's own class first. A subclass may change a default; two groups
     may not share a name."""
-    fields, owner = {field.name: field for field in dataclasses.fields(Config)}, {}
+    fields = {field.name: field for field in dataclasses.fields(Config)}
+    owner = {}
     for group in Config.__mro__:
         for name in inspect.get_annotations(group):
             if name in fields and not issubclass(owner.setdefault(name, group), group):
@@ -384,10 +407,10 @@ def option_groups(Config) -> dict:
                     f"{owner[name].__qualname__} and {group.__qualname__} both declare --{name}: "
                     "rename one field"
                 )
-    return {
-        group: [fields[name] for name in fields if owner[name] is group]
-        for group in dict.fromkeys(owner.values())
-    }
+    groups = {group: [] for group in owner.values()}
+    for name, field in fields.items():
+        groups[owner[name]].append(field)
+    return groups
 
 
 @functools.cache
@@ -405,15 +428,17 @@ def field_comments(group) -> dict:
 
 
 def default_of(field):
-    return (
-        field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    )
+    if field.default_factory is dataclasses.MISSING:
+        return field.default
+    return field.default_factory()
 
 
 def unwrap(kind):
     """(kind without None, whether None is allowed)"""
     inner = [k for k in get_args(kind) if k is not type(None)]
-    return (inner[0], True) if type(None) in get_args(kind) else (kind, False)
+    if type(None) in get_args(kind):
+        return inner[0], True
+    return kind, False
 
 
 def describe(kind) -> str:
@@ -434,11 +459,9 @@ def parse_value(text: str, kind):
     if optional and text.lower() == "none":
         return None
     if get_origin(kind) is list:
-        return (
-            [parse_value(item.strip(), get_args(kind)[0]) for item in text.split(",")]
-            if text.strip()
-            else []
-        )
+        if text.strip():
+            return [parse_value(item.strip(), get_args(kind)[0]) for item in text.split(",")]
+        return []
     if get_origin(kind) is Literal:
         return {str(choice): choice for choice in get_args(kind)}[text]
     if kind is bool:
@@ -460,37 +483,36 @@ def spell(value) -> str:
     """The text of a value: the inverse of parse_value()."""
     if isinstance(value, list):
         return ",".join(map(str, value))
-    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
 
 
 def spell_flag(name: str, value) -> str:
     """A flag as typed: --pp_schedule GPipe, --compile, --no-loss_parallel."""
     if isinstance(value, bool):
-        return f"--{name}" if value else f"--no-{name}"
+        if value:
+            return f"--{name}"
+        return f"--no-{name}"
     return f"--{name} " + (spell(value) or '""')
 
 
 def say_flags(cfg):
     """Print the flags that differ from their defaults, as typed, on rank 0."""
-    quoted = {
-        name: v if isinstance(v, bool) else shlex.quote(spell(v))
-        for name, v in given_flags(cfg).items()
-    }
-    if quoted and own_rank() == 0:
-        print(
-            "flags:",
-            " ".join(spell_flag(name, value) for name, value in quoted.items()),
-            flush=True,
-        )
+    words = []
+    for name, value in given_flags(cfg).items():
+        if not isinstance(value, bool):
+            value = shlex.quote(spell(value))
+        words.append(spell_flag(name, value))
+    if words and own_rank() == 0:
+        print("flags:", " ".join(words), flush=True)
 
 
 def override_fields(instance, text: str, flag: str):
     """A copy of a dataclass instance with the fields of "n_layers=4,dim=512" changed. Raises
     ValueError for a wrong field."""
-    kinds, changes = (
-        {f.name: get_type_hints(type(instance))[f.name] for f in dataclasses.fields(instance)},
-        {},
-    )
+    kinds = {f.name: get_type_hints(type(instance))[f.name] for f in dataclasses.fields(instance)}
+    changes = {}
     for item in filter(None, text.split(",")):
         name, equals, value = (part.strip() for part in item.partition("="))
         if not equals or name not in kinds:

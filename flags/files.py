@@ -86,8 +86,10 @@ def hf_file(folder: str, name: str, limit: float = math.inf) -> str:
     """
     if not re.fullmatch(r"\w[\w .+=-]*", name):
         raise ValueError(f"{folder}: {name!r} is not the name of a file in this folder")
-    path, home = os.path.join(folder, name), os.path.realpath(folder)
-    homes, (repo, parent) = [home], os.path.split(os.path.dirname(home))
+    path = os.path.join(folder, name)
+    home = os.path.realpath(folder)
+    homes = [home]
+    repo, parent = os.path.split(os.path.dirname(home))
     if parent == "snapshots":
         homes.append(os.path.join(repo, "blobs"))
     real = os.path.realpath(path)
@@ -97,10 +99,10 @@ def hf_file(folder: str, name: str, limit: float = math.inf) -> str:
         )
     if not os.path.isdir(folder):
         raise ValueError(f"{folder} is no folder{hub_hint(folder)}")
+    if not os.path.lexists(real):
+        raise ValueError(f"{path} is missing")
     if not os.path.isfile(real):
-        raise ValueError(
-            f"{path} is no plain file" if os.path.lexists(real) else f"{path} is missing"
-        )
+        raise ValueError(f"{path} is no plain file")
     if os.path.getsize(real) > limit:
         raise ValueError(
             f"{path} has {os.path.getsize(real):,} bytes, which is absurd: {limit:,} are the most"
@@ -150,18 +152,24 @@ def check_local(path: str, flag: str) -> None:
 def step_folders(run: str) -> list[tuple[int, str]]:
     """(step, path) of the checkpoints of a run folder, newest first."""
     root = os.path.join(run, "checkpoints")
-    found = [
-        STEP_FOLDER.fullmatch(name) for name in (os.listdir(root) if os.path.isdir(root) else [])
-    ]
-    return sorted([(int(m[1]), os.path.join(root, m[0])) for m in found if m], reverse=True)
+    if not os.path.isdir(root):
+        return []
+    found = []
+    for name in os.listdir(root):
+        match = STEP_FOLDER.fullmatch(name)
+        if match:
+            found.append((int(match[1]), os.path.join(root, name)))
+    return sorted(found, reverse=True)
 
 
 def matches(patterns: list[str], key: str) -> bool:
     """Whether a pattern names the tensor of key "model.<fqn>" or "optimizer.<fqn>.<name>", or a
     module around the tensor."""
-    fqn = (
-        key.removeprefix("model.")
-        if key.startswith("model.")
-        else key.removeprefix("optimizer.").rpartition(".")[0]
-    )
-    return any(fnmatchcase(fqn, end) for pattern in patterns for end in (pattern, f"{pattern}.*"))
+    if key.startswith("model."):
+        fqn = key.removeprefix("model.")
+    else:
+        fqn = key.removeprefix("optimizer.").rpartition(".")[0]
+    for pattern in patterns:
+        if fnmatchcase(fqn, pattern) or fnmatchcase(fqn, f"{pattern}.*"):
+            return True
+    return False

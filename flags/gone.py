@@ -247,5 +247,7 @@ def tell_gone(name: str, flags) -> str:
     row = find_gone(name, flags)
     if row is None:
         return ""
-    instead = f"; instead: {row.instead}" if row.instead else "; leave it out"
+    instead = "; leave it out"
+    if row.instead:
+        instead = f"; instead: {row.instead}"
     return f"gone since {row.since}: {row.why}{instead}"

@@ -184,13 +184,14 @@ def suggest_flag(name: str, flags) -> str:
     if leaf.startswith("disable_") and leaf[8:] in flags:
         return f"did you mean --no-{leaf[8:]}?"
     for word in (name, leaf, re.sub("^(use|enable)_", "", leaf)):
-        for flag in (word, *(flag for flag, names in ELSEWHERE.items() if word in names.split())):
+        ours = [flag for flag, names in ELSEWHERE.items() if word in names.split()]
+        for flag in (word, *ours):
             if flag in flags:
                 return f"did you mean --{flag}?"
         for names, sentence in SENTENCES:
-            if word in names.split() and all(
-                flag in flags for flag in re.findall(r"--(\w+)", sentence)[:1]
-            ):
+            named = re.search(r"--(\w+)", sentence)
+            is_flag_here = named is None or named[1] in flags
+            if word in names.split() and is_flag_here:
                 return sentence
     return ""
 
@@ -199,17 +200,23 @@ def did_you_mean(name: str, helps: dict, dashes: str) -> str:
     """ "did you mean --steps? " or "". Tries the name in our spelling, other projects' names, the
     words in a help text, then similar letters."""
     wanted = name.lstrip("-").lower().replace("-", "_")
-    if gone := tell_gone(wanted.removeprefix("no_"), helps):
+    gone = tell_gone(wanted.removeprefix("no_"), helps)
+    if gone:
         return f"{gone}; "
-    if wanted not in helps and dashes and (answer := suggest_flag(wanted, helps)):
-        return answer + ("; ", " ")[answer.endswith("?")]
+    if wanted not in helps and dashes:
+        answer = suggest_flag(wanted, helps)
+        if answer.endswith("?"):
+            return f"{answer} "
+        if answer:
+            return f"{answer}; "
     wanted = re.sub(r"\W", "_", wanted)
     words = wanted.replace("_", " ").split()
-    found = [n for n in helps if n == wanted]
-    found += sorted(
-        (n for n in helps if len(words) > 1 and " ".join(words) in helps[n].lower()), key=len
-    )
-    found += difflib.get_close_matches(wanted, helps, n=1) + [
-        word for word in words if word in helps
-    ]
-    return f"did you mean {dashes}{found[0]}? " if found else ""
+    found = [name for name in helps if name == wanted]
+    if len(words) > 1:
+        phrase = " ".join(words)
+        found += sorted((name for name in helps if phrase in helps[name].lower()), key=len)
+    found += difflib.get_close_matches(wanted, helps, n=1)
+    found += [word for word in words if word in helps]
+    if found:
+        return f"did you mean {dashes}{found[0]}? "
+    return ""

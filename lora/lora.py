@@ -46,7 +46,8 @@ def check_lora(model, cfg: LoraConfig) -> None:
     """Raises ValueError for a name in --lora_on that fits no linear of the full model's blocks."""
     if not cfg.lora_alpha > 0:
         raise ValueError(f"--lora_alpha {cfg.lora_alpha:g} must be above 0")
-    if wrong := [pattern for pattern in cfg.lora_on or [""] if not lora_names(model, [pattern])]:
+    wrong = [pattern for pattern in cfg.lora_on or [""] if not lora_names(model, [pattern])]
+    if wrong:
         known = ",".join(dict.fromkeys(fqn.rpartition(".")[2] for fqn in block_linears(model)))
         raise ValueError(
             f"--lora_on {wrong[0]}: only linears of the blocks get adapters, which are {known}"
@@ -88,7 +89,9 @@ def add_adapters(module, names: list[str], rank: int, alpha: float) -> None:
         if isinstance(weight, DTensor):
             (cut,) = weight.placements
             for adapter, dim in (linear.lora_a, 1), (linear.lora_b, 0):
-                placement = cut if cut.is_shard(dim) else Replicate()
+                placement = Replicate()
+                if cut.is_shard(dim):
+                    placement = cut
                 split = distribute_tensor(
                     adapter.weight, weight.device_mesh, [placement], src_data_rank=None
                 )
@@ -96,7 +99,8 @@ def add_adapters(module, names: list[str], rank: int, alpha: float) -> None:
         # as wide as peft's kaiming_uniform_(a=sqrt(5))
         linear.lora_a.initial_std = 1 / math.sqrt(3 * linear.in_features)
         linear.lora_b.initial_std = 0.0  # new adapters change nothing
-        linear.lora_scale, linear.__class__ = alpha / rank, with_forward(type(linear), Adapted)
+        linear.lora_scale = alpha / rank
+        linear.__class__ = with_forward(type(linear), Adapted)
 
 
 class Adapted(nn.Linear):
@@ -114,12 +118,17 @@ class Adapted(nn.Linear):
         # Each tp rank multiplies its own parts. A whole A or B gets summands of its gradient: from
         # this rank's rows of B, from this rank's summand of A x, or from the rank's own tokens.
         # FSDP adds up the summands.
-        cut, (x_grad, out) = self.weight.placements[0], beside_weight(x, self.weight)
-        a_grad = cut if cut.is_shard(1) else Partial()
-        b_grad = cut if cut.is_shard(0) else Partial()
-        x, a, b = (
-            t.to_local(grad_placements=[p]) for t, p in ((x, x_grad), (a, a_grad), (b, b_grad))
-        )
+        cut = self.weight.placements[0]
+        x_grad, out = beside_weight(x, self.weight)
+        a_grad = Partial()
+        b_grad = Partial()
+        if cut.is_shard(1):
+            a_grad = cut
+        if cut.is_shard(0):
+            b_grad = cut
+        x = x.to_local(grad_placements=[x_grad])
+        a = a.to_local(grad_placements=[a_grad])
+        b = b.to_local(grad_placements=[b_grad])
         z = F.linear(F.linear(x, a) * self.lora_scale, b)
         return y + DTensor.from_local(z, y.device_mesh, [out], run_check=False)
 
@@ -134,9 +143,8 @@ class Adapted(nn.Linear):
 @contextmanager
 def base_model(module):
     """Inside of the `with`, the adapters are switched off."""
-    scales = {
-        linear: linear.lora_scale for linear in module.modules() if isinstance(linear, Adapted)
-    }
+    adapted = [linear for linear in module.modules() if isinstance(linear, Adapted)]
+    scales = {linear: linear.lora_scale for linear in adapted}
     for linear in scales:
         linear.lora_scale = 0.0
     try:
@@ -157,11 +165,12 @@ def lora_counts(model, cfg) -> tuple[str, int]:
     PaLM's convention of 6 FLOPs per weight is 2 for the forward, 2 for the gradient of the input
     and 2 for the gradient of the weight; a frozen weight has no gradient.
     """
-    linears = {fqn: model.get_submodule(fqn) for fqn in lora_names(model, cfg.lora_on)}
-    n = sum(
-        cfg.lora_rank * (linear.in_features + linear.out_features) for linear in linears.values()
-    )
-    kinds = Counter(fqn.rpartition(".")[2] for fqn in linears)
+    n = 0
+    kinds = Counter()
+    for fqn in lora_names(model, cfg.lora_on):
+        linear = model.get_submodule(fqn)
+        n += cfg.lora_rank * (linear.in_features + linear.out_features)
+        kinds[fqn.rpartition(".")[2]] += 1
     beside = ", ".join(f"{count} {name}" for name, count in kinds.items())
     text = f" + {n:,} in adapters beside {beside}, which alone are trained"
     return text, model.flops_per_token(cfg.seq_len) - model.flops_per_token(0) // 3 + 6 * n
@@ -183,7 +192,8 @@ def claim_adapters(cfg, Model, model_config) -> dict:
             "--no-init_model_only with --lora_rank: the optimizer there has state of frozen "
             "weights; leave it out"
         )
-    if drawn := [pattern for pattern in cfg.exclude_from_loading if pattern != "optimizer"]:
+    drawn = [pattern for pattern in cfg.exclude_from_loading if pattern != "optimizer"]
+    if drawn:
         raise ValueError(
             f"--exclude_from_loading {','.join(drawn)} with --lora_rank would freeze random "
             "weights; leave it out"

@@ -59,7 +59,9 @@ def sdpa(
             scale=scale,
             enable_gqa=q.shape[1] != k.shape[1],
         )
-    return out if v.shape[-1] == U else out[..., :U]
+    if v.shape[-1] == U:
+        return out
+    return out[..., :U]
 
 
 def attention_with_sinks(
@@ -72,11 +74,10 @@ def attention_with_sinks(
         q.unflatten(1, (G, -1)) @ k[:, :, None].transpose(-1, -2) * (scale or q.shape[-1] ** -0.5)
     )
     mask = mask[:, :, None]
-    scores = (
-        scores.float().masked_fill(~mask, -torch.inf)
-        if mask.dtype == torch.bool
-        else scores.float() + mask
-    )
+    if mask.dtype == torch.bool:
+        scores = scores.float().masked_fill(~mask, -torch.inf)
+    else:
+        scores = scores.float() + mask
     sink = sinks.float().view(1, G, -1, 1, 1).expand(*scores.shape[:-1], 1)
     weight = torch.cat([scores, sink], -1).softmax(-1)[..., :-1].to(v.dtype)
     return (weight @ v[:, :, None]).flatten(1, 2)
@@ -102,11 +103,9 @@ def compiled_flex_attention():
 
     # --ac op keeps or recomputes each operator. Without this option the compiled kernel is
     # invisible and always recomputed.
-    visible = (
-        {"wrap_inductor_compiled_regions": True}
-        if hasattr(config, "wrap_inductor_compiled_regions")
-        else None
-    )
+    visible = None
+    if hasattr(config, "wrap_inductor_compiled_regions"):
+        visible = {"wrap_inductor_compiled_regions": True}
     return compile_each_shape(flex_attention, options=visible)
 
 
@@ -142,7 +141,8 @@ def causal_attention(
 
     S = S or (positions if doc_ids is None else doc_ids).shape[1]
     k_index = torch.arange(S, device=positions.device)
-    q_index = k_index if q_index is None else q_index
+    if q_index is None:
+        q_index = k_index
     # on a GPU a boolean mask would rule out the flash kernel and cost B*T*S bytes
     if positions.is_cuda:
         return flex_attend(q_index, S, doc_ids, reach)
@@ -158,7 +158,10 @@ def causal_attention(
 
 def flex_attend(q_index: Tensor, S: int, doc_ids: Tensor | None, reach: Tensor | None):
     """causal_attention on a GPU, by FlexAttention."""
-    rows = max(1 if x is None else len(x) for x in (doc_ids, reach))
+    rows = 1  # of the block mask: B where the mask is not the same for all sequences
+    for numbers in (doc_ids, reach):
+        if numbers is not None:
+            rows = max(rows, len(numbers))
 
     def may_look(b, h, q, k):
         seen = q_index[q] >= k

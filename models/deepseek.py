@@ -102,8 +102,7 @@ class DeepSeekConfig:
         if min(self.q_lora_rank, self.n_shared_experts) < 0 or self.mtp_depth not in (0, 1):
             raise ValueError(
                 f"q_lora_rank {self.q_lora_rank} and n_shared_experts {self.n_shared_experts} "
-                "must be 0 or more, "
-                f"mtp_depth {self.mtp_depth} 0 or 1"
+                f"must be 0 or more, mtp_depth {self.mtp_depth} 0 or 1"
             )
         per_group = self.n_experts // self.n_groups
         if self.n_experts % self.n_groups or (
@@ -111,8 +110,7 @@ class DeepSeekConfig:
         ):
             raise ValueError(
                 f"n_experts {self.n_experts} in n_groups {self.n_groups} makes no whole groups, "
-                "of 2 or more with "
-                "score_func sigmoid"
+                "of 2 or more with score_func sigmoid"
             )
         if (
             self.top_k_groups > self.n_groups
@@ -120,8 +118,7 @@ class DeepSeekConfig:
         ):
             raise ValueError(
                 f"top_k {self.top_k} must be between 1 and the {self.top_k_groups * per_group} "
-                "experts of "
-                f"top_k_groups {self.top_k_groups} of n_groups {self.n_groups}"
+                f"experts of top_k_groups {self.top_k_groups} of n_groups {self.n_groups}"
             )
 
     @property
@@ -151,16 +148,16 @@ class DeepSeekConfig:
     def to_hf(self) -> dict:
         """The inverse: a config.json for transformers."""
         is_v2 = self.score_func == "softmax"
-        name, table = (
-            ("DeepseekV2ForCausalLM", HF_V2) if is_v2 else ("DeepseekV3ForCausalLM", HF_V3)
-        )
+        name = "DeepseekV3ForCausalLM"
+        table = HF_V3
+        if is_v2:
+            name = "DeepseekV2ForCausalLM"
+            table = HF_V2
         found = config_to_hf(self, HF_FIELDS, table) | dict(architectures=[name])
         found |= dict(num_key_value_heads=self.n_heads, q_lora_rank=self.q_lora_rank or None)
-        return (
-            found | dict(topk_method="group_limited_greedy")
-            if is_v2 and self.n_groups > 1
-            else found
-        )
+        if is_v2 and self.n_groups > 1:
+            return found | dict(topk_method="group_limited_greedy")
+        return found
 
 
 def yarn(mscale: float) -> dict:
@@ -272,15 +269,16 @@ class Attention(nn.Module):
         self.k_rope = nn.Identity()
         self.wkv_b = nn.Linear(R, H * (N + U), bias=False)
         self.wo = nn.Linear(H * U, config.dim, bias=False)
-        self.interleave, self.scale = (
-            config.rope_interleave,
-            (N + P) ** -0.5 * attention_factors(config)[1],
-        )
+        self.interleave = config.rope_interleave
+        self.scale = (N + P) ** -0.5 * attention_factors(config)[1]
 
     def forward(self, x, cos, sin, attend, attend_cached=None):
         N, P, U, R = self.dims
         # (B, T/cp, H/tp * K)
-        q = self.wq_b(self.q_norm(self.wq_a(x))) if hasattr(self, "wq_a") else self.wq(x)
+        if hasattr(self, "wq_a"):
+            q = self.wq_b(self.q_norm(self.wq_a(x)))
+        else:
+            q = self.wq(x)
         B, T, _ = q.shape
         # (B, H/tp, T/cp, N), (B, H/tp, T/cp, P)
         q_nope, q_rope = q.view(B, T, -1, N + P).transpose(1, 2).split([N, P], -1)
@@ -338,7 +336,10 @@ class MoE(nn.Module):
     def forward(self, x, shared=None):
         c = self.config
         logits = self.router(x).flatten(0, 1)  # (N, E), N the tokens here
-        scores = logits.sigmoid() if c.score_func == "sigmoid" else logits.softmax(-1)
+        if c.score_func == "sigmoid":
+            scores = logits.sigmoid()
+        else:
+            scores = logits.softmax(-1)
         index = self.balance.choose(scores, self.top_k, self.best_groups)  # (N, k)
 
         def weigh():
@@ -347,7 +348,9 @@ class MoE(nn.Module):
                 weight = weight / (weight.sum(-1, keepdim=True) + 1e-20)
             # for the balancing loss, V3, eq. 18-19: counts the best scores before biases and groups
             probs = scores / scores.sum(-1, keepdim=True)
-            best = scores.topk(self.top_k, -1).indices if c.score_func == "sigmoid" else index
+            best = index
+            if c.score_func == "sigmoid":
+                best = scores.topk(self.top_k, -1).indices
             return self.balance.add_loss(weight * c.route_scale, probs, best, len(x))
 
         return apply_experts(self.experts, x, index, weigh, self.balance.count(index), shared)
@@ -359,10 +362,12 @@ class MoE(nn.Module):
             return scores
         grouped = scores.unflatten(-1, (c.n_groups, -1))  # (N, groups, E / groups)
         # (N, groups)
-        best = grouped.topk(2, -1).values.sum(-1) if c.score_func == "sigmoid" else grouped.amax(-1)
-        outside = torch.ones_like(best, dtype=torch.bool).scatter(
-            -1, best.topk(c.top_k_groups, -1).indices, False
-        )
+        if c.score_func == "sigmoid":
+            best = grouped.topk(2, -1).values.sum(-1)
+        else:
+            best = grouped.amax(-1)
+        chosen = best.topk(c.top_k_groups, -1).indices
+        outside = torch.ones_like(best, dtype=torch.bool).scatter(-1, chosen, False)
         return grouped.masked_fill(outside[..., None], -torch.inf).flatten(-2)
 
 
@@ -378,7 +383,9 @@ class Block(nn.Module):
         else:
             self.moe = MoE(config)
             shared_dim = config.n_shared_experts * config.moe_ffn_dim
-            self.shared = FeedForward(config.dim, shared_dim) if shared_dim else None
+            self.shared = None
+            if shared_dim:
+                self.shared = FeedForward(config.dim, shared_dim)
 
     def forward(self, h, cos, sin, attend, attend_cached=None):
         h = h + self.attn(self.attn_norm(h), cos, sin, attend, attend_cached)
@@ -439,10 +446,12 @@ class DeepSeek(nn.Module):
         )
         self.norm = RMSNorm(config.dim, eps=config.norm_eps)
         # tied: forward takes the embedding's weight for the head as well
-        self.head = (
-            None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
-        )
-        self.mtp = MTP(config) if config.mtp_depth else None
+        self.head = None
+        if not config.tie_embeddings:
+            self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.mtp = None
+        if config.mtp_depth:
+            self.mtp = MTP(config)
         self.mtp_weight = 0.3  # weight of MTP's loss; the recipe's --mtp_weight
         # parallel.py replaces these functions: context_parallel the first, tensor_parallel and
         # compile the other two.
@@ -470,12 +479,16 @@ class DeepSeek(nn.Module):
         for a pipeline stage or a part of a sequence, else made here. MTP's loss counts in the
         gradient, not in the returned value.
         """
-        h = tokens if tokens.is_floating_point() else self.tok_embeddings(tokens)  # (B, T/cp, D)
+        h = tokens  # (B, T/cp, D), of the stage before
+        if not tokens.is_floating_point():
+            h = self.tok_embeddings(tokens)
         if positions is None:
             positions = torch.arange(h.shape[1], device=h.device)[None]
         # (B, 1, T/cp, P/2) fp32
         cos, sin = cos_and_sin(self.config, self.config.qk_rope_head_dim, positions)
-        attend = self.make_attend(positions, doc_ids) if cache is None else None
+        attend = None
+        if cache is None:
+            attend = self.make_attend(positions, doc_ids)
         for i, block in self.blocks.items():
             h = block(h, cos, sin, attend, cache and cache.attend(i))
         if self.norm is None:
@@ -517,22 +530,16 @@ class DeepSeek(nn.Module):
             "eh_proj",
             "head",
         )
-        return (
-            0.02
-            if name in ["experts.w1", "experts.w3", *(f"{matrix}.weight" for matrix in matrices)]
-            else None
-        )
+        if name in ["experts.w1", "experts.w3", *(f"{matrix}.weight" for matrix in matrices)]:
+            return 0.02
+        return None
 
     def n_active_params(self) -> int:
         """Parameters that a token uses: all but the experts not chosen."""
         c = self.config
-        idle = (
-            (c.n_layers - c.n_dense_layers + c.mtp_depth)
-            * (c.n_experts - c.top_k)
-            * 3
-            * c.dim
-            * c.moe_ffn_dim
-        )
+        n_sparse_layers = c.n_layers - c.n_dense_layers + c.mtp_depth
+        expert = 3 * c.dim * c.moe_ffn_dim
+        idle = n_sparse_layers * (c.n_experts - c.top_k) * expert
         return sum(p.numel() for p in self.parameters()) - idle
 
     def flops_per_token(self, seq_len: int) -> int:
@@ -543,15 +550,11 @@ class DeepSeek(nn.Module):
         """
         c = self.config
         embedding = self.config.vocab_size * self.config.dim
-        n = (
-            self.n_active_params()
-            - (0 if c.tie_embeddings else embedding)
-            + c.mtp_depth * embedding
-        )
-        return (
-            6 * n
-            + 6 * (c.n_layers + c.mtp_depth) * c.n_heads * (c.head_dim + c.v_head_dim) * seq_len
-        )
+        n = self.n_active_params() + c.mtp_depth * embedding
+        if not c.tie_embeddings:
+            n -= embedding
+        attention = (c.n_layers + c.mtp_depth) * c.n_heads * (c.head_dim + c.v_head_dim) * seq_len
+        return 6 * n + 6 * attention
 
     def tp_plan(self) -> dict[str, str]:
         """fqn pattern -> style (a key of parallel.TP_STYLES). Between blocks, activations are
@@ -575,12 +578,13 @@ class DeepSeek(nn.Module):
         else:
             block["attn.wq"] = "gather_colwise"
         ffn = {"": "gather_sequence", ".w1": "colwise", ".w3": "colwise", ".w2": "rowwise"}
-        dense = {f"ffn{name}": style for name, style in ffn.items()} if c.n_dense_layers else {}
+        dense = {}
+        if c.n_dense_layers:
+            dense = {f"ffn{name}": style for name, style in ffn.items()}
         # the experts: distributed.experts.expert_parallel
         sparse = {"moe.router": "sequence_linear"}
-        sparse |= (
-            {f"shared{name}": style for name, style in ffn.items()} if c.n_shared_experts else {}
-        )
+        if c.n_shared_experts:
+            sparse |= {f"shared{name}": style for name, style in ffn.items()}
         plan = {"tok_embeddings": "vocab_embedding", "norm": "sequence"}
         plan |= {f"blocks.*.{name}": style for name, style in (block | dense | sparse).items()}
         if c.mtp_depth:
@@ -588,7 +592,9 @@ class DeepSeek(nn.Module):
                 "mtp.eh_proj": "sequence_linear"
             }
             plan |= {f"mtp.block.{name}": style for name, style in (block | sparse).items()}
-        return plan if c.tie_embeddings else plan | {"head": "vocab_head"}
+        if c.tie_embeddings:
+            return plan
+        return plan | {"head": "vocab_head"}
 
     def hf_keys(self) -> dict[str, str | list[str]]:
         """fqn -> name in Hugging Face's files; for a stack of experts a list of names. MTP is the
@@ -621,7 +627,9 @@ class DeepSeek(nn.Module):
                 f"shared.{ours}": f"mlp.shared_experts.{theirs}" for ours, theirs in ffn.items()
             }
         for i in range(c.n_layers + c.mtp_depth):
-            prefix = f"blocks.{i}" if i < c.n_layers else "mtp.block"
+            prefix = "mtp.block"
+            if i < c.n_layers:
+                prefix = f"blocks.{i}"
             layer = f"model.layers.{i}"
             table = block | (dense if i < c.n_dense_layers else sparse)
             names |= {

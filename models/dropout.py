@@ -39,12 +39,17 @@ def dropout(
             f"dropout: x {tuple(x.shape)} does not begin with the (B, T) of places "
             f"{tuple(places.shape)}"
         )
-    places = places[:, :1] >> 24 if whole_sequences else places
-    size = 1 if whole_sequences else x[0, 0].numel()
+    size = x[0, 0].numel()
+    if whole_sequences:
+        places = places[:, :1] >> 24
+        size = 1
     bits = places[..., None] + int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "little")
     bits = mixed(mixed(bits) + torch.arange(size, device=x.device))  # (B, T, size)
     kept = (bits >> 33 & 0x7FFFFFFF) >= int(p * 2**31)
-    kept = kept[..., 0].view(-1, *[1] * (x.dim() - 1)) if whole_sequences else kept.view(x.shape)
+    if whole_sequences:
+        kept = kept[..., 0].view(-1, *[1] * (x.dim() - 1))
+    else:
+        kept = kept.view(x.shape)
     return torch.where(kept, x / (1 - p), 0)
 
 

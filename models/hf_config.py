@@ -35,18 +35,20 @@ def check_sizes(config, *names: str, rotated: str = "head_dim") -> None:
     """Raise ValueError naming the fields of a model's config that are below 1 (None is no size),
     for heads that do not share out the kv heads evenly, and for an odd size of what RoPE rotates.
     """
-    if wrong := [
-        f"{name} {size}"
-        for name in names
-        if (size := getattr(config, name)) is not None and size < 1
-    ]:
+    wrong = []
+    for name in names:
+        size = getattr(config, name)
+        if size is not None and size < 1:
+            wrong.append(f"{name} {size}")
+    if wrong:
         raise ValueError(f"the model's {', '.join(wrong)} must be at least 1")
     if config.n_heads % config.n_kv_heads:
         raise ValueError(
             f"n_heads {config.n_heads} is not a multiple of n_kv_heads {config.n_kv_heads}, which "
             "they share"
         )
-    if (size := getattr(config, rotated)) % 2:
+    size = getattr(config, rotated)
+    if size % 2:
         raise ValueError(f"{rotated} {size} is odd, and RoPE turns pairs; use {size + 1}")
 
 
@@ -56,30 +58,39 @@ def config_from_hf(Config, config_json: dict, fields: dict, fixed: dict, stretch
 
     stretches: type of RoPE scaling that the model knows -> (required names, optional names).
     """
-    file, (hf, scaling) = f"{Config.__module__.replace('.', '/')}.py", gather_rope(config_json)
-    for name, allowed in (
-        fixed | dict(rope_type=("default", *stretches), partial_rotary_factor=(1.0, None))
-    ).items():
-        found = hf.setdefault(name, None if name == "model_type" else allowed[0])
+    file = f"{Config.__module__.replace('.', '/')}.py"
+    hf, scaling = gather_rope(config_json)
+    fixed_rope = dict(rope_type=("default", *stretches), partial_rotary_factor=(1.0, None))
+    for name, allowed in (fixed | fixed_rope).items():
+        absent = allowed[0]
+        if name == "model_type":
+            absent = None
+        found = hf.setdefault(name, absent)
         if found not in allowed:
             values = " or ".join(dict.fromkeys(map(repr, allowed)))
             raise ValueError(f"config.json: {name} is {found!r}; {file} has only {values}")
     needed, others = stretches.get(hf["rope_type"], ((), ()))
-    if odd := sorted(scaling.keys() - {*needed, *others}):
+    odd = sorted(scaling.keys() - {*needed, *others})
+    if odd:
         raise ValueError(
             f"config.json: rope scaling has {', '.join(odd)}; {file} knows "
             f"{', '.join(needed + others) or 'none'}"
         )
-    if missing := [name for name in needed if name not in scaling]:
+    missing = [name for name in needed if name not in scaling]
+    if missing:
         raise ValueError(
             f"config.json: rope scaling {hf['rope_type']!r} lacks {', '.join(missing)}"
         )
-    if missing := [
-        theirs for theirs, default in fields.values() if default is None and hf.get(theirs) is None
-    ]:
+    missing = []
+    for theirs, default in fields.values():
+        if default is None and hf.get(theirs) is None:
+            missing.append(theirs)
+    if missing:
         raise ValueError(f"config.json has no number for {', '.join(missing)}")
     values = {ours: value_of(hf, *entry) for ours, entry in fields.items()}
-    return Config(**values, rope_scaling=scaling if hf["rope_type"] in stretches else None)
+    if hf["rope_type"] not in stretches:
+        scaling = None
+    return Config(**values, rope_scaling=scaling)
 
 
 def gather_rope(config_json: dict) -> tuple[dict, dict]:
@@ -89,11 +100,10 @@ def gather_rope(config_json: dict) -> tuple[dict, dict]:
     rope = config_json.get("rope_scaling") or config_json.get("rope_parameters") or {}
     rope = {name: value for name, value in dict(rope).items() if value is not None}
     rope["rope_type"] = rope.get("rope_type", rope.pop("type", "default"))
-    hf = config_json | {
-        name: rope.pop(name)
-        for name in ("rope_type", "rope_theta", "partial_rotary_factor")
-        if name in rope
-    }
+    hf = dict(config_json)
+    for name in ("rope_type", "rope_theta", "partial_rotary_factor"):
+        if name in rope:
+            hf[name] = rope.pop(name)
     return hf, rope
 
 
@@ -102,10 +112,14 @@ def value_of(hf: dict, theirs: str, default):
     10000 for 10000.0."""
     value = hf.get(theirs, default)
     if value is None:
-        value = False if type(default) is bool else default
+        value = default
+        if type(default) is bool:  # null is false
+            value = False
     if callable(value):
         value = value(hf)
-    return float(value) if type(value) is int and type(default) is float else value
+    if type(value) is int and type(default) is float:
+        return float(value)
+    return value
 
 
 def config_to_hf(config, fields: dict, fixed: dict) -> dict:
@@ -113,5 +127,9 @@ def config_to_hf(config, fields: dict, fixed: dict) -> dict:
     outside the tables."""
     found = {theirs: getattr(config, ours) for ours, (theirs, _) in fields.items()}
     rope = config.rope_scaling
-    rope = rope and {"rope_type": "llama3" if "low_freq_factor" in rope else "yarn", **rope}
+    if rope:
+        kind = "yarn"
+        if "low_freq_factor" in rope:
+            kind = "llama3"
+        rope = {"rope_type": kind, **rope}
     return {name: allowed[0] for name, allowed in fixed.items()} | found | dict(rope_scaling=rope)

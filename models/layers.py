@@ -31,7 +31,8 @@ class RMSNorm(nn.RMSNorm):
 def normalized(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(x / rms(x) * weight, 1 / rms(x) (..., 1)), computed in fp32 (arXiv:1910.07467, eq. 4)."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)  # (..., 1)
-    eps = torch.finfo(x.dtype).eps if eps is None else eps  # as nn.RMSNorm without eps
+    if eps is None:
+        eps = torch.finfo(x.dtype).eps  # as nn.RMSNorm without eps
     r = torch.addcmul(torch.scalar_tensor(eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()
     return (x * r).mul_(weight).to(x.dtype), r
 
@@ -52,7 +53,9 @@ class Normalize(torch.autograd.Function):
         normed = x * r
         product = grad * normed
         # (D)
-        dw = product.sum_to_size(weight.shape).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        dw = None
+        if ctx.needs_input_grad[1]:
+            dw = product.sum_to_size(weight.shape).to(weight.dtype)
         # dx = r (g - normed <g, normed> / D), where g = grad * weight
         dot = (product @ weight.float())[..., None]
         dx = (grad * weight).float().addcmul_(normed, dot, value=-1 / x.shape[-1]).mul_(r)
@@ -78,7 +81,9 @@ def weight_of(linear: nn.Linear) -> Tensor:
     """The effective matrix (out, in), LoRA's product included (lora/lora.py). Use it wherever code
     multiplies with .weight instead of calling the linear; plain .weight would leave the adapters
     out."""
-    return linear.merged().to(linear.weight.dtype) if hasattr(linear, "merged") else linear.weight
+    if hasattr(linear, "merged"):
+        return linear.merged().to(linear.weight.dtype)
+    return linear.weight
 
 
 def rope_frequencies(config, K: int, device, truncate=True) -> Tensor:
@@ -93,7 +98,8 @@ def rope_frequencies(config, K: int, device, truncate=True) -> Tensor:
     freq = 1.0 / config.rope_theta ** (
         torch.arange(0, K, 2, dtype=torch.float32, device=device) / K
     )
-    if (s := config.rope_scaling) is None:
+    s = config.rope_scaling
+    if s is None:
         return freq
     original = s["original_max_position_embeddings"]  # the trained context
     if "low_freq_factor" in s:
@@ -125,7 +131,10 @@ def attention_factors(config) -> tuple[float, float]:
     growth = 0.1 * math.log(max(s["factor"], 1))
     mscale = s.get("mscale", 0)
     all_dim = s.get("mscale_all_dim", 0)
-    factor = (growth * mscale + 1) / (growth * all_dim + 1) if mscale and all_dim else growth + 1
+    if mscale and all_dim:
+        factor = (growth * mscale + 1) / (growth * all_dim + 1)
+    else:
+        factor = growth + 1
     return s.get("attention_factor", factor), (growth * all_dim + 1) ** 2
 
 
@@ -133,9 +142,9 @@ def cos_and_sin(config, K: int, positions: Tensor, **options) -> tuple[Tensor, T
     """cos and sin (B or 1, 1, T/cp, K/2) fp32 of positions (B or 1, T/cp), for rotate."""
     angle = positions[:, None, ..., None] * rope_frequencies(config, K, positions.device, **options)
     factor = attention_factors(config)[0]
-    return (
-        (angle.cos(), angle.sin()) if factor == 1 else (angle.cos() * factor, angle.sin() * factor)
-    )
+    if factor == 1:
+        return angle.cos(), angle.sin()
+    return (angle.cos() * factor, angle.sin() * factor)
 
 
 class Rotate(torch.autograd.Function):
@@ -146,7 +155,8 @@ class Rotate(torch.autograd.Function):
     def forward(ctx, x, cos, sin, interleave):
         ctx.save_for_backward(cos, sin)
         ctx.interleave = interleave
-        a, b = (pairs := pair_up(x, interleave)).unbind(-2)
+        pairs = pair_up(x, interleave)
+        a, b = pairs.unbind(-2)
         out = pairs * cos[..., None, :]  # (..., 2, K/2) fp32
         out_a, out_b = out.unbind(-2)
         out_a.addcmul_(b, sin, value=-1)
@@ -156,18 +166,22 @@ class Rotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         cos, sin = ctx.saved_tensors
-        a, b = (pairs := pair_up(grad, False)).unbind(-2)
+        pairs = pair_up(grad, False)
+        a, b = pairs.unbind(-2)
         dx = pairs * cos[..., None, :]  # a rotation's derivative turns back
         da, db = dx.unbind(-2)
         da.addcmul_(b, sin)
         db.addcmul_(a, sin, value=-1)
-        dx = dx.transpose(-1, -2) if ctx.interleave else dx
+        if ctx.interleave:
+            dx = dx.transpose(-1, -2)
         return dx.flatten(-2).to(grad.dtype), None, None, None
 
 
 def pair_up(x: Tensor, interleave: bool) -> Tensor:
     """(..., K) -> (..., 2, K/2), a view: elements (0, i) and (1, i) rotate together."""
-    return x.unflatten(-1, (-1, 2)).transpose(-1, -2) if interleave else x.unflatten(-1, (2, -1))
+    if interleave:
+        return x.unflatten(-1, (-1, 2)).transpose(-1, -2)
+    return x.unflatten(-1, (2, -1))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleave: bool = False) -> Tensor:

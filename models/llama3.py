@@ -75,8 +75,9 @@ class Llama3Config:
         The tables of names are at the end of this file.
         """
         kind = config_json.get("model_type")
-        # 4096: transformers' default
-        window = config_json.get("sliding_window", 4096) if kind == "mistral" else None
+        window = None
+        if kind == "mistral":
+            window = config_json.get("sliding_window", 4096)  # transformers' default
         config = config_from_hf(
             cls,
             config_json,
@@ -88,7 +89,12 @@ class Llama3Config:
 
     def to_hf(self) -> dict:
         """The inverse: a config.json for transformers."""
-        kind = "qwen2" if self.qkv_bias else "mistral" if self.sliding_window else "llama"
+        if self.qkv_bias:
+            kind = "qwen2"
+        elif self.sliding_window:
+            kind = "mistral"
+        else:
+            kind = "llama"
         found = dict(
             model_type=kind,
             architectures=[f"{kind.title()}ForCausalLM"],
@@ -181,9 +187,9 @@ class Llama3(nn.Module):
         self.blocks = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
         self.norm = RMSNorm(config.dim, eps=config.norm_eps)
         # tied: forward takes the embedding's weight for the head as well
-        self.head = (
-            None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
-        )
+        self.head = None
+        if not config.tie_embeddings:
+            self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         # parallel.py replaces these functions: context_parallel the first, tensor_parallel and
         # compile the other two.
         self.make_attend = causal_attention
@@ -200,17 +206,19 @@ class Llama3(nn.Module):
         stays inside a document. cache: for generation, see rl/decoding.py. A later pipeline stage
         takes activations in place of tokens.
         """
-        h = tokens if tokens.is_floating_point() else self.tok_embeddings(tokens)  # (B, T/cp, D)
+        h = tokens  # (B, T/cp, D), of the stage before
+        if not tokens.is_floating_point():
+            h = self.tok_embeddings(tokens)
         if positions is None:
             positions = torch.arange(h.shape[1], device=h.device)[None]
         # (B, 1, T/cp, K/2) fp32
         cos, sin = cos_and_sin(self.config, self.config.head_dim, positions)
-        window = (
-            {"reach": torch.full_like(positions, self.config.sliding_window)}
-            if self.config.sliding_window
-            else {}
-        )
-        attend = self.make_attend(positions, doc_ids, **window) if cache is None else None
+        window = {}
+        if self.config.sliding_window:
+            window = {"reach": torch.full_like(positions, self.config.sliding_window)}
+        attend = None
+        if cache is None:
+            attend = self.make_attend(positions, doc_ids, **window)
         for i, block in self.blocks.items():
             h = block(h, cos, sin, attend or cache.attend(i, **window))
         if self.norm is None:
@@ -232,15 +240,17 @@ class Llama3(nn.Module):
         if name in ("wo.weight", "w2.weight"):
             return 0.02 / math.sqrt(2 * self.config.n_layers)
         matrices = ("tok_embeddings", "wq", "wk", "wv", "w1", "w3", "head")
-        return 0.02 if name in [f"{matrix}.weight" for matrix in matrices] else None
+        if name in [f"{matrix}.weight" for matrix in matrices]:
+            return 0.02
+        return None
 
     def flops_per_token(self, seq_len: int) -> int:
         """Forward and backward, PaLM's convention (arXiv:2204.02311, app. B): 6 N + 12 L H K T; N
         without the lookup table."""
         c = self.config
-        n = sum(p.numel() for p in self.parameters()) - (
-            0 if c.tie_embeddings else c.vocab_size * c.dim
-        )
+        n = sum(p.numel() for p in self.parameters())
+        if not c.tie_embeddings:
+            n -= c.vocab_size * c.dim
         return 6 * n + 12 * c.n_layers * c.n_heads * c.head_dim * min(
             seq_len, c.sliding_window or seq_len
         )
@@ -263,7 +273,9 @@ class Llama3(nn.Module):
             "blocks.*.ffn.w2": "rowwise",
             "norm": "sequence",
         }
-        return plan if self.config.tie_embeddings else plan | {"head": "vocab_head"}
+        if self.config.tie_embeddings:
+            return plan
+        return plan | {"head": "vocab_head"}
 
     def hf_keys(self) -> dict[str, str]:
         """fqn -> name in Hugging Face's files. Nothing is permuted: both sides rotate element i

@@ -76,15 +76,20 @@ class Qwen3Config:
         """
         # transformers 4 / 5
         experts = config_json.get("num_experts") or config_json.get("num_local_experts")
-        fields = HF_FIELDS | (HF_EXPERTS if config_json.get("model_type") == "qwen3_moe" else {})
+        fields = HF_FIELDS
+        if config_json.get("model_type") == "qwen3_moe":
+            fields = HF_FIELDS | HF_EXPERTS
         return config_from_hf(
             cls, config_json | {"num_experts": experts}, fields, HF_FIXED | HF_FIXED_EXPERTS, YARN
         )
 
     def to_hf(self) -> dict:
         """The inverse: a config.json for transformers."""
-        experts = config_to_hf(self, HF_EXPERTS, HF_FIXED_EXPERTS) if self.n_experts else {}
-        name = "Qwen3MoeForCausalLM" if self.n_experts else "Qwen3ForCausalLM"
+        name = "Qwen3ForCausalLM"
+        experts = {}
+        if self.n_experts:
+            name = "Qwen3MoeForCausalLM"
+            experts = config_to_hf(self, HF_EXPERTS, HF_FIXED_EXPERTS)
         return config_to_hf(self, HF_FIELDS, HF_FIXED) | experts | dict(architectures=[name])
 
 
@@ -194,9 +199,9 @@ class Qwen3(nn.Module):
         self.blocks = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
         self.norm = RMSNorm(config.dim, eps=config.norm_eps)
         # tied: forward takes the embedding's weight for the head as well
-        self.head = (
-            None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
-        )
+        self.head = None
+        if not config.tie_embeddings:
+            self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         # parallel.py replaces these functions: context_parallel the first, tensor_parallel and
         # compile the other two.
         self.make_attend = causal_attention
@@ -213,12 +218,16 @@ class Qwen3(nn.Module):
         stays inside a document. cache: for generation, see rl/decoding.py. A later pipeline stage
         takes activations in place of tokens.
         """
-        h = tokens if tokens.is_floating_point() else self.tok_embeddings(tokens)  # (B, T/cp, D)
+        h = tokens  # (B, T/cp, D), of the stage before
+        if not tokens.is_floating_point():
+            h = self.tok_embeddings(tokens)
         if positions is None:
             positions = torch.arange(h.shape[1], device=h.device)[None]
         # (B, 1, T/cp, K/2) fp32
         cos, sin = cos_and_sin(self.config, self.config.head_dim, positions)
-        attend = self.make_attend(positions, doc_ids) if cache is None else None
+        attend = None
+        if cache is None:
+            attend = self.make_attend(positions, doc_ids)
         for i, block in self.blocks.items():
             h = block(h, cos, sin, attend or cache.attend(i))
         if self.norm is None:
@@ -240,25 +249,25 @@ class Qwen3(nn.Module):
         if name in ("wo.weight", "w2.weight", "experts.w2"):
             return 0.02 / math.sqrt(2 * self.config.n_layers)
         matrices = ("tok_embeddings", "wq", "wk", "wv", "w1", "w3", "router", "head")
-        return (
-            0.02
-            if name in ["experts.w1", "experts.w3", *(f"{matrix}.weight" for matrix in matrices)]
-            else None
-        )
+        if name in ["experts.w1", "experts.w3", *(f"{matrix}.weight" for matrix in matrices)]:
+            return 0.02
+        return None
 
     def n_active_params(self) -> int:
         """Parameters that a token uses: all but the experts not chosen."""
         c = self.config
-        idle = (
-            c.n_layers * (c.n_experts - c.top_k) * 3 * c.dim * c.moe_ffn_dim if c.n_experts else 0
-        )
+        idle = 0
+        if c.n_experts:
+            idle = c.n_layers * (c.n_experts - c.top_k) * 3 * c.dim * c.moe_ffn_dim
         return sum(p.numel() for p in self.parameters()) - idle
 
     def flops_per_token(self, seq_len: int) -> int:
         """Forward and backward, PaLM's convention (arXiv:2204.02311, app. B): 6 N + 12 L H K T; N
         active, without lookups."""
         c = self.config
-        n = self.n_active_params() - (0 if c.tie_embeddings else c.vocab_size * c.dim)
+        n = self.n_active_params()
+        if not c.tie_embeddings:
+            n -= c.vocab_size * c.dim
         return 6 * n + 12 * c.n_layers * c.n_heads * c.head_dim * seq_len
 
     def tp_plan(self) -> dict[str, str]:
@@ -287,7 +296,9 @@ class Qwen3(nn.Module):
                 "blocks.*.ffn.w3": "colwise",
             }
             plan["blocks.*.ffn.w2"] = "rowwise"
-        return plan if self.config.tie_embeddings else plan | {"head": "vocab_head"}
+        if self.config.tie_embeddings:
+            return plan
+        return plan | {"head": "vocab_head"}
 
     def hf_keys(self) -> dict[str, str | list[str]]:
         """fqn -> name in Hugging Face's files; for a stack of experts a list of names. The values

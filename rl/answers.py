@@ -20,7 +20,6 @@ import re
 from contextlib import suppress
 from fractions import Fraction
 from importlib.util import find_spec
-from itertools import accumulate, pairwise
 
 KINDS = ("exact", "number", "math", "math_verify")
 
@@ -121,7 +120,9 @@ def is_right(kind: str, text: str, answer: str) -> bool:
     if kind == "number":
         found = final_number(text)
         return found is not None and found == final_number(answer)
-    return by_library(text, answer) if kind == "math_verify" else same_in_mathematics(text, answer)
+    if kind == "math_verify":
+        return by_library(text, answer)
+    return same_in_mathematics(text, answer)
 
 
 def by_library(text: str, answer: str) -> bool:
@@ -145,17 +146,16 @@ def never_right(kind: str, answer) -> str:
         return "it is no text and no number"
     if kind == "number" and final_number(text) is None:
         return "it ends with no number"
-    return (
-        "it has nothing to compare"
-        if kind == "math" and not plain_latex(marked(text) or text)
-        else ""
-    )
+    if kind == "math" and not plain_latex(marked(text) or text):
+        return "it has nothing to compare"
+    return ""
 
 
 # ---------------------------------------------------------------- thoughts
 def opens_thought(prompt: str) -> bool:
     """Whether a prompt ends with the beginning of a thought, as some chat templates write it."""
-    return prompt.rstrip().endswith(tuple(begin for begin, _ in THOUGHTS))
+    begins = tuple(begin for begin, _ in THOUGHTS)
+    return prompt.rstrip().endswith(begins)
 
 
 def opened_by(text, prompt: list[int]) -> bool:
@@ -166,10 +166,12 @@ def opened_by(text, prompt: list[int]) -> bool:
 def answer_begins(text: str, opened: bool = False) -> int | None:
     """Where the answer begins, after the last thought; None in a thought that has no end. opened:
     the prompt has begun a thought."""
-    begin, end = -1, -1
+    begin = -1
+    end = -1
     for first, last in THOUGHTS:
         begin = max(begin, text.rfind(first))
-        if (place := text.rfind(last)) >= 0:
+        place = text.rfind(last)
+        if place >= 0:
             end = max(end, place + len(last))
     if begin >= max(end, 0) or opened and end < 0:
         return None
@@ -180,23 +182,31 @@ def cut_thoughts(text: str, opened: bool = False, in_turns: bool = False) -> str
     """The text that is judged: what comes after the last thought; None in a thought that has no
     end, which earns nothing. opened: the prompt has begun a thought. in_turns: an answer in several
     turns, so what was said between two thoughts belongs to it."""
-    for first, last in THOUGHTS if in_turns else []:
-        if opened and last in text and first not in text.partition(last)[0]:
-            text, opened = text.partition(last)[2], False
-        text = cut_between(text, first, last)
+    if in_turns:
+        for first, last in THOUGHTS:
+            if opened and last in text and first not in text.partition(last)[0]:
+                text = text.partition(last)[2]
+                opened = False
+            text = cut_between(text, first, last)
     begin = answer_begins(text, opened)
     if begin is None:
         return None
-    return text[begin:].lstrip() if begin else text
+    if begin:
+        return text[begin:].lstrip()
+    return text
 
 
 def cut_between(text: str, first: str, last: str) -> str:
     """The text without all that stands from a `first` to the next `last`, both included."""
-    kept, place = "", 0
-    while (begin := text.find(first, place)) >= 0 and (end := text.find(last, begin)) >= 0:
+    kept = ""
+    place = 0
+    while True:
+        begin = text.find(first, place)
+        end = text.find(last, max(begin, 0))
+        if begin < 0 or end < 0:
+            return kept + text[place:]
         kept += text[place:begin]
         place = end + len(last)
-    return kept + text[place:]
 
 
 # ---------------------------------------------------------------- number
@@ -215,11 +225,16 @@ def final_number(text: str) -> float | None:
     """The first number after the last ####, else the last number of the text. None for 1,2,3 or 1/2
     or 3-5 or 5^2, and where a sign could be a difference."""
     before, marker, after = text.rpartition("####")
-    after = plain_numbers(after.lstrip(" ") if marker else after)
+    if marker:
+        after = after.lstrip(" ")
+    after = plain_numbers(after)
     found = [*NUMBER.finditer(after)]
     if not found:
         return None
-    number = found[0] if marker else found[-1]
+    if marker:
+        number = found[0]
+    else:
+        number = found[-1]
     if is_a_part(after[: number.start()], number[0]):
         return None
     return number_in(number[0])
@@ -239,8 +254,12 @@ def number_in(word: str) -> float | None:
         sign, factor, exponent = power.groups()
         if factor and not PLAIN.fullmatch(factor) or abs(int(exponent)) > 300:
             return None
-        value = Fraction(re.sub(",", "", factor) if factor else 1) * Fraction(10) ** int(exponent)
-        return -float(value) if sign else float(value)
+        value = Fraction(10) ** int(exponent)
+        if factor:
+            value *= Fraction(factor.replace(",", ""))
+        if sign:
+            return -float(value)
+        return float(value)
     if not word or not PLAIN.fullmatch(word):
         return None
     return float(re.sub(r"[$,]", "", word))
@@ -256,9 +275,12 @@ def is_ordinary_number(answer: str) -> bool:
 # ---------------------------------------------------------------- math
 def same_in_mathematics(text: str, answer: str) -> bool:
     """Whether a text ends with the answer. The answer may be marked (\\boxed, ####) or bare."""
-    wanted, found = plain_latex(marked(answer) or answer), marked(text)
+    wanted = plain_latex(marked(answer) or answer)
+    found = marked(text)
     if found is None:
-        found = text if plain_latex(text) == wanted else last_fraction(text)
+        found = text
+        if plain_latex(text) != wanted:
+            found = last_fraction(text)
     found = plain_latex(found)
     return bool(found) and max(len(found), len(wanted)) <= LONGEST and equal_parts(found, wanted)
 
@@ -269,26 +291,34 @@ def last_fraction(text: str) -> str:
     found = [*FRACTION.finditer(text)]
     if not found:
         return ""
-    before, number, after = text[: found[-1].start()], found[-1][0], text[found[-1].end() :]
+    before = text[: found[-1].start()]
+    number = found[-1][0]
+    after = text[found[-1].end() :]
     is_part = is_a_part(before, number) or SUM.search(before[-20:]) or after.startswith("^")
-    return "" if is_part else number
+    if is_part:
+        return ""
+    return number
 
 
 def marked(text: str) -> str | None:
     """The content of the last \\boxed{}, else the line after the last ####; None without both."""
-    if (begin := max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))) >= 0:
+    begin = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
+    if begin >= 0:
         return braced(text, text.index("{", begin)) or ""  # None: cut off before the closing brace
     _, marker, after = text.rpartition("####")
-    return after.strip().split("\n")[0] if marker else None
+    if marker:
+        return after.strip().split("\n")[0]
+    return None
 
 
 def braced(text: str, begin: int) -> str | None:
     """The text between the { at `begin` and the matching }; None without."""
-    depths = accumulate({"{": 1, "}": -1}.get(letter, 0) for letter in text[begin:])
-    return next(
-        (text[begin + 1 : begin + length] for length, depth in enumerate(depths) if depth == 0),
-        None,
-    )
+    depth = 0
+    for place in range(begin, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if depth == 0:
+            return text[begin + 1 : place]
+    return None
 
 
 def plain_latex(text: str) -> str:
@@ -314,7 +344,8 @@ def equal_parts(a: str, b: str) -> bool:
     letter."""
     if a == b:
         return True
-    x, y = number_of(a), number_of(b)
+    x = number_of(a)
+    y = number_of(b)
     if x is not None and y is not None:
         return (
             same_value(x, y)
@@ -323,32 +354,38 @@ def equal_parts(a: str, b: str) -> bool:
         )
     if x is not None or y is not None:
         return False
-    parts, others = split_list(a), split_list(b)
+    parts = split_list(a)
+    others = split_list(b)
     return len(parts) == len(others) > 1 and all(map(equal_parts, parts, others))
 
 
 def same_value(x, y) -> bool:
     """Fractions exactly; with roots or pi in one of them up to the rounding of a float."""
     exact = isinstance(x, Fraction) and isinstance(y, Fraction)
-    return x == y if exact else math.isclose(x, y, rel_tol=1e-9)
+    if exact:
+        return x == y
+    return math.isclose(x, y, rel_tol=1e-9)
 
 
 def split_list(text: str) -> list[str]:
     """["(", "1", "2", ")"] for "(1,2)": the brackets, and the parts between the outermost commas."""
     found = re.fullmatch(r"(\\\{)(.*)(\\\})|([(\[{])(.*)([)\]}])", text, re.DOTALL)
-    first, inside, last = (
-        [part for part in found.groups() if part is not None] if found else ("", text, "")
-    )
-    depths = accumulate(
-        {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(letter, 0) for letter in inside
-    )
-    commas = [
-        place
-        for place, (letter, depth) in enumerate(zip(inside, depths))
-        if letter == "," and depth == 0
-    ]
-    parts = [inside[before + 1 : comma] for before, comma in pairwise([-1, *commas, len(inside)])]
-    return [text] if len(parts) == 1 else [first, *parts, last]
+    first = ""
+    inside = text
+    last = ""
+    if found:
+        first, inside, last = (part for part in found.groups() if part is not None)
+    parts = [""]
+    depth = 0
+    for letter in inside:
+        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(letter, 0)
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    if len(parts) == 1:
+        return [text]
+    return [first, *parts, last]
 
 
 def number_of(text: str) -> Fraction | float | None:
@@ -362,27 +399,42 @@ def evaluate_number(text: str) -> Fraction | float:
     if text.endswith("%"):
         return evaluate_number(text[:-1]) / 100
     if text[:1] in ("-", "+") and text[1:2] not in ("-", "+"):
-        return evaluate_number(text[1:]) * (-1 if text[0] == "-" else 1)
+        value = evaluate_number(text[1:])
+        if text[0] == "-":
+            return -value
+        return value
     if text and DECIMAL.fullmatch(text):
         return Fraction(text.replace(",", ""))
     if text.startswith("\\frac{"):
         above = braced(text, 5) or ""
         after = text[7 + len(above) :]
-        below = braced(after, 0) or "" if after.startswith("{") else ""
+        below = ""
+        if after.startswith("{"):
+            below = braced(after, 0) or ""
         rest = after[2 + len(below) :]
-        return (
-            evaluate_number(above) / evaluate_number(below) * (evaluate_number(rest) if rest else 1)
-        )
+        value = evaluate_number(above) / evaluate_number(below)
+        if rest:
+            value *= evaluate_number(rest)
+        return value
     above, slash, below = text.rpartition("/")
     if slash and not re.search(r"[-+%]", below):
         return evaluate_number(above) / evaluate_number(below)
     power = POWER_OF_TEN.fullmatch(text)
     if power:
-        factor = evaluate_number(power[2]) if power[2] else 1
+        factor = 1
+        if power[2]:
+            factor = evaluate_number(power[2])
         return factor * Fraction(10) ** int(power[3])
     found = re.fullmatch(r"([0-9.]*)(\\pi|\\sqrt\{([0-9.]+)\})(\\pi)?", text)
     if not found:
         raise ValueError(f"{text} is no number")
-    value = evaluate_number(found[1]) if found[1] else 1
-    value *= math.sqrt(evaluate_number(found[3])) if found[3] else math.pi
-    return value * math.pi if found[4] else value
+    value = 1
+    if found[1]:
+        value = evaluate_number(found[1])
+    if found[3]:
+        value *= math.sqrt(evaluate_number(found[3]))
+    else:
+        value *= math.pi
+    if found[4]:
+        return value * math.pi
+    return value

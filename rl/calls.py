@@ -33,7 +33,9 @@ class Call:
     """A call, the thread that runs it, and its last moment (time.monotonic)."""
 
     def __init__(self, function: Callable, args: tuple):
-        self.function, self.args, self.future = function, args, Future()
+        self.function = function
+        self.args = args
+        self.future = Future()
         self.thread = None
         self.end = math.inf
 
@@ -43,7 +45,8 @@ class Calls:
     the process must not wait for a late call at its exit."""
 
     def __init__(self, n: int, seconds: float):
-        self.n, self.seconds = n, seconds or math.inf
+        self.n = n
+        self.seconds = seconds or math.inf
         self.news = queue.SimpleQueue()
         self.clock = None  # the thread of run(), from the first call on
 
@@ -103,7 +106,9 @@ class Calls:
         """The next entry of the queue; ("", None, None) when a call is late, or after a second if
         some are."""
         first = min((call.end for call in running), default=math.inf) - time.monotonic()
-        seconds = min(first, 1.0) if some_are_late else first
+        seconds = first
+        if some_are_late:
+            seconds = min(first, 1.0)
         try:
             return self.news.get(timeout=max(min(seconds, 1e6), 0))
         except queue.Empty:

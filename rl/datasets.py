@@ -70,28 +70,31 @@ class DatasetConfig:
 def read_task_lines(path: str, flag: str, *suffixes: str) -> list[Line]:
     """The lines of a .jsonl or rows of a .parquet, or a .txt as a single line {"text": ...}, packed
     or not. Raises ValueError for a name with none of the suffixes, and for a file without lines."""
-    file, suffix = Path(path), format_of(Path(path))
+    file = Path(path)
+    suffix = format_of(Path(path))
     try:
         if suffix not in suffixes:
             raise ValueError(f"it ends with {suffix or 'nothing'}")
-        content = (
-            (b"".join(unpacked(file, "")) if file.suffix in PACKED else file.read_bytes())
-            .decode()
-            .removeprefix("\ufeff")
-        )
+        if file.suffix in PACKED:
+            content = b"".join(unpacked(file, ""))
+        else:
+            content = file.read_bytes()
+        content = content.decode().removeprefix("\ufeff")
     except (OSError, ValueError) as error:
-        reason, need = getattr(error, "strerror", error), " or ".join(suffixes)
+        reason = error
+        if isinstance(error, OSError):
+            reason = error.strerror
+        need = " or ".join(suffixes)
         raise ValueError(
             f"{flag} {path!r}: {reason}; need a {need}, which may be packed as .gz or .zst"
         ) from None
     if suffix == ".txt":
         lines = [Line(path, {"text": content})] * bool(content)
     else:
-        lines = [
-            json_line(text, f"{path}:{n}")
-            for n, text in enumerate(content.split("\n"), 1)
-            if text.strip()
-        ]
+        lines = []
+        for n, text in enumerate(content.split("\n"), 1):
+            if text.strip():
+                lines.append(json_line(text, f"{path}:{n}"))
     if not lines:
         raise ValueError(f"{flag} {path} is empty")
     return lines
@@ -123,17 +126,21 @@ def read_problems(
     The task is the prompt, or for further lines with the same prompt a name of their own. kind: of
     the reward. The ValueError names the line."""
     lines = read_task_lines(path, flag, ".jsonl")
-    asked = "prompt" if lines[0].fields.get("prompt") is not None else "question"
+    asked = "question"
+    if lines[0].fields.get("prompt") is not None:
+        asked = "prompt"
     asked_lines = [read_question(line, asked, kind) for line in lines]
     if template:
         check_template(template, asked_lines, asked)
-    problems, known = {}, {}
+    problems = {}
+    known = {}
     first_of = {}  # prompt -> its first line
     for line, asked_line in zip(lines, asked_lines):
         whole = json.dumps(line.fields, sort_keys=True)
-        prompt = (
-            fill_template(template, asked_line) if template else asked_line.fields[asked] + hint
-        )
+        if template:
+            prompt = fill_template(template, asked_line)
+        else:
+            prompt = asked_line.fields[asked] + hint
         check_problem(asked_line, prompt, kind, first_of.setdefault(prompt, asked_line))
         if isinstance(line.fields[asked], list) and len(line.fields[asked]) > 1:
             if template or hint:
@@ -149,8 +156,10 @@ def read_problems(
             task += f"\n(line {line.where.rpartition(':')[2]})"
         problems[task] = Problem(prompt, with_answer(line, kind))
     n = len(lines) - len(problems)
+    if n == 0:
+        return problems, ""
     said = f"{n:,} of {len(lines):,} lines of {flag} are left out: equal to an earlier line"
-    return problems, said if n else ""
+    return problems, said
 
 
 def read_question(line: Line, asked: str, kind: str) -> Line:
@@ -173,20 +182,21 @@ def check_problem(line: Line, prompt: str, kind: str, first: Line) -> None:
     first line with this prompt; a rule of ours gives a prompt one answer, a reward of your own may
     judge each line by its fields."""
     answer = line.fields["answer"]
-    reason = never_right(kind, answer) if kind in KINDS else ""
+    reason = ""
+    if kind in KINDS:
+        reason = never_right(kind, answer)
     refuse(
-        (wrong, f"{line.where}: {message}")
-        for wrong, message in [
-            (not prompt.strip(), "the prompt is empty"),
+        [
+            (not prompt.strip(), f"{line.where}: the prompt is empty"),
             (
                 reason,
-                f"nothing can be right for --reward {kind} where the answer is "
+                f"{line.where}: nothing can be right for --reward {kind} where the answer is "
                 f"{str(answer)[-60:]!r}: {reason}",
             ),
             (
                 kind in KINDS and answer_of(first).strip() != answer_of(line).strip(),
-                f"the prompt is that of {first.where}, and the answer another; remove one of the "
-                "lines",
+                f"{line.where}: the prompt is that of {first.where}, and the answer another; "
+                "remove one of the lines",
             ),
         ]
     )
@@ -196,7 +206,10 @@ def with_answer(line: Line, kind: str) -> Line:
     """The line with an answer: its own, else verl's, else "" for a reward of one's own. Raises
     ValueError."""
     verl = line.fields.get("reward_model")
-    known = {} if kind in KINDS else {"answer": ""}
+    if kind in KINDS:
+        known = {}
+    else:
+        known = {"answer": ""}
     if isinstance(verl, dict) and verl.get("ground_truth") is not None:
         known["answer"] = verl["ground_truth"]
     if known and line.fields.get("answer") is None:  # a table has null where a field is missing
@@ -208,52 +221,63 @@ def with_answer(line: Line, kind: str) -> Line:
 
 def messages_of(prompt) -> list[dict]:
     """A prompt as messages, [] if it is no text and no list of messages."""
-    said = (
-        [{"role": "user", "content": prompt}]
-        if isinstance(prompt, str)
-        else prompt
-        if isinstance(prompt, list)
-        else []
-    )
-    texts = [
-        message.get(key)
-        for message in said
-        for key in ("role", "content")
-        if isinstance(message, dict)
-    ]
-    return (
-        said if len(texts) == 2 * len(said) and all(isinstance(text, str) for text in texts) else []
-    )
+    if isinstance(prompt, str):
+        said = [{"role": "user", "content": prompt}]
+    elif isinstance(prompt, list):
+        said = prompt
+    else:
+        said = []
+    for message in said:
+        if not isinstance(message, dict):
+            return []
+        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+            return []
+    return said
 
 
 class Dataset:
     """An environment for rl/environments.py. Raises ValueError."""
 
     def __init__(self, cfg):
-        self.__name__, kind = f"--env {cfg.env}", "number" if cfg.env == "gsm8k" else cfg.reward
-        template, hint = unescape(cfg.prompt_template), HINTS[cfg.env]
-        self.right = built_in(kind) if kind in KINDS else open_reward(kind)
+        self.__name__ = f"--env {cfg.env}"
+        kind = cfg.reward
+        if cfg.env == "gsm8k":
+            kind = "number"
+        template = unescape(cfg.prompt_template)
+        hint = HINTS[cfg.env]
+        if kind in KINDS:
+            self.right = built_in(kind)
+        else:
+            self.right = open_reward(kind)
         self.known, said = read_problems(cfg.env_data, "--env_data", template, hint, kind)
         self.problems = tasks_with_answers(self.known)
-        self.left_out = [said] if said else []
+        self.left_out = []
+        if said:
+            self.left_out.append(said)
         if cfg.eval_data:
             held_out, said = read_problems(cfg.eval_data, "--eval_data", template, hint, kind)
             trained = {problem.prompt for problem in self.known.values()}
-            if n_both := sum(problem.prompt in trained for problem in held_out.values()):
+            n_both = sum(problem.prompt in trained for problem in held_out.values())
+            if n_both:
                 raise ValueError(
                     f"{n_both:,} of the {len(held_out):,} prompts of --eval_data "
                     f"{cfg.eval_data} are in "
                     "--env_data as well; remove them from one"
                 )
             self.eval_problems = tasks_with_answers(held_out)
-            self.left_out += [said] if said else []
+            if said:
+                self.left_out.append(said)
             self.known = self.known | held_out
         # what the model sees of a task that is not its own prompt; and the prompts, for the split
-        self.messages, self.prompts = {}, {}
-        letters = set(string.printable) if cfg.env == "gsm8k" else set()
+        self.messages = {}
+        self.prompts = {}
+        letters = set()
+        if cfg.env == "gsm8k":
+            letters = set(string.printable)
         for task, (prompt, line) in self.known.items():
             asked = line.fields.get("prompt")
-            asked = line.fields.get("question") if asked is None else asked
+            if asked is None:
+                asked = line.fields.get("question")
             if [message["role"] for message in messages_of(asked)] != ["user"]:
                 self.messages[task] = asked
             elif task != prompt:
@@ -287,30 +311,39 @@ def answer_of(line: Line) -> str:
 def built_in(kind: str):
     """A right answer earns 1. A truncated text earns nothing, because the last number before the
     cut is no answer."""
-    return lambda completion, answer, truncated, **others: float(
-        not truncated and is_right(kind, completion, answer)
-    )
+
+    def right(completion, answer, truncated, **others) -> float:
+        return float(not truncated and is_right(kind, completion, answer))
+
+    return right
 
 
 def open_reward(path: str):
     """The function reward() of a file, called with the parameters in its signature. Raises
     ValueError."""
     module = load_own("reward", path, KINDS)
-    if not callable(getattr(module, "reward", None)):
+    if not hasattr(module, "reward") or not callable(module.reward):
         raise ValueError(f"--reward {path}: it must define reward({', '.join(REWARD_PARAMETERS)})")
     parameters = inspect.signature(module.reward).parameters.values()
     names = [p.name for p in parameters if p.default is p.empty or p.name in REWARD_PARAMETERS]
-    if unknown := [name for name in names if name not in REWARD_PARAMETERS]:
+    unknown = [name for name in names if name not in REWARD_PARAMETERS]
+    if unknown:
         raise ValueError(
             f"--reward {path}: reward() asks for {unknown[0]}; it may ask for "
             f"{', '.join(REWARD_PARAMETERS)}"
         )
-    return lambda **given: module.reward(**{name: given[name] for name in names})
+
+    def reward(**given):
+        return module.reward(**{name: given[name] for name in names})
+
+    return reward
 
 
 def open_task(cfg):
     """The environment that the flags name. Raises ValueError."""
-    return Dataset(cfg) if cfg.env in HINTS else open_env(cfg.env)
+    if cfg.env in HINTS:
+        return Dataset(cfg)
+    return open_env(cfg.env)
 
 
 # ---------------------------------------------------------------- text and token ids
@@ -322,12 +355,12 @@ class Text:
         a token per character of the
         alphabet, for save() in the folder out. chat: text or messages -> prompt, from open_chat(),
         or None. env: an environment whose tasks are not what the model sees."""
-        self.chat, self.alphabet, self.env, self.messages = (
-            chat,
-            None,
-            env,
-            getattr(env, "messages", {}),
-        )
+        self.chat = chat
+        self.alphabet = None
+        self.env = env
+        self.messages = {}
+        if hasattr(env, "messages"):
+            self.messages = env.messages
         if source:
             source = text_folder(source)
             self.file = check_hf_tokenizer(source, 1 << 31)
@@ -336,14 +369,15 @@ class Text:
                     f"{source} has no tokenizer.json: it cannot be given any text"
                     + tokenizer_hint(source)
                 )
-            self.ends, self.bos, self.tokenizer = (
-                ends_of(source),
-                has_bos(source),
-                load_tokenizer(Path(self.file)),
-            )
+            self.ends = ends_of(source)
+            self.bos = has_bos(source)
+            self.tokenizer = load_tokenizer(Path(self.file))
         else:
-            self.file, self.ends, self.bos = f"{out}/tokenizer.json", [0], False
-            self.alphabet, self.tokenizer = alphabet, character_tokenizer(alphabet)
+            self.file = f"{out}/tokenizer.json"
+            self.ends = [0]
+            self.bos = False
+            self.alphabet = alphabet
+            self.tokenizer = character_tokenizer(alphabet)
             # token ids would mean other characters
             if step_folders(out) and os.path.isfile(self.file):
                 if load_tokenizer(Path(self.file)).get_vocab() != self.tokenizer.get_vocab():
@@ -354,16 +388,22 @@ class Text:
                     )
         self.eot = self.ends[0]
         # the token before the beginning of a text
-        self.first = self.first_id(source) if self.bos else self.eot
+        if self.bos:
+            self.first = self.first_id(source)
+        else:
+            self.first = self.eot
         # markers in a template are tokens, in other texts plain text
         self.tokenizer.encode_special_tokens = not self.chat
 
     def first_id(self, source: str) -> int:
         """The last id that the tokenizer puts before a text, else its bos_token, else the end."""
-        if prefix := prefix_ids(self.tokenizer):
+        prefix = prefix_ids(self.tokenizer)
+        if prefix:
             return prefix[-1]
         bos = self.tokenizer.token_to_id(read_special_tokens(source).get("bos_token", ""))
-        return self.eot if bos is None else bos
+        if bos is None:
+            return self.eot
+        return bos
 
     def save(self):
         """Write the tokenizer of characters into the run's folder, over the file of an earlier
@@ -372,22 +412,26 @@ class Text:
             self.tokenizer.save(self.file)
 
     def prompt(self, task: str) -> list[int]:
-        text = (
-            ask_for_two(self.env, "reset", task)[1]
-            if hasattr(self.env, "step")
-            else self.messages.get(task, task)
-        )
+        if hasattr(self.env, "step"):
+            text = ask_for_two(self.env, "reset", task)[1]
+        else:
+            text = self.messages.get(task, task)
         if isinstance(text, list) and not self.chat:
             raise ValueError(
                 f"the prompt {task[:60]!r} is a list of messages, which needs the chat template "
                 "of an --init_from"
             )
-        return self.ids(self.chat(text) if self.chat else text, self.bos and not self.chat) or [
-            self.eot
-        ]
+        if self.chat:
+            ids = self.ids(self.chat(text))
+        else:
+            ids = self.ids(text, self.bos)
+        return ids or [self.eot]
 
     def check_alphabet(self, text: str):
-        if self.alphabet and (other := set(text) - set(self.alphabet)):
+        if not self.alphabet:
+            return
+        other = set(text) - set(self.alphabet)
+        if other:
             raise ValueError(
                 f"{min(other)!r} in {text[:60]!r} is not in the ALPHABET of --env; add it there"
             )
@@ -412,17 +456,18 @@ class Text:
     def decode(self, ids: list[int]) -> str:
         """The text of a sample without its end token. Other special tokens stay visible:
         <|im_start|> makes an answer wrong."""
-        return self.tokenizer.decode(
-            ids[:-1] if ids and ids[-1] in self.ends else ids, skip_special_tokens=False
-        )
+        if ids and ids[-1] in self.ends:
+            ids = ids[:-1]
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
 
     def unknown_ids(self, vocab_size: int, device) -> Tensor | None:
         """Ids of the model without a token in the tokenizer; in a rewarded text such ids would be
         invisible, so generator and trainer give them probability 0. None: no such id."""
-        ids = sorted(
-            set(range(vocab_size)) - set(self.tokenizer.get_vocab(with_added_tokens=True).values())
-        )
-        return torch.tensor(ids, device=device) if ids else None
+        known = self.tokenizer.get_vocab(with_added_tokens=True).values()
+        ids = sorted(set(range(vocab_size)) - set(known))
+        if ids:
+            return torch.tensor(ids, device=device)
+        return None
 
 
 def character_tokenizer(alphabet: str):

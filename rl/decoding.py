@@ -49,7 +49,9 @@ class RowCache:
     def __init__(self, rows: int, max_len: int, fixed_shapes=False):
         """fixed_shapes: attend with at least FEWEST queries to all max_len keys, for
         --batch_invariant."""
-        self.rows, self.max_len, self.fixed_shapes = rows, max_len, fixed_shapes
+        self.rows = rows
+        self.max_len = max_len
+        self.fixed_shapes = fixed_shapes
         # (block, n-th call of attend in the block): [keys, values], each (rows, max_len, kv heads,
         # head dim)
         self.kept = {}
@@ -59,22 +61,29 @@ class RowCache:
         rows. keys: for each row a number above its positions. Neighbours with about as many keys
         attend together, to no more keys than they need: in a batch of samples of different lengths
         most keys would be those that only the longest sample has."""
-        self.at, self.chosen, self.parts, begin = at, rows, [], 0
-        # (R, 1)
-        self.row = (torch.arange(self.rows, device=at.device) if rows is None else rows)[:, None]
-        n_keys = [
-            self.max_len
-            if self.fixed_shapes
-            else min(-(-n // KEY_BUCKET) * KEY_BUCKET, self.max_len)
-            for n in keys
-        ]
+        self.at = at
+        self.chosen = rows
+        self.parts = []
+        begin = 0
+        if rows is None:
+            rows = torch.arange(self.rows, device=at.device)
+        self.row = rows[:, None]  # (R, 1)
+        n_keys = [self.keys_read(n) for n in keys]
         self.n_keys = max(n_keys)
         for _, part in groupby(n_keys, lambda n: int(2 * math.log2(n))):
-            n, end = max(part := [*part]), begin + len(part)
+            part = [*part]
+            n = max(part)
+            end = begin + len(part)
             column = torch.arange(n, device=at.device)
             # mask (rows, 1, T, n)
             self.parts.append((slice(begin, end), column, column <= at[begin:end, None, :, None]))
             begin = end
+
+    def keys_read(self, n: int) -> int:
+        """The keys that a row with n of them attends to: few different numbers."""
+        if self.fixed_shapes:
+            return self.max_len
+        return min(-(-n // KEY_BUCKET) * KEY_BUCKET, self.max_len)
 
     def attend(self, block: str, reach: Tensor | None = None):
         """The attend of one block in one forward. A block may attend several times (differential
@@ -97,29 +106,36 @@ class RowCache:
         for kept, x in zip(self.kept[call], new):
             kept[self.row, self.at] = x
         out = [self.attend_part(call, q, part, scale, reach, sinks) for part in self.parts]
-        return out[0] if len(out) == 1 else torch.cat(out)
+        if len(out) == 1:
+            return out[0]
+        return torch.cat(out)
 
     def attend_part(self, call, q: Tensor, part: tuple, scale, reach, sinks) -> Tensor:
         """The attention of neighbouring rows, see place()."""
         rows, column, mask = part
-        (R, H, T, K), places = (
-            (q := q[rows]).shape,
-            rows if self.chosen is None else self.chosen[rows],
-        )
-        keys, values = (self.kept[call][i][places, : len(column)].transpose(1, 2) for i in (0, -1))
+        q = q[rows]
+        R, H, T, K = q.shape
+        places = rows
+        if self.chosen is not None:
+            places = self.chosen[rows]
+        kept = self.kept[call]
+        keys = kept[0][places, : len(column)].transpose(1, 2)
+        values = kept[-1][places, : len(column)].transpose(1, 2)
         if reach is not None:
-            reach = reach[rows] if len(reach) > 1 else reach
+            if len(reach) > 1:
+                reach = reach[rows]
             mask = mask & (column > (self.at[rows] - reach)[:, None, :, None])
         if self.fixed_shapes and T < FEWEST:  # repeat the last query, and drop the copies below
-            q, mask = (
-                torch.cat([x, x[:, :, -1:].expand(-1, -1, FEWEST - T, -1)], 2) for x in (q, mask)
-            )
+            q = repeat_last(q, FEWEST - T)
+            mask = repeat_last(mask, FEWEST - T)
         elif T == 1 and sinks is None and not self.fixed_shapes:
             # heads with the same keys become queries of one head, so the keys are read once for all
             # of these heads
             q = q.reshape(R, keys.shape[1], -1, K)
         out = sdpa(q, keys, values, mask, scale=scale, sinks=sinks)
-        return out[:, :, :T] if self.fixed_shapes else out.reshape(R, H, T, -1)
+        if self.fixed_shapes:
+            return out[:, :, :T]
+        return out.reshape(R, H, T, -1)
 
     def copy_first(self, slots: Tensor, T: int):
         """slots (n, G): copy the first T positions of row slots[i, 0] to all rows of slots[i]."""
@@ -133,8 +149,15 @@ class RowCache:
             kept[: len(rows)] = kept[rows]
 
 
+def repeat_last(x: Tensor, n: int) -> Tensor:
+    """x (R, H, T, K) with n more copies of its last query."""
+    return torch.cat([x, x[:, :, -1:].expand(-1, -1, n, -1)], 2)
+
+
 def length(sample: dict | None) -> int:
-    return len(sample["prompt"]) + len(sample["ids"]) if sample else 0
+    if sample:
+        return len(sample["prompt"]) + len(sample["ids"])
+    return 0
 
 
 def noise_seed(name: str) -> int:
@@ -144,13 +167,11 @@ def noise_seed(name: str) -> int:
 def draw_noise(names: list[str], G: int, n: int) -> Tensor:
     """(names, G, n) numbers in [0, 1) for rollout(), a function of the names: neither device,
     number of ranks nor restart changes a sample."""
-    generators = (torch.Generator().manual_seed(noise_seed(name)) for name in names)
-    return torch.cat(
-        [
-            torch.empty(0, G, n),
-            *(torch.rand(1, G, n, generator=generator) for generator in generators),
-        ]
-    )
+    noise = [torch.empty(0, G, n)]
+    for name in names:
+        generator = torch.Generator().manual_seed(noise_seed(name))
+        noise.append(torch.rand(1, G, n, generator=generator))
+    return torch.cat(noise)
 
 
 def column_logits(h: Tensor, weight: Tensor, *, column: Tensor, mesh=None) -> Tensor:
@@ -190,28 +211,32 @@ def read_prompts(
     """Read n prompts into these rows (n,) of the cache; returns the logits (n, V) after their last
     tokens. T: tokens of the longest prompt on all ranks with common forwards. width: the number of
     columns is a multiple of width."""
-    n, device = len(prompts), rows.device
+    n = len(prompts)
+    device = rows.device
     T = -(-T // width) * width
     at = torch.arange(T, device=device).expand(max(n, 1), -1)
     # only other ranks have prompts: take part, and write to the unused end of the first row
     if n == 0:
-        prompts, rows, at = (
-            [[0]],
-            torch.zeros(1, dtype=torch.long, device=device),
-            torch.full_like(at, cache.max_len - 1),
-        )
-    # repeat the first prompt
-    again = [*range(len(prompts)), *[0] * (FEWEST - len(prompts) if cache.fixed_shapes else 0)]
-    # padded on the right
-    tokens = torch.tensor(
-        [[*prompts[i], *[0] * (T - len(prompts[i]))] for i in again], device=device
-    )
-    last = torch.tensor([len(prompts[i]) - 1 for i in again], device=device)
-    rows, at, logits, size = rows[again], at[again], 0.0, PREFILL_CHUNK // width * width
+        prompts = [[0]]
+        rows = torch.zeros(1, dtype=torch.long, device=device)
+        at = torch.full_like(at, cache.max_len - 1)
+    again = [*range(len(prompts))]
+    if cache.fixed_shapes:  # repeat the first prompt
+        again += [0] * (FEWEST - len(prompts))
+    prompts = [prompts[i] for i in again]
+    padded = [[*prompt, *[0] * (T - len(prompt))] for prompt in prompts]  # on the right
+    tokens = torch.tensor(padded, device=device)
+    last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
+    rows = rows[again]
+    at = at[again]
+    logits = 0.0
+    size = PREFILL_CHUNK // width * width
     for begin in range(0, T, size):
         piece = slice(begin, begin + size)
         column = (last - begin).clamp(0, at[:, piece].shape[1] - 1)
-        keys = min(begin + size, T) if n else cache.max_len
+        keys = cache.max_len
+        if n:
+            keys = min(begin + size, T)
         found = next_logits(
             model, cache, tokens[:, piece], at[:, piece], column, [keys] * len(rows), mesh, rows
         )
@@ -273,29 +298,29 @@ def draw(
         # the quotient would overflow; only the likeliest token is left anyway
         logits = logits - logits.amax(-1, keepdim=True)
         temperature = TINY
-    logits = logits if temperature in (0, 1) else logits / temperature
+    if temperature not in (0, 1):
+        logits = logits / temperature
     normalizer = log_normalizer(logits)[:, None]
     if temperature == 0:
         token = logits.argmax(-1, keepdim=True)
     else:
-        p = (
-            (truncate(logits, top_k, top_p) if top_k > 0 or top_p < 1 else logits)
-            .sub(normalizer)
-            .exp_()
-        )
+        allowed = logits
+        if top_k > 0 or top_p < 1:
+            allowed = truncate(logits, top_k, top_p)
+        p = allowed.sub(normalizer).exp_()
         # F.pad copies even if nothing is missing
-        p = F.pad(p, (0, missing)) if (missing := -p.shape[1] % DRAW_CHUNK) else p
+        missing = -p.shape[1] % DRAW_CHUNK
+        if missing:
+            p = F.pad(p, (0, missing))
         chunks = p.unflatten(1, (-1, DRAW_CHUNK))  # (R, n, DRAW_CHUNK)
         sums = F.pad(chunks.sum(-1).double().cumsum(-1), (1, 0))  # (R, 1 + n), from 0
         share = u.double()[:, None]
         chunk = first_above(sums, share)  # from 1
         rest = (share * sums[:, -1:] - sums.gather(1, chunk - 1)) / sums.diff().gather(1, chunk - 1)
-        of_chunk = (
-            chunks[torch.arange(len(chunks), device=u.device), chunk[:, 0] - 1].double().cumsum(-1)
-        )
-        token = ((chunk - 1) * DRAW_CHUNK + first_above(of_chunk, rest)).clamp_(
-            max=logits.shape[1] - 1
-        )
+        row = torch.arange(len(chunks), device=u.device)
+        of_chunk = chunks[row, chunk[:, 0] - 1].double().cumsum(-1)
+        token = (chunk - 1) * DRAW_CHUNK + first_above(of_chunk, rest)
+        token = token.clamp_(max=logits.shape[1] - 1)
     return token[:, 0], (logits.gather(-1, token) - normalizer)[:, 0]
 
 
@@ -341,50 +366,33 @@ def rollout(
     agree(*numbers): the largest of each number over the ranks with common forwards; see lockstep()
     in rl/rollouts.py.
     """
-    P, G, max_new = noise.shape
-    device, ends = next(model.parameters()).device, {eot} if isinstance(eot, int) else set(eot)
+    P, G, _ = noise.shape
+    device = next(model.parameters()).device
+    if isinstance(eot, int):
+        eot = [eot]
+    ends = set(eot)
     # TP cuts activations along the sequence, so each forward has a column per rank
-    width = tp_mesh.size() if tp_mesh else 1
-    n_rows = max(G, min(rows // G, P) * G, FEWEST if batch_invariant else 0)
-    room = max_len + width if batch_invariant else -(-(max_len + width) // KEY_BUCKET) * KEY_BUCKET
-    cache = RowCache(n_rows, room, batch_invariant)
-    samples = [
-        dict(
-            prompt=prompts[p],
-            ids=[],
-            logprobs=[],
-            mask=[],
-            said=deque(),
-            begin=0,
-            index=p * G + g,
-            reply=None,
-            done=False,
-            noise=noise[p, g].tolist(),
-            room=max(1, min(max_new, max_len - len(prompts[p]))),
-        )
-        for p in range(P)
-        for g in range(G)
-    ]
+    width = 1
+    if tp_mesh:
+        width = tp_mesh.size()
+    cache = new_cache(max(G, min(rows // G, P) * G), max_len + width, batch_invariant)
+    n_rows = cache.rows
+    samples = new_samples(prompts, noise, max_len)
     waiting = deque(range(P))
     # the sample of each row; None: a free row, whose output is ignored
     running: list[dict | None] = [None] * n_rows
 
-    def hear(s: dict, said: list[int] | None):
-        s["done"] = said is None or s["ids"][-1] in ends and not said
-        if said:
-            s["said"].extend(said)
-            s["begin"] = len(s["ids"]) + len(said)
-
     def choose(logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-        if (unknown := getattr(model, "unknown_ids", None)) is not None:
-            logits.index_fill_(1, unknown, NEVER)
+        if hasattr(model, "unknown_ids") and model.unknown_ids is not None:
+            logits.index_fill_(1, model.unknown_ids, NEVER)
         return draw(logits, u, temperature, top_k, top_p)
 
     def advance(keys: list[int], last: Tensor, at: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         """After the last token (R,) of each row, at position at (R,): the next one, and its
         log-probability."""
         places = at[:, None] + torch.arange(width, device=device)
-        tokens, column = F.pad(last[:, None], (0, width - 1)), torch.zeros_like(last)
+        tokens = F.pad(last[:, None], (0, width - 1))
+        column = torch.zeros_like(last)
         return choose(next_logits(model, cache, tokens, places, column, keys, tp_mesh), u)
 
     # top_p asks the device how flat p is
@@ -396,77 +404,160 @@ def rollout(
     while True:
         # 1. Hear the replies that have come, and wait for one where no row can go on without. Under
         # tp wait for all, because its ranks must act alike.
-        asked = {s["reply"]: s for s in running if s and s["reply"]}
-        patient = tp_mesh or len(asked) == sum(s is not None for s in running)
-        for future in wait(
-            asked, None if patient else 0, ALL_COMPLETED if tp_mesh else FIRST_COMPLETED
-        ).done:
-            asked[future]["reply"] = None
-            hear(asked[future], future.result())
+        hear_replies(running, ends, wait_for_all=bool(tp_mesh))
 
         # 2. Free the rows of ended samples. Give free rows to new prompts, in whole groups, and to
         # several groups at once, because each refill is a forward.
-        for row, s in enumerate(running):
-            if s and not s["reply"] and (s["done"] or len(s["ids"]) >= s["room"]):
-                ended(s["index"], s["ids"], not s["done"])
-                running[row] = None
+        free_rows(running, ended)
         n_busy = sum(s is not None for s in running)
         n = min((len(running) - n_busy) // G, len(waiting))
-        n = n if n >= min(len(waiting), n_rows // G // 4) else 0
-        # leave out free rows
+        if n < min(len(waiting), n_rows // G // 4):
+            n = 0
         shrinks = not waiting and len(running) > FEWEST and n_busy <= len(running) * 3 // 4
-        # free rows come first, and rows of about equal length become neighbours, see RowCache.place
-        if n or shrinks:
-            order = sorted(range(len(running)), key=lambda row: length(running[row]))[
-                -max(n_busy, FEWEST) if shrinks else 0 :
-            ]
-            running = [running[row] for row in order]
-            cache.keep(torch.tensor(order, device=device))
+        if shrinks:  # leave out free rows
+            running = sort_rows(running, cache, max(n_busy, FEWEST), device)
+        elif n:
+            running = sort_rows(running, cache, len(running), device)
         new = [waiting.popleft() for _ in range(n)]
-        running[: n * G] = [samples[p * G + g] for p in new for g in range(G)]
-        longest, goes_on = agree(max((len(prompts[p]) for p in new), default=0), n_busy > 0)
+        for i, p in enumerate(new):
+            running[i * G : (i + 1) * G] = samples[p * G : (p + 1) * G]
+        new_prompts = [prompts[p] for p in new]
+        longest, goes_on = agree(max(map(len, new_prompts), default=0), n_busy > 0)
         if not longest and not goes_on:
             break
 
         # 3. The next token of each row: one forward for the busy rows, and one for the new prompts.
         going = [(row, s) for row, s in enumerate(running) if s is not None and not s["reply"]]
-        u = torch.zeros(len(running), dtype=torch.float64)
-        for row, s in going:
-            u[row] = s["noise"][len(s["ids"])]
-        u = u.to(device)
-        tokens, logprobs = [0] * len(running), [0.0] * len(running)
+        u = noise_of_rows(going, len(running)).to(device)
+        tokens = [0] * len(running)
+        logprobs = [0.0] * len(running)
         if goes_on:
-            last = torch.tensor(
-                [(s["ids"] or s["prompt"])[-1] if s else 0 for s in running], device=device
-            )
-            at = [max(length(s) - 1, 0) for s in running]  # position of the last token
-            # rows are sorted; a row that has ended is like its neighbour
-            keys = [*accumulate((n + 1 for n in at), max)]
-            tokens, logprobs = (
-                x.tolist() for x in advance(keys, last, torch.tensor(at, device=device), u)
-            )
+            chosen, scores = advance(*last_tokens(running, device), u)
+            tokens = chosen.tolist()
+            logprobs = scores.tolist()
         if longest:
             slots = torch.arange(n * G, device=device).view(n, G)
-            first = read_prompts(
-                model, cache, [prompts[p] for p in new], slots[:, 0], longest, width, tp_mesh
-            )
+            first = read_prompts(model, cache, new_prompts, slots[:, 0], longest, width, tp_mesh)
             cache.copy_first(slots, longest)
-            tokens[: n * G], logprobs[: n * G] = (
-                x.tolist() for x in choose(first.repeat_interleave(G, 0), u[: n * G])
-            )
+            chosen, scores = choose(first.repeat_interleave(G, 0), u[: n * G])
+            tokens[: n * G] = chosen.tolist()
+            logprobs[: n * G] = scores.tolist()
 
         # 4. Add the token to the row's sample, unless the sample waits for a reply.
         for row, s in going:
-            chosen = not s["said"]
-            s["ids"].append(tokens[row] if chosen else s["said"].popleft())
-            s["logprobs"].append(logprobs[row] if chosen else 0.0)
-            s["mask"].append(float(chosen))
-            said = reply(s) if reply is not None and chosen else []
-            if isinstance(said, Future):
-                s["reply"] = said
-            elif chosen:
-                hear(s, said)
-    return [
-        dict(ids=s["ids"], logprobs=s["logprobs"], mask=s["mask"], truncated=not s["done"])
-        for s in samples
-    ]
+            add_token(s, tokens[row], logprobs[row], reply, ends)
+    kept = ("ids", "logprobs", "mask")
+    return [{name: s[name] for name in kept} | {"truncated": not s["done"]} for s in samples]
+
+
+def new_cache(n_rows: int, n_places: int, batch_invariant: bool) -> RowCache:
+    """A cache for so many rows, of at least so many places each: see FEWEST and KEY_BUCKET."""
+    if batch_invariant:
+        return RowCache(max(n_rows, FEWEST), n_places, True)
+    return RowCache(n_rows, -(-n_places // KEY_BUCKET) * KEY_BUCKET)
+
+
+def new_samples(prompts: list[list[int]], noise: Tensor, max_len: int) -> list[dict]:
+    """G samples of each prompt, in which nothing is said yet: see rollout()."""
+    P, G, max_new = noise.shape
+    samples = []
+    for p in range(P):
+        room = max(1, min(max_new, max_len - len(prompts[p])))
+        for g in range(G):
+            sample = dict(
+                prompt=prompts[p],
+                ids=[],
+                logprobs=[],
+                mask=[],
+                said=deque(),  # ids of a reply that the model has not read yet
+                begin=0,
+                index=p * G + g,
+                reply=None,  # a Future
+                done=False,
+                noise=noise[p, g].tolist(),
+                room=room,  # most ids
+            )
+            samples.append(sample)
+    return samples
+
+
+def last_tokens(running: list[dict | None], device) -> tuple[list[int], Tensor, Tensor]:
+    """(keys of each row, its last token (R,), that token's position (R,)), for advance()."""
+    last = torch.tensor([last_id(s) for s in running], device=device)
+    at = [max(length(s) - 1, 0) for s in running]
+    # rows are sorted; a row that has ended is like its neighbour
+    keys = [*accumulate((n + 1 for n in at), max)]
+    return keys, last, torch.tensor(at, device=device)
+
+
+def last_id(sample: dict | None) -> int:
+    """The last id of a row; 0 for a free row."""
+    if not sample:
+        return 0
+    return (sample["ids"] or sample["prompt"])[-1]
+
+
+def free_rows(running: list[dict | None], ended) -> None:
+    for row, s in enumerate(running):
+        if s and not s["reply"] and (s["done"] or len(s["ids"]) >= s["room"]):
+            ended(s["index"], s["ids"], not s["done"])
+            running[row] = None
+
+
+def sort_rows(running: list[dict | None], cache: RowCache, n_kept: int, device) -> list:
+    """The n_kept longest rows: free rows come first, and rows of about equal length become
+    neighbours, see RowCache.place."""
+    order = sorted(range(len(running)), key=lambda row: length(running[row]))
+    order = order[len(running) - n_kept :]
+    cache.keep(torch.tensor(order, device=device))
+    return [running[row] for row in order]
+
+
+def noise_of_rows(going: list[tuple], n_rows: int) -> Tensor:
+    """The uniform number (R,) of each row for its next token."""
+    u = torch.zeros(n_rows, dtype=torch.float64)
+    for row, s in going:
+        u[row] = s["noise"][len(s["ids"])]
+    return u
+
+
+def hear_replies(running: list[dict | None], ends: set[int], wait_for_all: bool) -> None:
+    """Hear the replies that have come; wait for one if no row can go on without."""
+    asked = {s["reply"]: s for s in running if s and s["reply"]}
+    n_busy = sum(s is not None for s in running)
+    timeout = 0
+    if wait_for_all or len(asked) == n_busy:
+        timeout = None
+    until = FIRST_COMPLETED
+    if wait_for_all:
+        until = ALL_COMPLETED
+    for future in wait(asked, timeout, until).done:
+        asked[future]["reply"] = None
+        hear(asked[future], future.result(), ends)
+
+
+def hear(s: dict, said: list[int] | None, ends: set[int]) -> None:
+    """What comes after a token of the model: see reply in rollout()."""
+    s["done"] = said is None or s["ids"][-1] in ends and not said
+    if said:
+        s["said"].extend(said)
+        s["begin"] = len(s["ids"]) + len(said)
+
+
+def add_token(s: dict, token: int, logprob: float, reply, ends: set[int]) -> None:
+    """Give a sample its next id: that of a reply while one is read, else the model's."""
+    if s["said"]:
+        s["ids"].append(s["said"].popleft())
+        s["logprobs"].append(0.0)
+        s["mask"].append(0.0)
+        return
+    s["ids"].append(token)
+    s["logprobs"].append(logprob)
+    s["mask"].append(1.0)
+    said = []
+    if reply is not None:
+        said = reply(s)
+    if isinstance(said, Future):
+        s["reply"] = said
+    else:
+        hear(s, said, ends)

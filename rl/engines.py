@@ -46,18 +46,17 @@ def find_server(cfg):
 def open_engine(trainer, env, text, cursor: int, bridge):
     """The engine for these flags, on a trainer's rank. cursor: number of the first prompt without a
     batch. bridge: to the generators, on rank 0."""
-    cfg, layout = trainer.cfg, trainer.layout
+    cfg = trainer.cfg
+    layout = trainer.layout
     if cfg.engine_weights == "nccl":
         from rl.nccl_engine import NCCLEngine
 
         return NCCLEngine(trainer, env, text, cursor)
     if cfg.engine:
         return http_engine.HTTPEngine(trainer, env, text, cursor)
-    return (
-        Generators(trainer, cursor, bridge)
-        if cfg.gen_ranks
-        else InPlace(trainer, cursor, cfg, env, text, layout)
-    )
+    if cfg.gen_ranks:
+        return Generators(trainer, cursor, bridge)
+    return InPlace(trainer, cursor, cfg, env, text, layout)
 
 
 class Ahead:
@@ -66,7 +65,8 @@ class Ahead:
 
     def __init__(self, engine, ready: list[dict]):
         """ready: batches of a checkpoint."""
-        self.engine, self.waits = engine, deque(partial(dict, batch) for batch in ready)
+        self.engine = engine
+        self.waits = deque(partial(dict, batch) for batch in ready)
 
     def fill(self, n: int):
         """Submit until there are n batches; the current policy samples the new ones."""
@@ -109,8 +109,10 @@ class Bridge(NamedTuple):
         """Broadcast an object from this rank; returns the object on all ranks. It is from our own
         processes."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        self.talk.broadcast(size := torch.tensor([len(data)]), root).wait()
-        data = data if self.talk.rank() == root else torch.empty(int(size), dtype=torch.uint8)
+        size = torch.tensor([len(data)])
+        self.talk.broadcast(size, root).wait()
+        if self.talk.rank() != root:
+            data = torch.empty(int(size), dtype=torch.uint8)
         self.talk.broadcast(data, root).wait()
         return pickle.loads(data.numpy().tobytes())
 
@@ -170,7 +172,8 @@ class Generators(Remote):
     def weights(self) -> dict[str, Tensor]:
         """All tensors, from the second time on only those that training changes; with LoRA, the
         adapters."""
-        cfg, layout = self.trainer.cfg, self.trainer.layout
+        cfg = self.trainer.cfg
+        layout = self.trainer.layout
         found = list_weights(
             self.trainer.model, layout.compute_dtype, cfg.lora_rank > 0 and self.sent is not None
         )
@@ -206,9 +209,13 @@ def generate_forever(cfg, env, text, Model, model_config, n_trainers: int):
     A signal does not end this rank (StopSignal only records the signal): the trainers need the
     samples to finish their step. If the trainers die, the connection breaks and this rank fails.
     """
-    rank, n = int(os.environ["RANK"]) - n_trainers, cfg.gen_ranks
+    rank = int(os.environ["RANK"]) - n_trainers
+    n = cfg.gen_ranks
     on_cuda = runs_on_cuda(cfg.device)
-    device = own_gpu() if on_cuda else torch.device("cpu")
+    if on_cuda:
+        device = own_gpu()
+    else:
+        device = torch.device("cpu")
     # whole models, different prompts
     layout = Layout(dp_shard=n, global_batch_size=n, device=device, rank=rank)
     bridge = open_bridge(cfg, rank + 1, device)
@@ -239,7 +246,9 @@ def generate_forever(cfg, env, text, Model, model_config, n_trainers: int):
             answer = work(cfg, env, text, layout, model, *args)
         except ValueError as error:  # the same on all generators; the trainers end the run
             answer = error
-        bridge.share(1, answer if rank == 0 else None)
+        if rank != 0:
+            answer = None
+        bridge.share(1, answer)
         if isinstance(answer, ValueError):
             return
     bridge.close()

@@ -100,21 +100,24 @@ def open_env(name: str):
     else:
         env = load_own("env", name, [*TASKS, "dataset", "gsm8k"])
     given = {*dir(env)}
-    wanted = ["make"] * ("problems" not in given) + ["TOOL_END", "tool"] * bool(
-        given & {"TOOL_END", "tool"}
-    )
-    wanted += (
-        ["reset", "step"]
-        if given & {"reset", "step", "TURN_END"}
-        else ["reward"] * ("group_reward" not in given)
-    )
-    if missing := [word for word in wanted if word not in given]:
+    wanted = []
+    if "problems" not in given:
+        wanted += ["make"]
+    if given & {"TOOL_END", "tool"}:
+        wanted += ["TOOL_END", "tool"]
+    if given & {"reset", "step", "TURN_END"}:
+        wanted += ["reset", "step"]
+    elif "group_reward" not in given:
+        wanted += ["reward"]
+    missing = [word for word in wanted if word not in given]
+    if missing:
         raise ValueError(
             f"--env {name} does not define {' and '.join(missing)}; rl/environments.py says what "
             "it needs"
         )
     for word in given & {"TOOL_END", "TURN_END", "ALPHABET"}:
-        if not isinstance(text := getattr(env, word), str) or not text:
+        text = getattr(env, word)
+        if not isinstance(text, str) or not text:
             raise ValueError(
                 f"--env {name}: {word} must be a text with at least one character, not {text!r}"
             )
@@ -187,15 +190,19 @@ def is_held_out(prompt: str) -> bool:
 def shuffled(env, split: str, epoch: int) -> list[tuple[str, str]]:
     """The problems of a split, each prompt once, in the order of pass number `epoch`."""
     if hasattr(env, "eval_problems"):
-        tasks = dict(env.eval_problems if split == "eval" else env.problems).items()
+        problems = env.problems
+        if split == "eval":
+            problems = env.eval_problems
+        tasks = dict(problems).items()
     else:
         # problems with one prompt stay on one side, whatever their names
-        prompts = env.prompts if hasattr(env, "prompts") else {}
-        tasks = [
-            (task, answer)
-            for task, answer in dict(env.problems).items()
-            if is_held_out(prompts.get(task, task)) == (split == "eval")
-        ]
+        prompts = {}
+        if hasattr(env, "prompts"):
+            prompts = env.prompts
+        tasks = []
+        for task, answer in dict(env.problems).items():
+            if is_held_out(prompts.get(task, task)) == (split == "eval"):
+                tasks.append((task, answer))
     return random.Random(f"{split}/{epoch}").sample([*tasks], len(tasks))
 
 
@@ -214,7 +221,9 @@ def ask_for_two(env, name: str, given) -> tuple:
         texts = (second,)
     for text in texts:
         if not isinstance(text, str):
-            needed = "(prompt, answer), two texts" if name == "make" else "(state, prompt)"
+            needed = "(state, prompt)"
+            if name == "make":
+                needed = "(prompt, answer), two texts"
             raise ValueError(f"--env: {name} must return {needed}, and {repr(text)[:200]} is none")
     return first, second
 
@@ -222,7 +231,9 @@ def ask_for_two(env, name: str, given) -> tuple:
 def line_of_error(error: Exception, env) -> str:
     """File and line of an error, in the user's file if it passed there."""
     frames = traceback.extract_tb(error.__traceback__)
-    file = env.__file__ if hasattr(env, "__file__") else ""
+    file = ""
+    if hasattr(env, "__file__"):
+        file = env.__file__
     own = [frame for frame in frames if frame.filename == file]
     frame = (own or frames)[-1]
     return f"{os.path.basename(frame.filename)}, line {frame.lineno}"
@@ -236,7 +247,8 @@ def draw_task(env, split: str, index: int, fits=lambda prompt: True) -> tuple[st
     again if the prompt belongs to the other split, or if fits(prompt) is false.
     """
     if hasattr(env, "problems"):
-        if tasks := shuffled(env, split, 0):
+        tasks = shuffled(env, split, 0)
+        if tasks:
             return shuffled(env, split, index // len(tasks))[index % len(tasks)]
     else:
         rng = random.Random(f"{split}/{index}")
@@ -253,13 +265,19 @@ def draw_task(env, split: str, index: int, fits=lambda prompt: True) -> tuple[st
 def held_out_tasks(env, n: int, fits=lambda prompt: True) -> dict[str, str]:
     """{prompt: answer} of the first n different held-out prompts; fewer if many draws in a row
     bring no new prompt. -1: all of eval_problems, else 1,024."""
-    n = n if n != -1 else len(env.eval_problems) if hasattr(env, "eval_problems") else 1024
-    found, index, last_new = {}, 0, 0
+    if n == -1:
+        n = 1024
+        if hasattr(env, "eval_problems"):
+            n = len(env.eval_problems)
+    found = {}
+    index = 0
+    last_new = 0
     while len(found) < n and index - last_new <= 100 + 10 * len(found):
         prompt, answer = draw_task(env, "eval", index, fits)
         index += 1
         if prompt not in found:
-            found[prompt], last_new = answer, index
+            found[prompt] = answer
+            last_new = index
     return found
 
 
@@ -267,12 +285,15 @@ def leave_out_long(env, text, seq_len: int, max_new_tokens: int = 1) -> list[str
     """Remove problems with prompts of seq_len tokens or more from the lists; returns messages for
     the user, also about prompts that leave less than max_new_tokens for the answer. Prompts of
     make() are checked when drawn. Raises ValueError if nothing is left."""
-    said = [*env.left_out] if hasattr(env, "left_out") else []
+    said = []
+    if hasattr(env, "left_out"):
+        said = [*env.left_out]
     fits = functools.partial(text.fits, seq_len=seq_len)
     for name in {"problems", "eval_problems"} & set(dir(env)):
         before = getattr(env, name)
         setattr(env, name, [task for task in before if fits(task[0])])
-        if n := len(before) - len(getattr(env, name)):
+        n = len(before) - len(getattr(env, name))
+        if n:
             said.append(
                 f"{n:,} of {len(before):,} {name.replace('_', ' ')} are left out: with their "
                 "prompts --seq_len "
@@ -320,7 +341,9 @@ def notice_chance(env, fits) -> list[str]:
 def content_of(state, depth: int = 6):
     """What a state holds, comparable; of an object its class and its attributes."""
     if depth == 0 or state is None or isinstance(state, (str, bytes, int, float)):
-        return repr(state) if isinstance(state, (str, bytes, int, float)) else type(state).__name__
+        if isinstance(state, (str, bytes, int, float)):
+            return repr(state)
+        return type(state).__name__
     if isinstance(state, random.Random):
         return state.getstate()
     if isinstance(state, dict):
@@ -330,13 +353,18 @@ def content_of(state, depth: int = 6):
     if isinstance(state, (set, frozenset)):
         return sorted(map(repr, state))
     name = type(state).__name__
-    return (name, content_of(vars(state), depth - 1)) if hasattr(state, "__dict__") else name
+    if hasattr(state, "__dict__"):
+        return name, content_of(vars(state), depth - 1)
+    return name
 
 
 def say_tight(env, text, seq_len: int, max_new_tokens: int, fits) -> list[str]:
     """A line for the user if prompts leave less than max_new_tokens for the answer: samples that
     are cut are paid 0, and nothing else would tell why."""
-    tasks = [*getattr(env, "problems", []), *getattr(env, "eval_problems", [])]
+    tasks = []
+    for name in ("problems", "eval_problems"):
+        if hasattr(env, name):
+            tasks += getattr(env, name)
     if not tasks:
         tasks = [draw_task(env, "train", i, fits) for i in range(SOME_TASKS)]
     lengths = [len(text.prompt(task[0])) for task in tasks]
@@ -358,23 +386,36 @@ class Turns:
     def __init__(self, env, text, tasks: list[str], threads=1, seconds=0.0):
         """tasks: of each sample. threads: calls that run at once, while other samples go on.
         seconds: the limit of a call, 0 = none."""
-        self.env, self.text, self.failed, self.seconds = env, text, [], seconds
+        self.env = env
+        self.text = text
+        self.failed = []
+        self.seconds = seconds
         self.threads = Calls(threads, seconds)
-        self.has_state, self.end = (
-            hasattr(env, "step"),
-            getattr(env, "TURN_END", getattr(env, "TOOL_END", "")),
-        )
-        self.states = [ask_for_two(env, "reset", task)[0] for task in tasks if self.has_state]
-        self.calls, self.earned = [0] * len(tasks), [0.0] * len(tasks)
+        self.has_state = hasattr(env, "step")
+        self.end = ""  # text at the end of a turn
+        if hasattr(env, "TURN_END"):
+            self.end = env.TURN_END
+        elif hasattr(env, "TOOL_END"):
+            self.end = env.TOOL_END
+        self.states = []
+        if self.has_state:
+            self.states = [ask_for_two(env, "reset", task)[0] for task in tasks]
+        self.calls = [0] * len(tasks)
+        self.earned = [0.0] * len(tasks)
         # for rollout()
-        self.reply = self.answer if self.has_state or hasattr(env, "tool") else None
+        if self.has_state or hasattr(env, "tool"):
+            self.reply = self.answer
+        else:
+            self.reply = None
 
     def is_over(self, s: dict) -> bool:
         """Whether the newest token of a sample ends a turn. A token may go on after the end: "</code>" and "\n" can be one."""
         last = s["ids"][max(s["begin"], len(s["ids"]) - 8 - 4 * len(self.end)) :]
         if self.has_state and last[-1] in self.text.ends:
             return True
-        n = self.text.decode(last).count(self.end) if self.end else 0
+        n = 0
+        if self.end:
+            n = self.text.decode(last).count(self.end)
         if n == 0 or n == self.text.decode(last[:-1]).count(self.end):
             return False
         # a thought may have new lines, and no game hears it; a tool may be asked in a thought
@@ -389,7 +430,9 @@ class Turns:
         """For rollout(): [] within a turn, else a Future of the environment's ids after the turn,
         or of None: the end."""
         turn = self.ended(s)
-        return self.begin(*turn) if turn else []
+        if turn:
+            return self.begin(*turn)
+        return []
 
     def begin(self, i: int, completion: str, turn: str | None) -> Future:
         """ask() in a thread, with a time limit: a Future of its ids. A call that is late ends the
@@ -399,11 +442,19 @@ class Turns:
         def hear(call: Future) -> None:
             error = call.exception()
             if error is not None:
-                what = "step" if self.has_state else "tool"
+                what = "tool"
+                if self.has_state:
+                    what = "step"
                 late = f"takes longer than --reward_timeout_s {self.seconds:g}"
-                how = late if isinstance(error, TimeoutError) else f"fails: {error!r}"
+                if isinstance(error, TimeoutError):
+                    how = late
+                else:
+                    how = f"fails: {error!r}"
                 self.failed.append(f"the {what} {how}, at completion {short(completion)}")
-            said.set_result(None if error is not None else call.result())
+            result = None
+            if error is None:
+                result = call.result()
+            said.set_result(result)
 
         self.threads.submit(self.ask, i, completion, turn).add_done_callback(hear)
         return said
@@ -423,20 +474,20 @@ class Turns:
                 return self.text.ids_after(
                     self.env.tool(completion[: completion.rindex(self.end) + len(self.end)])
                 )
-            said, done, reward = self.env.step(
-                self.states[i], turn.split(self.end)[0] if self.end else turn
-            )
+            if self.end:
+                turn = turn.split(self.end)[0]
+            said, done, reward = self.env.step(self.states[i], turn)
             if done is None or isinstance(done, (str, float)):
                 raise ValueError(f"whether the game is over must be True or False, not {done!r}")
             self.earned[i] += finite(reward)
-            return None if done else self.text.ids_after(said)
+            if done:
+                return None
+            return self.text.ids_after(said)
         except Exception as error:
             # raising now would leave other ranks waiting in their next forward
-            what = (
-                "the step fails, or does not return (text, done, reward),"
-                if self.has_state
-                else "the tool fails"
-            )
+            what = "the tool fails"
+            if self.has_state:
+                what = "the step fails, or does not return (text, done, reward),"
             self.failed.append(f"{what} at completion {short(completion)}: {error!r}")
             return None
 
@@ -449,17 +500,18 @@ class Turns:
 def supervised_sample(env, text, task: str, answer: str, seconds=0.0) -> dict:
     """An answer in the form of a sample; the text of the environment is masked, as in a rollout.
     seconds: the limit of a step or a call of the tool."""
-    ids, turns = text.ids(answer) + [text.eot], Turns(env, text, [task], 1, seconds)
-    prompt, mask = text.prompt(task), [1.0] * len(ids)
+    ids = text.ids(answer) + [text.eot]
+    turns = Turns(env, text, [task], 1, seconds)
+    prompt = text.prompt(task)
+    mask = [1.0] * len(ids)
     s = dict(index=0, begin=0, prompt=prompt)
     for i in range(len(ids) if turns.reply else 0):
-        said = (
-            turns.begin(*turn).result()
-            if mask[i] and (turn := turns.ended(s | {"ids": ids[: i + 1]}))
-            else []
-        )
+        said = []
+        if mask[i] and (turn := turns.ended(s | {"ids": ids[: i + 1]})):
+            said = turns.begin(*turn).result()
         if said is None:
-            ids, mask = ids[: i + 1], mask[: i + 1]
+            ids = ids[: i + 1]
+            mask = mask[: i + 1]
             break
         if said and ids[i + 1 : i + 1 + len(said)] == said:
             s["begin"] = i + 1 + len(said)

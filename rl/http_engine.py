@@ -45,14 +45,16 @@ class Server:
     def __init__(self, url: str, timeout_s: float, adapters=False):
         """Ask the server for its kind ("vllm" or "sglang"), the name of its model and its longest
         sequence. adapters: load() gets folders of adapters."""
-        self.url = url if "://" in url else f"http://{url}"
-        self.timeout, self.version = min(timeout_s, 60.0), None
+        if "://" in url:
+            self.url = url
+        else:
+            self.url = f"http://{url}"
+        self.timeout = min(timeout_s, 60.0)
+        self.version = None
         card = self.call("/v1/models", take=lambda answer: dict(answer["data"][0]))
-        self.kind, self.name, self.max_len = (
-            card.get("owned_by"),
-            card.get("id"),
-            card.get("max_model_len"),
-        )
+        self.kind = card.get("owned_by")
+        self.name = card.get("id")
+        self.max_len = card.get("max_model_len")
         if self.kind not in ("vllm", "sglang"):
             self.fail(
                 f"/v1/models says owned_by {self.kind!r}; it must be a server of vLLM or SGLang"
@@ -64,14 +66,14 @@ class Server:
                 "weights are sent, merged"
             )
         # the path for new weights, and how a server gets the path
-        self.takes, how = "/update_weights_from_disk", ""
+        self.takes = "/update_weights_from_disk"
+        how = ""
         if adapters:
-            self.takes, how = (
-                "/v1/load_lora_adapter",
-                "; start vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora",
-            )
+            self.takes = "/v1/load_lora_adapter"
+            how = "; start vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora"
         elif self.kind == "vllm":
-            self.takes, how = "/collective_rpc", "; start vLLM with VLLM_SERVER_DEV_MODE=1"
+            self.takes = "/collective_rpc"
+            how = "; start vLLM with VLLM_SERVER_DEV_MODE=1"
         if self.call(self.takes, optional=True) is None:
             self.fail(f"it does not know {self.takes}{how}")
         # SGLang names the version of its weights with each sample, a new vLLM at this address
@@ -89,18 +91,19 @@ class Server:
         """take(the server's JSON answer), None without content; GET without a body, else POST. take
         None: any answer will do.
         optional: return None if the server does not know the path, {} if it takes no GET there."""
-        url, content = urlsplit(self.url), None if body is None else json.dumps(body)
-        Connection = (
-            http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
-        )
+        url = urlsplit(self.url)
+        method = "GET"
+        content = None
+        if body is not None:
+            method = "POST"
+            content = json.dumps(body)
+        if url.scheme == "https":
+            Connection = http.client.HTTPSConnection
+        else:
+            Connection = http.client.HTTPConnection
         try:
             with contextlib.closing(Connection(url.netloc, timeout=self.timeout)) as connection:
-                connection.request(
-                    "GET" if body is None else "POST",
-                    path,
-                    content,
-                    {"Content-Type": "application/json"},
-                )
+                connection.request(method, path, content, {"Content-Type": "application/json"})
                 answer = connection.getresponse()
                 content = self.read_all(answer, path)
         except (OSError, http.client.HTTPException) as error:
@@ -110,11 +113,17 @@ class Server:
                 "does not run, start it, then this run again"
             )
         if optional and answer.status in (404, 405):
-            return None if answer.status == 404 else {}
+            if answer.status == 404:
+                return None
+            return {}
         if answer.status >= 400:
             self.fail(f"{path} answers with status {answer.status}: {content[:300]!r}")
         try:
-            return take and take(json.loads(content) if content.strip() else None)
+            if take is None:
+                return None
+            if content.strip():
+                return take(json.loads(content))
+            return take(None)
         except (
             KeyError,
             IndexError,
@@ -130,7 +139,8 @@ class Server:
 
     def read_all(self, answer, path: str) -> bytes:
         """The content of an answer, limited in time and bytes: a server might never end."""
-        content, until = bytearray(), time.monotonic() + self.timeout
+        content = bytearray()
+        until = time.monotonic() + self.timeout
         while piece := answer.read1(1 << 20):
             content += piece
             if len(content) > ANSWER_LIMIT:
@@ -159,10 +169,8 @@ class Server:
     def commit(self, version: str):
         """vLLM has new weights: empty its cache of prompts, computed with the weights before, and
         name the version."""
-        if (
-            self.call("/reset_prefix_cache", {}, lambda answer: dict(answer or {})).get("success")
-            is False
-        ):
+        answer = self.call("/reset_prefix_cache", {}, lambda answer: dict(answer or {}))
+        if answer.get("success") is False:
             self.fail(
                 "/reset_prefix_cache did not succeed: other requests run there; the server must "
                 "be this run's alone"
@@ -205,7 +213,10 @@ class Server:
             repetition_penalty=1.0,
             stop_token_ids=ends,
         )
-        common |= ({"logit_bias": bias} if bias else {}) | ({"stop": [stop]} if stop else {})
+        if bias:
+            common["logit_bias"] = bias
+        if stop:
+            common["stop"] = [stop]
         if self.kind == "vllm":  # vLLM gives sample i the seed + i
             body = dict(
                 model=self.name,
@@ -215,14 +226,14 @@ class Server:
                 logprobs=1,
                 return_token_ids=True,
             )
-            body |= {} if seed is None else {"seed": seed}
+            if seed is not None:
+                body["seed"] = seed
             found = self.call("/v1/completions", body | common, samples_of_vllm)
         else:
-            each = [
-                dict(common, max_new_tokens=room)
-                | ({} if seed is None else {"sampling_seed": seed + i})
-                for i in range(n)
-            ]
+            each = [dict(common, max_new_tokens=room) for _ in range(n)]
+            if seed is not None:
+                for i, parameters in enumerate(each):
+                    parameters["sampling_seed"] = seed + i
             body = dict(input_ids=[prompt] * n, sampling_params=each, return_logprob=True)
             found, versions = self.call("/generate", body, samples_of_sglang)
             for version in versions:
@@ -240,12 +251,16 @@ def samples_of_vllm(answer: dict) -> list[tuple]:
 
 def samples_of_sglang(answer: list) -> tuple[list[tuple], list]:
     """The same, and the version of the weights of each sample, or None."""
-    metas = [choice["meta_info"] for choice in answer]
-    logprobs, ids = (
-        [[entry[i] for entry in meta["output_token_logprobs"]] for meta in metas] for i in (0, 1)
-    )
-    samples = list(zip(ids, logprobs, [meta["finish_reason"]["type"] for meta in metas]))
-    return samples, [meta.get("weight_version") for meta in metas]
+    samples = []
+    versions = []
+    for choice in answer:
+        meta = choice["meta_info"]
+        tokens = meta["output_token_logprobs"]
+        logprobs = [token[0] for token in tokens]
+        ids = [token[1] for token in tokens]
+        samples.append((ids, logprobs, meta["finish_reason"]["type"]))
+        versions.append(meta.get("weight_version"))
+    return samples, versions
 
 
 def wrong_sample(
@@ -267,14 +282,13 @@ def wrong_sample(
         or len(logprobs) != len(ids)
     ):
         return f"it must have between 1 and {room} ids, and a log-probability for each"
-    if outside := [i for i in ids if type(i) is not int or not 0 <= i < n_vocab]:
+    outside = [i for i in ids if type(i) is not int or not 0 <= i < n_vocab]
+    if outside:
         return f"the id {outside[:1]} is none of the model's {n_vocab}"
-    if not greedy and (
-        strange := [
-            x for x in logprobs if type(x) not in (int, float) or not x <= 1e-3 or x == -math.inf
-        ]
-    ):
-        return f"{strange[:1]} is no log-probability; vLLM needs --logprobs-mode processed_logprobs"
+    for x in logprobs:
+        is_logprob = type(x) in (int, float) and -math.inf < x <= 1e-3
+        if not greedy and not is_logprob:
+            return f"{[x]} is no log-probability; vLLM needs --logprobs-mode processed_logprobs"
     is_cut = reason == "length" and len(ids) == room
     if (
         set(ids[:-1]) & set(ends)
@@ -307,17 +321,21 @@ class HTTPEngine(Remote):
     prompts to the server and pays rewards."""
 
     def __init__(self, trainer, env, text, cursor: int):
-        self.text, self.cfg, cfg = text, trainer.cfg, trainer.cfg
+        cfg = trainer.cfg
+        self.text = text
+        self.cfg = cfg
         # Rank 0 gives up after --rollout_timeout_s and tells the other ranks why, so the others
         # wait longer.
         super().__init__(trainer, cursor, 2 * cfg.rollout_timeout_s)
         self.task = (cfg, env, text, Layout(), None)  # one process draws all samples
         self.folder = os.path.abspath(cfg.engine_weights or f"{cfg.out}/engine")
         self.mine = f"{Path(cfg.out).name}-{hashlib.sha256(os.path.abspath(cfg.out).encode()).hexdigest()[:6]}"
-        self.written, self.loaded = None, ""
+        self.written = None
+        self.loaded = ""
         self.server, self.start = on_rank_0(self.connect, self.group)
-        # requests
-        at_once = cfg.rollout_rows // (1 if Turns(env, text, []).reply else cfg.group_size)
+        at_once = cfg.rollout_rows  # requests
+        if not Turns(env, text, []).reply:
+            at_once //= cfg.group_size
         self.requests = ThreadPoolExecutor(max(1, at_once))
 
     def connect(self):
@@ -342,7 +360,9 @@ class HTTPEngine(Remote):
 
     def weights(self) -> str:
         """Write the current policy into a new folder, on all ranks; returns the folder."""
-        cfg, model, layout = self.cfg, self.trainer.model, self.trainer.layout
+        cfg = self.cfg
+        model = self.trainer.model
+        layout = self.trainer.layout
         self.written = folder = (
             f"{self.folder}/{self.mine}-{self.start}-{self.trainer.policy_version}"
         )
@@ -352,12 +372,9 @@ class HTTPEngine(Remote):
             adapters = pack_weights(
                 list_weights(model, torch.float32, adapters_only=True), layout, self.group
             )
-            on_rank_0(
-                lambda: write_peft(
-                    folder, adapters, cfg.lora_rank, cfg.lora_alpha, model, cfg.init_from, {}
-                ),
-                self.group,
-            )
+            shape = (cfg.lora_rank, cfg.lora_alpha)
+            write = partial(write_peft, folder, adapters, *shape, model, cfg.init_from, {})
+            on_rank_0(write, self.group)
         else:
             save_hf(
                 model,
@@ -398,24 +415,18 @@ class HTTPEngine(Remote):
     ):
         """(2) by the server, in place of rollouts.draw_samples: a request for each prompt, or for
         each turn of each sample."""
-        of_samples = [task for _, task, _ in tasks for _ in range(group_size)]
+        of_samples = []
+        for _, task, _ in tasks:
+            of_samples += [task] * group_size
         turns = Turns(env, text, of_samples, cfg.reward_threads, cfg.reward_timeout_s)
-        asks = [
-            partial(self.ask, name, prompt, group_size, temperature)
-            for (name, *_), prompt in zip(tasks, prompts)
-        ]
-        if turns.reply:
-            asks = [
-                partial(
-                    self.play,
-                    turns,
-                    i,
-                    f"{tasks[i // group_size][0]}/{i % group_size}",
-                    prompts[i // group_size],
-                    temperature,
-                )
-                for i in range(len(turns.calls))
-            ]
+        asks = []
+        for (name, *_), prompt in zip(tasks, prompts):
+            if not turns.reply:
+                asks.append(partial(self.ask, name, prompt, group_size, temperature))
+                continue
+            for g in range(group_size):
+                i = len(asks)
+                asks.append(partial(self.play, turns, i, f"{name}/{g}", prompt, temperature))
         found = []
         try:
             for some in self.requests.map(lambda ask: ask(), asks, timeout=self.server.timeout):
@@ -440,28 +451,35 @@ class HTTPEngine(Remote):
         is_turn=lambda ids: False,
     ):
         """n samples of a prompt. begun: ids at the end of the prompt that belong to the sample."""
-        cfg, ends = self.cfg, self.text.ends
-        unknown, n_vocab = self.trainer.model.unknown_ids, self.trainer.model.config.vocab_size
-        bias = {} if unknown is None else {str(i): -100 for i in unknown.tolist()}  # probability 0
+        cfg = self.cfg
+        ends = self.text.ends
+        unknown = self.trainer.model.unknown_ids
+        n_vocab = self.trainer.model.config.vocab_size
+        # probability 0
+        if unknown is None:
+            bias = {}
+        else:
+            bias = {str(i): -100 for i in unknown.tolist()}
         room = max(1, min(cfg.max_new_tokens - begun, cfg.seq_len - len(prompt)))
-        seed = (
-            noise_seed(f"{cfg.seed}/{name}")
-            if cfg.engine_seed or self.server.kind == "sglang"
-            else None
-        )
+        seed = None
+        if cfg.engine_seed or self.server.kind == "sglang":
+            seed = noise_seed(f"{cfg.seed}/{name}")
         found = self.server.sample(prompt, n, room, temperature, ends, seed, bias, stop)
         for ids, logprobs, reason in found:
-            if wrong := wrong_sample(
+            wrong = wrong_sample(
                 ids, logprobs, reason, room, ends, n_vocab, temperature == 0, is_turn
-            ):
+            )
+            if wrong:
                 self.server.fail(
                     f"a sample of {json.dumps(prompt)[:80]} is wrong: {wrong}; ids "
                     f"{json.dumps(ids)[:80]}"
                 )
-        return [
-            dict(ids=ids, logprobs=logprobs, mask=[1.0] * len(ids), truncated=ids[-1] not in ends)
-            for ids, logprobs, _ in found
-        ]
+        samples = []
+        for ids, logprobs, _ in found:
+            mask = [1.0] * len(ids)
+            truncated = ids[-1] not in ends
+            samples.append(dict(ids=ids, logprobs=logprobs, mask=mask, truncated=truncated))
+        return samples
 
     def play(
         self, turns: Turns, i: int, name: str, prompt: list[int], temperature: float
@@ -484,7 +502,9 @@ class HTTPEngine(Remote):
             )
             s |= {key: s[key] + turn[key] for key in ("ids", "logprobs", "mask")}
             later = turns.reply(s)
-            said = later.result() if later else []
+            said = []
+            if later:
+                said = later.result()
             done = said is None or s["ids"][-1] in self.text.ends and not said
             said = (said or [])[: room - len(s["ids"])]
             s |= dict(
@@ -492,5 +512,6 @@ class HTTPEngine(Remote):
                 logprobs=s["logprobs"] + [0.0] * len(said),
                 mask=s["mask"] + [0.0] * len(said),
             )
-            s["begin"] = len(s["ids"]) if said else s["begin"]
+            if said:
+                s["begin"] = len(s["ids"])
         return [{key: s[key] for key in ("ids", "logprobs", "mask")} | dict(truncated=not done)]

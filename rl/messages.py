@@ -15,6 +15,7 @@ from lora.lora import claim_adapters
 from rl.datasets import HINTS
 from rl.environments import RENAMED
 from rl.packing import pieces
+from rl.rollouts import has_equal_rewards
 from storage.newest import ABOUT, newest_readable
 from storage.resume import identify_run, list_finished
 from training.metrics import drop_lines_from
@@ -60,7 +61,14 @@ def check_flags(cfg):
     # an advantage is a reward compared with others of its prompt
     check_range(cfg, 2, math.inf, "group_size")
     check_range(cfg, 0, 1, "beta1", "beta2", "min_lr_ratio", "proof_share")
-    step, n_pack, tokens = max(pieces(cfg), 1), cfg.pack_tokens, cfg.seq_len
+    check_rules(cfg)
+
+
+def check_rules(cfg):
+    """Raises ValueError for flags that do not go together."""
+    step = max(pieces(cfg), 1)
+    n_pack = cfg.pack_tokens
+    tokens = cfg.seq_len
     refuse(
         [
             (
@@ -137,13 +145,11 @@ def check_flags(cfg):
 
 def check_own_run(cfg, Model, model_config, lr_at) -> dict:
     """identify_run() for grpo.py. lr_at: the schedule, as a function of (step, cfg)."""
-    lora = claim_adapters(cfg, Model, model_config) if cfg.lora_rank else None
-    if (
-        cfg.kl_coef
-        and not cfg.lora_rank
-        and step_folders(cfg.out)
-        and not step_folders(f"{cfg.out}/reference")
-    ):
+    lora = None
+    if cfg.lora_rank:
+        lora = claim_adapters(cfg, Model, model_config)
+    needs_reference = cfg.kl_coef and not cfg.lora_rank and step_folders(cfg.out)
+    if needs_reference and not step_folders(f"{cfg.out}/reference"):
         raise ValueError(
             f"--kl_coef: {cfg.out} has not kept its initial policy: it was begun without this "
             "flag; leave it out"
@@ -163,29 +169,25 @@ def introduce(
 ):
     """Print and write the beginning of a run, on rank 0. done: steps of this run so far."""
     if done < cfg.steps:  # a finished run keeps the config.json of its training
-        save_config(
-            cfg,
-            f"{cfg.out}/config.json",
-            {
-                "version": VERSION,
-                "torch": torch.__version__,
-                "world_size": layout.world_size,
-                **identity,
-            },
-        )
-    sampled_by = (
-        f"by {cfg.gen_ranks} generator ranks"
-        if cfg.gen_ranks
-        else f"by {cfg.engine}"
-        if cfg.engine
-        else "in place"
-    )
-    judged = f", judged by {cfg.reward}" if cfg.env == "dataset" else ""
+        about = {"version": VERSION, "torch": torch.__version__, "world_size": layout.world_size}
+        save_config(cfg, f"{cfg.out}/config.json", about | identity)
+    if cfg.gen_ranks:
+        sampled_by = f"by {cfg.gen_ranks} generator ranks"
+    elif cfg.engine:
+        sampled_by = f"by {cfg.engine}"
+    else:
+        sampled_by = "in place"
+    judged = ""
+    if cfg.env == "dataset":
+        judged = f", judged by {cfg.reward}"
+    reduced = ""
+    if reduces_always:
+        reduced = ", gradients reduced after each micro-batch"
     print(
         f"{cfg.env}{judged}: {size} | {layout} on {layout.device.type}, "
         f"{str(layout.compute_dtype)[6:]} | "
         f"{cfg.prompts_per_step} prompts x {cfg.group_size} samples per step, "
-        f"{sampled_by}{', gradients reduced after each micro-batch' * reduces_always}",
+        f"{sampled_by}{reduced}",
         flush=True,
     )
     if cfg.init_from and (cfg.max_new_tokens, cfg.seq_len) == (16, 32):
@@ -201,25 +203,22 @@ def introduce(
 def sample_numbers(groups: list[list[dict]], batch: dict) -> dict:
     """Numbers of metrics.jsonl about the samples of a step."""
     samples = sum(groups, [])
-    rewards, advantages = (
-        torch.tensor([s[name] for s in samples]) for name in ("reward", "advantage")
-    )
+    rewards = torch.tensor([s["reward"] for s in samples])
+    advantages = torch.tensor([s["advantage"] for s in samples])
     lengths = torch.tensor([len(s["ids"]) for s in samples]).float()
-    equal = [len({s["reward"] for s in group}) == 1 for group in groups]
-    failed = [flat and group[0]["reward"] == 0 for flat, group in zip(equal, groups)]
+    equal = []
+    n_failed = 0
+    for group in groups:
+        equal.append(has_equal_rewards(group))
+        n_failed += equal[-1] and group[0]["reward"] == 0
     seconds = batch["ended"] - batch["began"]
-    parts = [s.get("parts", {}) for s in samples]
-    means = {
-        name: sum(part.get(name, 0.0) for part in parts) / len(parts)
-        for name in dict.fromkeys(chain(*parts))
-    }
-    return {f"reward_part_{name}": mean for name, mean in means.items()} | dict(
+    return means_of_parts(samples) | dict(
         reward_mean=rewards.mean(),
         reward_std=rewards.std(unbiased=False),
         prompts_drawn=batch["drawn"],
         prompts_too_long=batch["too_long"],
         zero_variance_groups=torch.tensor(equal).float().mean(),
-        all_failed_groups=sum(failed) / len(groups),
+        all_failed_groups=n_failed / len(groups),
         length_mean=lengths.mean(),
         length_max=lengths.max(),
         truncated=sum(s["truncated"] for s in samples) / len(samples),
@@ -234,17 +233,27 @@ def sample_numbers(groups: list[list[dict]], batch: dict) -> dict:
     )
 
 
+def means_of_parts(samples: list[dict]) -> dict[str, float]:
+    """Of rewards with named parts: the mean of each part over all samples."""
+    parts = [s.get("parts", {}) for s in samples]
+    means = {}
+    for name in dict.fromkeys(chain(*parts)):
+        means[f"reward_part_{name}"] = sum(part.get(name, 0.0) for part in parts) / len(parts)
+    return means
+
+
 def show_step(cfg, step: int, line: dict):
     """Print the line of a step."""
+    long = ""
+    if line["prompts_too_long"] > 0:
+        long = f"  {line['prompts_too_long']} prompts too long"
     print(
         f"step {step}/{cfg.steps}  reward {line['reward_mean']:.3f}  loss {line['loss']:+.4f}  "
         f"entropy {line['entropy']:.3f}"
         f"  length {line['length_mean']:.1f}  equal {line['zero_variance_groups']:.0%}  k3 "
         f"{line['logprob_k3']:.0e}"
         f"  grad_norm {line['grad_norm']:.3f}  rollout {line['rollout_s']:.2f} s  train "
-        f"{line['train_s']:.2f} s"
-        + f"  {line['prompts_too_long']} prompts too long"
-        * (line["prompts_too_long"] > 0),
+        f"{line['train_s']:.2f} s{long}",
         flush=True,
     )
 
@@ -252,10 +261,9 @@ def show_step(cfg, step: int, line: dict):
 def warn_of_equal_rewards(recent):
     """Print one line, and forget `recent`, if in its FEW steps most groups had equal rewards: such
     groups teach nothing."""
-    equal, failed, cut = (
-        sum(float(line[name]) for line in recent) / len(recent)
-        for name in ("zero_variance_groups", "all_failed_groups", "truncated")
-    )
+    equal = mean_of(recent, "zero_variance_groups")
+    failed = mean_of(recent, "all_failed_groups")
+    cut = mean_of(recent, "truncated")
     if len(recent) == FEW and equal > 0.7:
         print(
             f"the last {FEW} steps taught little: {equal:.0%} of the groups had equal rewards "
@@ -266,6 +274,10 @@ def warn_of_equal_rewards(recent):
             flush=True,
         )
         recent.clear()
+
+
+def mean_of(lines, name: str) -> float:
+    return sum(float(line[name]) for line in lines) / len(lines)
 
 
 def keep_samples(cfg, step: int, samples: list[dict], text, evaluation=False):
@@ -280,21 +292,20 @@ def keep_samples(cfg, step: int, samples: list[dict], text, evaluation=False):
                 "prompt": prompt,
                 "completion": s["text"],
             }
-            shown |= {
-                k: s[k]
-                for k in ("task", "answer", "reward", "advantage", "truncated", "group", "ids")
-                if k in s
-            }
+            for name in ("task", "answer", "reward", "advantage", "truncated", "group", "ids"):
+                if name in s:
+                    shown[name] = s[name]
             file.write(json.dumps(shown, ensure_ascii=False, default=list) + "\n")
 
 
 def show_evaluation(cfg, step: int, line: dict):
     """Print the line of an evaluation, from the result of held_out_numbers()."""
-    names = ("eval_reward", "eval_pass_at_k")
-    errors = [
-        math.nan if line[f"{name}_stderr"] is None else line[f"{name}_stderr"] for name in names
-    ]
-    shown = [f"{line[name]:.4f} +- {error:.4f}" for name, error in zip(names, errors)]
+    shown = []
+    for name in ("eval_reward", "eval_pass_at_k"):
+        error = line[f"{name}_stderr"]
+        if error is None:
+            error = math.nan
+        shown.append(f"{line[name]:.4f} +- {error:.4f}")
     print(
         f"step {step}/{cfg.steps}  eval_reward {shown[0]}  greedy {line['eval_greedy']:.4f}  "
         f"pass@{cfg.eval_k} {shown[1]}  ({line['eval_n']} held-out prompts)",

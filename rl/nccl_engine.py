@@ -26,7 +26,9 @@ START = """VLLM_SERVER_DEV_MODE=1 vllm serve ... --weight-transfer-config '{"bac
 def check_nccl(cfg):
     """Raises ValueError before anything is built."""
     if cfg.lora_rank or not runs_on_cuda(cfg.device):
-        why = "sends no adapters" if cfg.lora_rank else "sends from a GPU, and this run has none"
+        why = "sends from a GPU, and this run has none"
+        if cfg.lora_rank:
+            why = "sends no adapters"
         raise ValueError(
             f"--engine_weights nccl {why}; name a folder instead, or leave the flag out"
         )
@@ -51,7 +53,8 @@ class NCCLEngine(HTTPEngine):
         server, start = super().connect()
         # weights travel faster than samples are drawn
         self.sender = Server(self.cfg.engine, self.cfg.init_timeout_s)
-        self.device, store = self.trainer.layout.device, dist.HashStore()
+        self.device = self.trainer.layout.device
+        store = dist.HashStore()
         self.nccl = ThreadPoolExecutor(1, "nccl", use_own_stream, (self.device,))
         self.http = ThreadPoolExecutor(1)
         ranks = 1 + self.sender.call(
@@ -80,7 +83,9 @@ class NCCLEngine(HTTPEngine):
         ever: the run ends, and the threads with it."""
         theirs = self.http.submit(self.sender.call, path, body, None)
         done, waiting = wait([ours, theirs], 2 * self.sender.timeout, FIRST_EXCEPTION)
-        error = ours.exception() if ours in done else None
+        error = None
+        if ours in done:
+            error = ours.exception()
         if theirs in done and not error:
             theirs.result()
         if error or waiting:
@@ -89,12 +94,15 @@ class NCCLEngine(HTTPEngine):
     def weights(self) -> tuple[str, dict[str, Tensor]]:
         """(name of the version, {name in Hugging Face's format: whole tensor on the host of rank
         0}). A stack of experts is sent as its parts, a buffer without a name not at all."""
-        model, layout, found = self.trainer.model, self.trainer.layout, {}
+        model = self.trainer.model
+        layout = self.trainer.layout
+        found = {}
         names = model.hf_keys()
 
         def check():  # as save_hf does
             check_same_model(class_of(model.config), model.config)
-            if unnamed := [fqn for fqn, _ in model.named_parameters() if fqn not in names]:
+            unnamed = [fqn for fqn, _ in model.named_parameters() if fqn not in names]
+            if unnamed:
                 raise ValueError(
                     f"hf_keys() of {type(model).__name__} has no name for {brief(unnamed)}"
                 )
@@ -103,11 +111,11 @@ class NCCLEngine(HTTPEngine):
         for fqn, t in pack_weights(
             list_weights(model, layout.compute_dtype), layout, self.group
         ).items():
-            found |= (
-                {names[fqn]: t}
-                if isinstance(names.get(fqn), str)
-                else dict(zip(names.get(fqn, ()), t))
-            )
+            theirs = names.get(fqn, ())
+            if isinstance(theirs, str):
+                found[theirs] = t
+            else:  # a tensor for each of a layer's experts
+                found |= dict(zip(theirs, t))
         return f"{self.mine}-{self.start}-{self.trainer.policy_version}", found
 
     def run(self, weights: tuple | None, work, *args):
@@ -122,11 +130,10 @@ class NCCLEngine(HTTPEngine):
             for t in weights.values():
                 self.workers.broadcast(t.to(self.device, non_blocking=True), 0).wait()
 
-        about = {
-            "names": [*weights],
-            "dtype_names": [str(t.dtype)[6:] for t in weights.values()],
-            "shapes": [[*t.shape] for t in weights.values()],
-        }
+        about = {"names": [*weights], "dtype_names": [], "shapes": []}
+        for t in weights.values():
+            about["dtype_names"].append(str(t.dtype)[6:])
+            about["shapes"].append([*t.shape])
         self.sender.call("/start_weight_update", {}, None)
         self.meet(self.nccl.submit(broadcast), "/update_weights", {"update_info": about})
         weights.clear()

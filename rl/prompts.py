@@ -77,7 +77,9 @@ def check_before(before: str, plain: str, name: str) -> None:
     in_formula = before.count("$") % 2 == 1
     command = COMMAND.search(plain)
     if command or in_formula and plain.endswith("_"):
-        shown = command[0] if command else "_"
+        shown = "_"
+        if command:
+            shown = command[0]
         word = f"write {shown}{{{{{name}}}}} for the word {name} in braces"
         if name == "answer":
             raise ValueError(
@@ -113,7 +115,9 @@ def check_template(template: str, lines: list[Line], asked: str) -> None:
 def unknown_field(name: str, line: Line) -> str:
     """The message for a name in braces that is no field of a line."""
     near = difflib.get_close_matches(name.lower(), line.fields, 1)
-    advice = f"is {{{near[0]}}} meant? " if near else ""
+    advice = ""
+    if near:
+        advice = f"is {{{near[0]}}} meant? "
     return (
         f"{line.where} has no {name}, which --prompt_template asks for; {advice}Write "
         f"{{{{{name}}}}} for the word in braces"
@@ -151,23 +155,40 @@ def fill_template(template: str, line: Line) -> str:
     for part in parts_of(template):
         if part.is_field and part.text not in line.fields:
             raise ValueError(unknown_field(part.text, line))
-        text += write_field(line, part.text) if part.is_field else part.text
+        if part.is_field:
+            text += write_field(line, part.text)
+        else:
+            text += part.text
     return text
 
 
 def write_field(line: Line, name: str) -> str:
     """A field of a line as a text. Raises ValueError for null and for objects."""
     value = line.fields[name]
-    items = value if isinstance(value, list) else [value]
+    items = [value]
+    if isinstance(value, list):
+        items = value
     for item in items:
         if item is None or isinstance(item, (dict, list)):
-            kind = "null" if item is None else "an object" if isinstance(item, dict) else "a list"
-            where = "in a list" if isinstance(value, list) else "there"
+            if item is None:
+                kind = "null"
+            elif isinstance(item, dict):
+                kind = "an object"
+            else:
+                kind = "a list"
+            where = "there"
+            if isinstance(value, list):
+                where = "in a list"
             raise ValueError(
                 f"{line.where}: {name} has {kind} {where}, which cannot be written into a prompt; "
                 f"give it a text, or take {{{name}}} out of the template"
             )
-    texts = [json.dumps(item) if isinstance(item, bool) else str(item) for item in items]
+    texts = []
+    for item in items:
+        if isinstance(item, bool):
+            texts.append(json.dumps(item))
+        else:
+            texts.append(str(item))
     if not isinstance(value, list):
         return texts[0]
     if name == "choices" and len(texts) <= 26:

@@ -32,7 +32,9 @@ class Replays:
     """
 
     def __init__(self, advance):
-        self.advance, self.graphs, self.pool = advance, {}, torch.cuda.graph_pool_handle()
+        self.advance = advance
+        self.graphs = {}
+        self.pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, keys: list[int], *inputs: Tensor):
         shape = len(keys), -(-keys[-1] // KEYS) * KEYS
@@ -58,11 +60,9 @@ class Replays:
     def capture(self, step, inputs: tuple[Tensor, ...]):
         """(inputs, graph, outputs) of step. Raises RuntimeError if the host waits for the device in
         it, as for the number of rows of an expert, or if a replay gives something else."""
-        fixed, graph, usual = (
-            [x.clone() for x in inputs],
-            torch.cuda.CUDAGraph(),
-            torch.cuda.get_sync_debug_mode(),
-        )
+        fixed = [x.clone() for x in inputs]
+        graph = torch.cuda.CUDAGraph()
+        usual = torch.cuda.get_sync_debug_mode()
         # such a wait would break a capture in a way that is hard to leave
         torch.cuda.set_sync_debug_mode("error")
         try:

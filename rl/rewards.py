@@ -38,7 +38,8 @@ class Paid(NamedTuple):
 
 def finite(reward: float) -> float:
     """The reward as a float. Raises ValueError if it is nan or infinite."""
-    if not math.isfinite(reward := float(reward)):
+    reward = float(reward)
+    if not math.isfinite(reward):
         raise ValueError(f"the reward is {reward}")
     return reward
 
@@ -53,34 +54,48 @@ def pay(
     in_turns = hasattr(env, "tool") or hasattr(env, "step")
     said = [cut_thoughts(text, opened, in_turns) for text in completions]
     if all(text is None for text in said):
-        return [Paid(0.0) for _ in completions]
+        return [Paid(0.0)] * len(completions)
     try:
         values = ask_reward(env, prompt, said, truncated)
         if len(values) != len(completions):
             raise ValueError(f"{len(values)} rewards for {len(completions)} samples")
-        rewards = [
-            finite(sum(value.values()) if isinstance(value, dict) else value) for value in values
-        ]
+        rewards = [finite(total_of(value)) for value in values]
     except BaseException as error:  # also SystemExit: Payments waits for an answer of each thread
         return [Paid(None, no_reward(prompt, text, repr(error))) for text in completions]
     paid = []
     for text, value, reward in zip(said, values, rewards):
-        parts = {name: float(x) for name, x in value.items()} if isinstance(value, dict) else {}
-        in_thought = text is None
-        paid.append(Paid(0.0) if in_thought else Paid(reward, "", parts))
+        parts = {}
+        if isinstance(value, dict):
+            parts = {name: float(x) for name, x in value.items()}
+        if text is None:  # it ends in a thought
+            paid.append(Paid(0.0))
+        else:
+            paid.append(Paid(reward, "", parts))
     return paid
+
+
+def total_of(value):
+    """A reward with named parts is their sum."""
+    if isinstance(value, dict):
+        return sum(value.values())
+    return value
 
 
 def ask_reward(env, prompt: str, said: list[str | None], truncated: list[bool]) -> list:
     """What the user's function returns for each sample. said: None for a sample that ends in a
     thought; a group_reward sees an empty text there."""
-    together = hasattr(env, "group_reward")
-    function = env.group_reward if together else env.reward
-    asks = "truncated" in inspect.signature(function).parameters
-    if together:
-        texts = [text or "" for text in said]
-        return function(prompt, texts, **({"truncated": truncated} if asks else {}))
-    return [function(prompt, said[0], **({"truncated": truncated[0]} if asks else {}))]
+    more = {}
+    if hasattr(env, "group_reward"):
+        if takes_truncated(env.group_reward):
+            more = {"truncated": truncated}
+        return env.group_reward(prompt, [text or "" for text in said], **more)
+    if takes_truncated(env.reward):
+        more = {"truncated": truncated[0]}
+    return [env.reward(prompt, said[0], **more)]
+
+
+def takes_truncated(function) -> bool:
+    return "truncated" in inspect.signature(function).parameters
 
 
 def no_reward(prompt: str, completion: str, reason: str) -> str:
@@ -89,7 +104,9 @@ def no_reward(prompt: str, completion: str, reason: str) -> str:
 
 def short(text: str) -> str:
     """The text in one line, without the middle of a long text."""
-    return repr(text if len(text) <= 400 else f"{text[:200]} ... {text[-200:]}")
+    if len(text) > 400:
+        text = f"{text[:200]} ... {text[-200:]}"
+    return repr(text)
 
 
 class Payments:
@@ -97,7 +114,9 @@ class Payments:
     added."""
 
     def __init__(self, env, n: int, cfg: RewardConfig):
-        self.env, self.n, self.cfg = env, n, cfg
+        self.env = env
+        self.n = n
+        self.cfg = cfg
         self.calls = Calls(cfg.reward_threads, cfg.reward_timeout_s)
         self.paid = queue.SimpleQueue()
 
@@ -111,8 +130,9 @@ class Payments:
         error = call.exception()
         if error is None:
             return call.result()
-        late = f"it takes longer than --reward_timeout_s {self.cfg.reward_timeout_s:g}"
-        reason = late if isinstance(error, TimeoutError) else repr(error)
+        reason = repr(error)
+        if isinstance(error, TimeoutError):
+            reason = f"it takes longer than --reward_timeout_s {self.cfg.reward_timeout_s:g}"
         return [Paid(None, no_reward(prompt, text, reason)) for text in completions]
 
     def wait(self) -> list[Paid]:
@@ -134,22 +154,24 @@ def ratio(name: str, y: list[float], x: list[float] | None = None, scale=1.0) ->
     """{name: sum y / sum x, name_stderr: its standard error by linearisation}, both times scale. x
     None: the mean of y, and the sample's standard deviation / sqrt(n). The error of a single value
     is None."""
-    n, x = len(y), x or [1.0] * len(y)
+    n = len(y)
+    x = x or [1.0] * len(y)
     r = sum(y) / sum(x)
     squares = sum((a - r * b) ** 2 for a, b in zip(y, x))
-    return {
-        name: r * scale,
-        f"{name}_stderr": math.sqrt(n / (n - 1) * squares) / sum(x) * scale if n > 1 else None,
-    }
+    error = None
+    if n > 1:
+        error = math.sqrt(n / (n - 1) * squares) / sum(x) * scale
+    return {name: r * scale, f"{name}_stderr": error}
 
 
 def held_out_numbers(samples: list[dict], greedy: list[dict], k: int) -> dict:
     """Mean reward of k samples per prompt (pass@1 for rewards of 0 and 1), mean reward of greedy
     samples, and the share of prompts with a full reward among k samples (pass@k). Errors are over
     prompts: samples of one prompt are not independent."""
-    rewards = [[s["reward"] for s in samples[i : i + k]] for i in range(0, len(samples), k)]
-    line = {"eval_n": len(rewards), "eval_k": k} | ratio(
-        "eval_reward", [sum(group) / k for group in rewards]
-    )
+    rewards = []
+    for i in range(0, len(samples), k):
+        rewards.append([s["reward"] for s in samples[i : i + k]])
+    line = {"eval_n": len(rewards), "eval_k": k}
+    line |= ratio("eval_reward", [sum(group) / k for group in rewards])
     line |= ratio("eval_pass_at_k", [float(max(group) >= 1) for group in rewards])
     return line | ratio("eval_greedy", [s["reward"] for s in greedy])

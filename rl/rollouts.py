@@ -37,14 +37,12 @@ BATCHES = "__batches.json"
 
 def others(hooks: OrderedDict) -> OrderedDict:
     """Without the hooks of FSDP and of distributed/cast.py. Those of tensor parallelism stay."""
-    owner = {
-        number: type(getattr(hook, "__self__", None)).__name__ for number, hook in hooks.items()
-    }
-    return OrderedDict(
-        (number, hook)
-        for number, hook in hooks.items()
-        if owner[number] not in ("FSDPState", "CastUnit")
-    )
+    kept = OrderedDict()
+    for number, hook in hooks.items():
+        is_method = hasattr(hook, "__self__")
+        if not is_method or type(hook.__self__).__name__ not in ("FSDPState", "CastUnit"):
+            kept[number] = hook
+    return kept
 
 
 @contextmanager
@@ -58,20 +56,22 @@ def whole_weights(model):
     hooks = [(unit._forward_pre_hooks, unit._forward_hooks) for unit in units]
     for unit in units:
         unit.unshard()
-        unit._forward_pre_hooks, unit._forward_hooks = map(
-            others, (unit._forward_pre_hooks, unit._forward_hooks)
-        )
+        unit._forward_pre_hooks = others(unit._forward_pre_hooks)
+        unit._forward_hooks = others(unit._forward_hooks)
     with torch.compiler.set_stance("force_eager"):
         yield
     for unit, (before, after) in zip(units, hooks):
-        unit._forward_pre_hooks, unit._forward_hooks = before, after
+        unit._forward_pre_hooks = before
+        unit._forward_hooks = after
     reshard(model)
 
 
 def try_sampling(model, layout) -> None:
     """Sample two tokens before anything is trained, whatever the weights: kernels that this GPU
     lacks end the run here. Raises ValueError."""
-    mesh = layout.mesh["tp"] if layout.tp > 1 else None
+    mesh = None
+    if layout.tp > 1:
+        mesh = layout.mesh["tp"]
     try:
         with whole_weights(model):
             rollout(model, [[0]], torch.zeros(1, 1, 2), 0.0, [], max_len=3, tp_mesh=mesh)
@@ -126,7 +126,12 @@ def draw_samples(
     """(2) on this rank, with whole weights: (group_size samples of each of this rank's prompts,
     failures). ended: see rollout()."""
     noise = draw_noise([f"{cfg.seed}/{name}" for name, *_ in tasks], group_size, cfg.max_new_tokens)
-    of_samples = [task for _, task, _ in tasks for _ in range(group_size)]
+    of_samples = []
+    for _, task, _ in tasks:
+        of_samples += [task] * group_size
+    tp_mesh = None
+    if layout.tp > 1:
+        tp_mesh = layout.mesh["tp"]
     turns = Turns(env, text, of_samples, cfg.reward_threads, cfg.reward_timeout_s)
     samples = rollout(
         model,
@@ -138,7 +143,7 @@ def draw_samples(
         rows=cfg.rollout_rows,
         reply=turns.reply,
         ended=ended,
-        tp_mesh=layout.mesh["tp"] if layout.tp > 1 else None,
+        tp_mesh=tp_mesh,
         batch_invariant=cfg.batch_invariant,
         agree=lockstep(layout, cfg.rollout_timeout_s, turns.reply),
     )
@@ -156,29 +161,41 @@ def sample_groups(
     fails on any rank.
     """
     # before sampling, because all ranks must create the group at the same place
-    group = (
-        patient_group(dist.group.WORLD, cfg.rollout_timeout_s) if layout.world_size > 1 else None
-    )
+    group = None
+    if layout.world_size > 1:
+        group = patient_group(dist.group.WORLD, cfg.rollout_timeout_s)
     mine = range(len(tasks))[layout.data_rank :: layout.data_ranks]
     prompts = [text.prompt(tasks[i][1]) for i in mine]
     # (3) rewards: the environment sees text. Training uses the sampled ids, because encoding the
     # text may give other ids.
     # samples that are paid together, when the last of them has ended
-    size = group_size if hasattr(env, "group_reward") else 1
-    pays, texts, cut = hasattr(env, "reward") or hasattr(env, "group_reward"), {}, {}
-    payments = Payments(env, len(mine) * group_size // size if pays else 0, cfg)
+    size = 1
+    if hasattr(env, "group_reward"):
+        size = group_size
+    pays = hasattr(env, "reward") or hasattr(env, "group_reward")
+    texts = {}
+    cut = {}
+    n_payments = 0
+    if pays:
+        n_payments = len(mine) * group_size // size
+    payments = Payments(env, n_payments, cfg)
 
     def ended(j: int, ids: list[int], truncated: bool) -> None:
-        texts[j], cut[j] = text.decode(ids), truncated
+        texts[j] = text.decode(ids)
+        cut[j] = truncated
         together = range(j - j % size, j - j % size + size)
         if pays and all(i in texts for i in together):
-            ids, name = prompts[j // group_size], tasks[mine[j // group_size]][1]
-            said, ends_early = [texts[i] for i in together], [cut[i] for i in together]
+            ids = prompts[j // group_size]
+            name = tasks[mine[j // group_size]][1]
+            said = [texts[i] for i in together]
+            ends_early = [cut[i] for i in together]
             payments.add(j // size, (name, said, ends_early, opened_by(text, ids)))
 
-    # A tool, a step and a reward are never called at once beyond --reward_threads: with the former
-    # two, rewards come later.
-    beside = (lambda *sample: None) if hasattr(env, "tool") or hasattr(env, "step") else ended
+    # A tool, a step and a reward are never called at once beyond --reward_threads: with tools and
+    # steps, rewards come after sampling.
+    beside = ended
+    if hasattr(env, "tool") or hasattr(env, "step"):
+        beside = later
     samples, failed = draw(
         cfg,
         env,
@@ -194,25 +211,27 @@ def sample_groups(
     for j, s in enumerate(samples):
         if j not in texts:
             ended(j, s["ids"], s["truncated"])
-        s["group"], s["prompt"], s["text"] = (
-            mine[j // group_size],
-            prompts[j // group_size],
-            texts[j],
-        )
+        s["group"] = mine[j // group_size]
+        s["prompt"] = prompts[j // group_size]
+        s["text"] = texts[j]
         s["task"], s["answer"] = tasks[s["group"]][1:]
-    paid = payments.wait() if pays else [Paid(s["earned"]) for s in samples]
+    if pays:
+        paid = payments.wait()
+    else:
+        paid = [Paid(s["earned"]) for s in samples]
     for j, (s, (reward, failure, parts)) in enumerate(zip(samples, paid)):
-        name, s["failed"], s["reward"] = (
-            tasks[s["group"]][0],
-            failure,
-            cfg.failed_reward if failure else reward,
-        )
+        name = tasks[s["group"]][0]
+        s["failed"] = failure
+        s["reward"] = reward
+        if failure:
+            s["reward"] = cfg.failed_reward
         s["parts"] = parts
-        if s["failed"] and cfg.failed_reward is None:
-            failed.append(s["failed"])
+        if failure and cfg.failed_reward is None:
+            failed.append(failure)
         if cfg.control == "random" and not name.startswith("eval/"):
             s["reward"] = float(random.Random(f"{cfg.seed}/{name}/{j % group_size}").random() < 0.5)
-    if reasons := sum(gather(failed, group), []):
+    reasons = sum(gather(failed, group), [])
+    if reasons:
         raise ValueError(f"--env {cfg.env}: {reasons[0]}")
     # sorted() is stable, so samples keep their order within a group
     samples = sorted(gather_samples(samples, layout, group), key=lambda s: s["group"])
@@ -227,18 +246,20 @@ def sample_groups(
     return samples
 
 
+def later(index: int, ids: list[int], truncated: bool) -> None:
+    """In place of `ended`, where samples are paid when all have ended."""
+
+
 def gather_samples(samples: list[dict], layout, group) -> list[dict]:
     """The samples of all data ranks, in arrays, on every rank. cp and tp ranks share a model, and
     must have sampled the same: all send a hash of their ids, and the first of them sends the
     samples. Raises RuntimeError."""
-    samples, copies = [*map(as_arrays, samples)], layout.cp * layout.tp
-    everyone = gather(
-        (
-            zlib.crc32(b" ".join(s["ids"] for s in samples)),
-            samples if layout.rank % copies == 0 else [],
-        ),
-        group,
-    )
+    samples = [*map(as_arrays, samples)]
+    copies = layout.cp * layout.tp
+    hashed = zlib.crc32(b" ".join(s["ids"] for s in samples))
+    if layout.rank % copies:
+        samples = []
+    everyone = gather((hashed, samples), group)
     for rank, (theirs, _) in enumerate(everyone):
         if theirs != everyone[rank - rank % copies][0]:
             raise RuntimeError(
@@ -252,23 +273,31 @@ def make_batch(cfg, env, text, layout, model, cursor: int, version: int, draw=dr
     """(1)-(3) of a step. --dynamic_sampling: in up to so many further rounds, groups of new prompts
     replace groups of equal rewards, because equal rewards have no gradient. A round draws as many
     prompts as are missing, divided by the share of prompts that were useful so far."""
-    began, size, groups, too_long = time.time(), cfg.prompts_per_step, [], []
-    fits = lambda prompt: text.fits(prompt, cfg.seq_len) or too_long.append(prompt)  # noqa: E731
+    began = time.time()
+    size = cfg.prompts_per_step
+    groups = []
+    too_long = []
+
+    def fits(prompt) -> bool:
+        if text.fits(prompt, cfg.seq_len):
+            return True
+        too_long.append(prompt)
+        return False
+
     n = size
     for _ in range(1 + cfg.dynamic_sampling):
         # (1) prompts
-        tasks = [
-            (f"train/{cfg.seed}/{i}", *draw_task(env, f"train/{cfg.seed}", i, fits))
-            for i in range(cursor, cursor + n)
-        ]
+        split = f"train/{cfg.seed}"
+        tasks = []
+        for i in range(cursor, cursor + n):
+            tasks.append((f"{split}/{i}", *draw_task(env, split, i, fits)))
         samples = sample_groups(
             cfg, env, text, layout, model, tasks, cfg.group_size, cfg.temperature, draw
         )
         cursor += n
         groups += [samples[i : i + cfg.group_size] for i in range(0, len(samples), cfg.group_size)]
-        # groups with a gradient first, else as drawn
-        groups.sort(key=lambda group: len({s["reward"] for s in group}) == 1)
-        useful = sum(len({s["reward"] for s in group}) > 1 for group in groups)
+        groups.sort(key=has_equal_rewards)  # groups with a gradient first, else as drawn
+        useful = sum(not has_equal_rewards(group) for group in groups)
         if useful >= size:
             break
         n = min(size, -(-(size - useful) * len(groups) // max(useful, 1)))
@@ -281,6 +310,11 @@ def make_batch(cfg, env, text, layout, model, cursor: int, version: int, draw=dr
         began=began,
         ended=time.time(),
     )
+
+
+def has_equal_rewards(group: list[dict]) -> bool:
+    """Whether a group teaches nothing: all its advantages are 0."""
+    return len({s["reward"] for s in group}) == 1
 
 
 def batch_flags(cfg) -> dict:
@@ -300,70 +334,71 @@ def batch_flags(cfg) -> dict:
         "control",
         "async_steps",
     )
-    files = {
-        f"the content of --{name}": getattr(cfg, name)
-        for name in ("env", "env_data", "eval_data", "reward")
-    }
-    names += tuple(
-        f.name
-        for group in (DatasetConfig, RewardConfig, ChatConfig)
-        for f in fields(group)
-        if f.name not in names
-    )
-    return {f"--{name}": getattr(cfg, name) for name in names} | {
-        name: hashlib.sha256(Path(path).read_bytes()).hexdigest()[:8]
-        for name, path in files.items()
-        if os.path.isfile(path)
-    }
+    flags = {f"--{name}": getattr(cfg, name) for name in names}
+    for group in (DatasetConfig, RewardConfig, ChatConfig):
+        for field in fields(group):
+            flags[f"--{field.name}"] = getattr(cfg, field.name)
+    for name in ("env", "env_data", "eval_data", "reward"):
+        path = getattr(cfg, name)
+        if os.path.isfile(path):
+            sha256 = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+            flags[f"the content of --{name}"] = sha256[:8]
+    return flags
 
 
 def as_arrays(sample: dict) -> dict:
     """With an array in place of each list of numbers, 12 bytes per token in place of 100; or of its
     text in a checkpoint."""
-    lists = {
-        name: b64decode(x) if isinstance(x, str) else x
-        for name, x in sample.items()
-        if name in NUMBERS
-    }
-    return sample | {name: array(NUMBERS[name], x) for name, x in lists.items()}
+    changed = dict(sample)
+    for name in NUMBERS.keys() & sample.keys():
+        numbers = sample[name]
+        if isinstance(numbers, str):
+            numbers = b64decode(numbers)
+        changed[name] = array(NUMBERS[name], numbers)
+    return changed
 
 
 def pack_batches(batches: list[dict], cfg) -> dict[str, bytes]:
     """The file of a checkpoint with the batches that were sampled ahead: JSON, with each array as
     base64."""
+    if not batches:
+        return {}
     content = {"made_with": batch_flags(cfg), "batch": batches}
-    return (
-        {BATCHES: json.dumps(content, default=lambda numbers: b64encode(numbers).decode()).encode()}
-        if batches
-        else {}
-    )
+    text = json.dumps(content, default=lambda numbers: b64encode(numbers).decode())
+    return {BATCHES: text.encode()}
 
 
 def reuse_batches(state: dict, folder: str, cfg, rank0: bool) -> list[dict]:
     """The batches of a step folder if this run's flags would sample the same; else none, and the
     prompts are sampled again."""
-    saved = read_json(folder, BATCHES) if state.get("ahead") else {"batch": [], "made_with": {}}
+    saved = {"batch": [], "made_with": {}}
+    if state.get("ahead"):
+        saved = read_json(folder, BATCHES)
     for batch in saved["batch"]:
         batch["samples"] = [*map(as_arrays, batch["samples"])]
-    old, new = saved["made_with"], batch_flags(cfg)
-    differ = [
-        f"{name} {old.get(name)} -> {new.get(name)}"
-        for name in new | old
-        if old.get(name) != new.get(name)
-    ]
+    old = saved["made_with"]
+    new = batch_flags(cfg)
+    differ = []
+    for name in new | old:
+        if old.get(name) != new.get(name):
+            differ.append(f"{name} {old.get(name)} -> {new.get(name)}")
     if saved["batch"] and differ and rank0:
         print(
             f"the batch in the checkpoint was made with other flags ({', '.join(differ)}): its "
             "prompts are sampled again"
         )
-    return [] if differ else saved["batch"]
+    if differ:
+        return []
+    return saved["batch"]
 
 
 class InPlace:
     """The trainer's own ranks sample. submit() does all the work."""
 
     def __init__(self, trainer, cursor: int, *task):
-        self.trainer, self.cursor, self.task = trainer, cursor, task
+        self.trainer = trainer
+        self.cursor = cursor
+        self.task = task
 
     def submit(self):
         with whole_weights(self.trainer.model):
@@ -405,7 +440,9 @@ class Remote:
     A thread of rank 0 calls run() for one thing after the other; all ranks get the results."""
 
     def __init__(self, trainer, cursor: int, patience_s: int, *of_thread):
-        self.trainer, self.cursor, self.thread = trainer, cursor, ThreadPoolExecutor(1, *of_thread)
+        self.trainer = trainer
+        self.cursor = cursor
+        self.thread = ThreadPoolExecutor(1, *of_thread)
         self.sent = None  # the version of the last weights
         self.group = patient_group(dist.group.WORLD, patience_s)
 
@@ -417,10 +454,14 @@ class Remote:
 
     def in_thread(self, call, *args):
         """Start call(weights, *args). Returns a function that waits for the result, on all ranks."""
-        weights = self.weights() if self.sent != self.trainer.policy_version else None
+        weights = None
+        if self.sent != self.trainer.policy_version:
+            weights = self.weights()
         self.sent = self.trainer.policy_version
-        result = self.thread.submit(call, weights, *args) if self.trainer.layout.rank == 0 else None
-        return lambda: on_rank_0(lambda: result.result(), self.group)
+        result = None
+        if self.trainer.layout.rank == 0:
+            result = self.thread.submit(call, weights, *args)
+        return functools.partial(on_rank_0, lambda: result.result(), self.group)
 
     def make(self, weights, version: int) -> dict:
         batch = self.run(weights, make_batch, self.cursor, version)

@@ -1,6 +1,7 @@
 """The model to fine-tune: its config from --init_from, and its frozen weights under the adapters."""
 
 import os
+from functools import partial
 
 from distributed.agree import brief, on_rank_0
 from flags.config import override_fields
@@ -17,11 +18,14 @@ def read_model(cfg):
     ours, after --model_args. A run with checkpoints of its own knows the model even when
     --init_from is gone. Raises ValueError."""
     goes_on = step_folders(cfg.out) and not os.path.isdir(cfg.init_from)
-    folder = cfg.out if goes_on else cfg.init_from
+    folder = cfg.init_from
+    if goes_on:
+        folder = cfg.out
     is_hf = is_hf_folder(folder)
-    config = (
-        read_hf_config(folder) if is_hf else saved_model(newest_readable(folder, names=ABOUT))[1]
-    )
+    if is_hf:
+        config = read_hf_config(folder)
+    else:
+        config = saved_model(newest_readable(folder, names=ABOUT))[1]
     config = override_fields(config, cfg.model_args, "--model_args")
     if is_hf:
         check_hf_config(config, folder)
@@ -31,20 +35,22 @@ def read_model(cfg):
 def load_base(modules, cfg, group) -> dict:
     """Fill the frozen weights of this rank's stages from --init_from. Returns folder and hash of
     the weights, for checkpoints. Raises ValueError, the same on all ranks."""
-    source, is_hf = (
-        on_rank_0(lambda: resume_source(cfg.out, cfg), group),
-        is_hf_folder(cfg.init_from),
-    )
+    source = on_rank_0(partial(resume_source, cfg.out, cfg), group)
     goes_on = source is not None and source.folder == cfg.out
-    folder = cfg.init_from if is_hf else on_rank_0(lambda: newest_readable(cfg.init_from), group)
-    if not is_hf:
+    if is_hf_folder(cfg.init_from):
+        folder = cfg.init_from
+        absent = load_hf(modules, folder, ADAPTERS, group)
+        if absent:
+            raise ValueError(
+                f"{folder} lacks {brief(absent)}, and LoRA would freeze random weights; use "
+                "--model_args mtp_depth=0"
+            )
+    else:
+        folder = on_rank_0(partial(newest_readable, cfg.init_from), group)
         load_weights(modules, folder, ADAPTERS)
-    elif absent := load_hf(modules, folder, ADAPTERS, group):
-        raise ValueError(
-            f"{folder} lacks {brief(absent)}, and LoRA would freeze random weights; use "
-            "--model_args mtp_depth=0"
-        )
-    path = on_rank_0(lambda: newest_readable(cfg.out, source.step, ABOUT) if goes_on else "", group)
+    path = ""
+    if goes_on:
+        path = on_rank_0(partial(newest_readable, cfg.out, source.step, ABOUT), group)
     found = check_base(path, modules, group)
     if not group or group.rank() == 0:
         print(f"checkpoint: the frozen weights are those of {folder}, hash {found}", flush=True)

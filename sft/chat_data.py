@@ -40,7 +40,9 @@ def pack(folder: Path, entries: list, seq_len: int, together: bool) -> Packing:
 
     A sequence is seq_len + 1 tokens, the last only as a label. The rest of a longer conversation is
     cut off, and a conversation without an answer in the beginning is left out."""
-    documents, n_cut, n_left_out = [np.empty((0, 3), np.int64)], 0, 0
+    documents = [np.empty((0, 3), np.int64)]
+    n_cut = 0
+    n_left_out = 0
     for shard, entry in enumerate(entries):
         mask = open_array(folder, *mask_array_of(entry))
         starts = np.flatnonzero(mask & FIRST)
@@ -53,27 +55,35 @@ def pack(folder: Path, entries: list, seq_len: int, together: bool) -> Packing:
         n_left_out += int((~teaches).sum())
         documents.append(np.stack([np.full(len(starts), shard), starts, tokens], axis=1)[teaches])
     documents = np.concatenate(documents)
-    sequence = first_fit(documents[:, 2], seq_len + 1) if together else np.arange(len(documents))
+    if together:
+        sequence = first_fit(documents[:, 2], seq_len + 1)
+    else:
+        sequence = np.arange(len(documents))
     order = np.argsort(sequence, kind="stable")
     bounds = np.searchsorted(sequence[order], np.arange(sequence.max(initial=-1) + 2))
-    filled = np.add.reduceat(documents[order, 2], bounds[:-1]) if len(documents) else np.zeros(0)
+    if len(documents):
+        filled = np.add.reduceat(documents[order, 2], bounds[:-1])
+    else:
+        filled = np.zeros(0)
     padding = 1 - np.minimum(filled, seq_len).sum() / max(1, len(filled) * seq_len)
     return Packing(documents[order], bounds, float(padding), n_cut, n_left_out)
 
 
 def first_fit(lengths: np.ndarray, room: int) -> np.ndarray:
     """The number of the sequence for each length: the first open sequence with enough room."""
-    left, number, out, n = (
-        np.zeros(OPEN_SEQUENCES, np.int64),
-        np.zeros(OPEN_SEQUENCES, np.int64),
-        [],
-        0,
-    )
+    left = np.zeros(OPEN_SEQUENCES, np.int64)
+    number = np.zeros(OPEN_SEQUENCES, np.int64)
+    out = []
+    n = 0
     for length in lengths:
         slot = int((left >= length).argmax())
         if left[slot] < length:  # open a new sequence; with all slots in use, close the fullest
-            slot = n if n < OPEN_SEQUENCES else int(left.argmin())
-            left[slot], number[slot], n = room, n, n + 1
+            slot = n
+            if n >= OPEN_SEQUENCES:
+                slot = int(left.argmin())
+            left[slot] = room
+            number[slot] = n
+            n += 1
         left[slot] -= length
         out.append(number[slot])
     return np.array(out, np.int64)
@@ -100,34 +110,29 @@ class ChatData(TokenData):
             split: pack(folder, self.entries[split], seq_len, doc_mask)
             for split in ("train", "val")
         }
-        self.n_samples, self.n_val_samples = (
-            len(self.packing[split]) for split in ("train", "val")
-        )
+        self.n_samples = len(self.packing["train"])
+        self.n_val_samples = len(self.packing["val"])
 
     def windows(self, split: str, numbers) -> np.ndarray:
         """(len(numbers), seq_len + 1) int64: tokens, the bits of their masks above 2**32, -1 for
         padding."""
-        out, (documents, bounds) = (
-            np.full((len(numbers), self.seq_len + 1), -1, np.int64),
-            self.packing[split][:2],
-        )
+        out = np.full((len(numbers), self.seq_len + 1), -1, np.int64)
+        documents, bounds = self.packing[split][:2]
         for row, number in zip(out, numbers):
             for shard, start, n in documents[bounds[number] : bounds[number + 1]]:
-                ids, mask = (
-                    array(split, shard)[start : start + n].astype(np.int64)
-                    for array in (self.shard, self.mask)
-                )
+                part = slice(start, start + n)
+                ids = self.shard(split, shard)[part].astype(np.int64)
+                mask = self.mask(split, shard)[part].astype(np.int64)
                 self.check_ids(ids)
-                row[:n], row = ids | mask << 32, row[n:]
+                row[:n] = ids | mask << 32
+                row = row[n:]
         return out
 
     def arrays(self, windows: np.ndarray):
         """Like TokenData.arrays. The padding of a sequence is one more document, without labels."""
         is_text = windows >= 0
-        ids, bits = (
-            np.where(is_text, windows & 0xFFFFFFFF, self.eot),
-            np.where(is_text, windows >> 32, 0),
-        )
+        ids = np.where(is_text, windows & 0xFFFFFFFF, self.eot)
+        bits = np.where(is_text, windows >> 32, 0)
         begins = (bits & FIRST > 0) | ~is_text & np.pad(
             is_text[:, :-1], ((0, 0), (1, 0)), constant_values=True
         )
@@ -140,7 +145,9 @@ class ChatData(TokenData):
 
     def first_words(self) -> str:
         """The first words of the longest line of the question before the first answer."""
-        split = "val" if self.n_val_samples else "train"
+        split = "train"
+        if self.n_val_samples:
+            split = "val"
         (window,) = self.windows(split, [0])
         asked = window[: int((window >> 32 & LOSS > 0).argmax())] & 0xFFFFFFFF
         tokenizer = load_tokenizer(Path(self.tokenizer_file))
@@ -152,11 +159,13 @@ class ChatData(TokenData):
             text = tokenizer.decode(part[~np.isin(part, markers)].tolist())
             lines = [line.strip() for line in text.splitlines()]
             lines = [line for line in lines if line and line not in ROLES]
-            question = max(lines, key=len) if lines else question
+            if lines:
+                question = max(lines, key=len)
         return " ".join(question.split()[:4])[:60].rstrip("\ufffd")
 
     def check(self, what: str, path: str, split: str):
-        packing, n_sequences = self.packing[split], len(self.packing[split])
+        packing = self.packing[split]
+        n_sequences = len(self.packing[split])
         if not n_sequences:
             raise ValueError(
                 f"{what}: in no conversation the assistant says anything within --seq_len "

@@ -24,7 +24,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import evaluate
 import parallel
-from rl import rewards
+from rl import questions, rewards
 from rl.datasets import HINTS, Text
 from storage import commands as checkpoint_commands
 from storage.hf import load_hf_model
@@ -565,7 +565,7 @@ def test_what_is_right_can_be_said(answers, correct):
     ]
     if correct is None:
         wanted = "a.jsonl:0: nothing can be right with --answers number for '1/2'"
-        return refuses(wanted, evaluate.check_line, lines[0], "answer", answers)
+        return refuses(wanted, questions.check_line, lines[0], "answer", answers)
     items, metrics = evaluate.exact_match(lines, samples, answers)
     assert [item["correct"] for item in items] == correct and metrics[
         "exact_match"

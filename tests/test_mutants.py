@@ -73,7 +73,7 @@ NAMED = {
     "reshard_in_zero_bubble": (
         "gradient of blocks.",
         "finished gradient of blocks.",
-        "pipeline_rows in distributed/refusals.py",
+        "check_layout (reshards) in distributed/refusals.py",
     ),
     "mean_of_means": (
         "gradient of tok_embeddings.weight",

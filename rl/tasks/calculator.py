@@ -14,7 +14,9 @@ TOOL_END = "="
 
 
 def make(rng):
-    a, b, c = rng.randint(10, 99), rng.randint(2, 9), rng.randint(10, 99)
+    a = rng.randint(10, 99)
+    b = rng.randint(2, 9)
+    c = rng.randint(10, 99)
     return f"{a}*{b}+{c}: ", f"{a}*{b}={a * b};{a * b}+{c}={a * b + c};{a * b + c}"
 
 

@@ -19,7 +19,9 @@ import sys
 import tempfile
 
 ALPHABET = string.digits + "x+-*:, ()"
-SECONDS, BYTES = 2, 1 << 28  # of a program: time, and memory
+# of a program: time, and memory
+SECONDS = 2
+BYTES = 1 << 28
 ALONE = [
     "unshare",
     "--user",
@@ -37,7 +39,8 @@ ALONE = [
 
 
 def make(rng):
-    a, b = rng.randint(1, 9), rng.randint(0, 9)
+    a = rng.randint(1, 9)
+    b = rng.randint(0, 9)
     first, second = rng.sample(range(2, 10), 2)
     return f"{first}:{a * first + b},{second}:{a * second + b} ", f"{a}*x+{b}"
 
@@ -46,7 +49,8 @@ def reward(prompt, completion, truncated=False):
     """1 for the right values of x: the two in the prompt, and two that the model has not seen. One
     process runs all four."""
     (x, y), (u, v) = (map(int, point.split(":")) for point in prompt.strip().split(","))
-    a, places = (y - v) // (x - u), [x, u, 11, 37]
+    a = (y - v) // (x - u)
+    places = [x, u, 11, 37]
     program = f"for x in {places}: print({completion})"
     return float(not truncated and run(program) == "\n".join(str(y + a * (n - x)) for n in places))
 
@@ -95,4 +99,6 @@ def run(program: str) -> str | None:
             os.killpg(process.pid, signal.SIGKILL)  # with whatever it has started
         status = process.wait()
         out.seek(0)
-        return out.read().decode(errors="replace").strip() if status == 0 else None
+        if status == 0:
+            return out.read().decode(errors="replace").strip()
+        return None

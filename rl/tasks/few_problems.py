@@ -8,7 +8,8 @@ ALPHABET = string.digits + ">"
 rng = random.Random(0)
 numbers = list(dict.fromkeys("".join(rng.choices(string.digits, k=5)) for _ in range(800)))
 tasks = [(f"{number}>", number[::-1]) for number in numbers]
-eval_problems, problems = tasks[:512], tasks[512:688]
+eval_problems = tasks[:512]
+problems = tasks[512:688]
 
 
 def reward(prompt, completion, truncated=False):

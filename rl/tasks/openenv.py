@@ -26,13 +26,19 @@ class HigherOrLower(Environment):
     """Find a number from 0 to 99 in four guesses."""
 
     def reset(self, seed=None, episode_id=None, **kwargs):
-        self.secret, self.steps = seed * 37 % 100, 0
+        self.secret = seed * 37 % 100
+        self.steps = 0
         return Answer(hint=">")
 
     def step(self, action, timeout_s=None, **kwargs):
         self.steps += 1
         found = action.number == self.secret
-        hint = "=" if found else "+" if action.number < self.secret else "-"
+        if found:
+            hint = "="
+        elif action.number < self.secret:
+            hint = "+"
+        else:
+            hint = "-"
         return Answer(hint=hint, done=found or self.steps == 4, reward=float(found))
 
     @property
@@ -41,12 +47,15 @@ class HigherOrLower(Environment):
 
 
 make_env = HigherOrLower
-ALPHABET, TURN_END = "0123456789>+-=\n", "\n"
+ALPHABET = "0123456789>+-=\n"
+TURN_END = "\n"
 
 
 def action(turn: str):
     """The model's turn as an action; None ends the episode without a reward."""
-    return Guess(number=int(turn)) if turn.isdigit() and len(turn) < 5 else None
+    if turn.isdigit() and len(turn) < 5:
+        return Guess(number=int(turn))
+    return None
 
 
 def text(observation) -> str:
@@ -56,10 +65,16 @@ def text(observation) -> str:
 
 def make(rng):
     """A seed, and for the warm-up an episode of a player that halves the range and errs at times."""
-    seed, low, high, said = rng.randrange(10**6), 0, 99, ""
+    seed = rng.randrange(10**6)
+    low = 0
+    high = 99
+    said = ""
     env, _ = reset(str(seed))
     for _ in range(4):
-        guess = (low + high) // 2 if rng.random() < 0.7 else rng.randint(low, high)
+        if rng.random() < 0.7:
+            guess = (low + high) // 2
+        else:
+            guess = rng.randint(low, high)
         hint, done, _ = step(env, str(guess))
         said += f"{guess}\n" + hint * (not done)
         if done:
@@ -74,7 +89,8 @@ def reset(task):
 
 
 def step(env, turn):
-    if (chosen := action(turn)) is None:
+    chosen = action(turn)
+    if chosen is None:
         return "", True, 0.0
     seen = env.step(chosen)
     return text(seen), seen.done, float(seen.reward or 0)

@@ -50,8 +50,8 @@ def reward(prompt, completion):
     task = tasks[prompt]
     messages = [vf.UserMessage(content=prompt), vf.AssistantMessage(content=completion)]
     nodes = [
-        MessageNode(message=m, parent=i - 1 if i else None, sampled=i == 1)
-        for i, m in enumerate(messages)
+        MessageNode(message=messages[0], parent=None, sampled=False),
+        MessageNode(message=messages[1], parent=0, sampled=True),
     ]
     trace = vf.Trace(
         task=vf.TraceTask(type=type(task).__name__, data=task.data),

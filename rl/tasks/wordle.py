@@ -17,18 +17,20 @@ GUESSES = 5
 def make(rng):
     """A secret word, and a poor player's game for the warm-up: three of four right letters are
     kept, the rest is guessed."""
-    task, transcript, guess, marks = (
-        f"{''.join(rng.choices(LETTERS, k=3))}{rng.randrange(100)}",
-        "",
-        "",
-        "...",
-    )
-    state, done = reset(task)[0], False
+    task = f"{''.join(rng.choices(LETTERS, k=3))}{rng.randrange(100)}"
+    transcript = ""
+    guess = ""
+    marks = "..."
+    state = reset(task)[0]
+    done = False
     while not done:
         keep = [mark == "+" and rng.random() < 0.75 for mark in marks]
-        guess = "".join(
-            old if kept else rng.choice(LETTERS) for old, kept in zip(guess or "aaa", keep)
-        )
+        letters = []
+        for letter, is_kept in zip(guess or "aaa", keep):
+            if not is_kept:
+                letter = rng.choice(LETTERS)
+            letters.append(letter)
+        guess = "".join(letters)
         marks, done, _ = step(state, guess)
         transcript += f"{guess}\n" + marks * (not done)
     return task, transcript
@@ -44,5 +46,12 @@ def step(state, text):
     state["guesses"] += 1
     if text == secret:
         return "", True, 1.0
-    marks = ["+" if a == b else "-" if a in secret else "." for a, b in zip(text, secret)]
+    marks = []
+    for letter, right in zip(text, secret):
+        if letter == right:
+            marks.append("+")
+        elif letter in secret:
+            marks.append("-")
+        else:
+            marks.append(".")
     return "".join(marks) + "\n", state["guesses"] == GUESSES, 0.0

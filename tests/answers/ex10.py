@@ -49,6 +49,23 @@ RIGHT = [
 """),
 ]
 WRONG = [
+    # right, and it tries every split
+    (
+        split("""
+    from itertools import combinations
+
+    def slowest(bounds):
+        sizes = [b - a for a, b in zip(bounds, bounds[1:])]
+        sizes[0] += 1
+        sizes[-1] += 1
+        return max(sizes)
+
+    cuts = combinations(range(1, n_layers), n_stages - 1)
+    best = min(([0, *cut, n_layers] for cut in cuts), key=slowest)
+    return [list(range(a, b)) for a, b in zip(best, best[1:])]
+"""),
+        "It may well be right, and it is too slow",
+    ),
     (
         split("""
     sizes = [n_layers // n_stages + (i < n_layers % n_stages) for i in range(n_stages)]

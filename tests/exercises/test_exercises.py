@@ -12,7 +12,7 @@ import feedback
 import pytest
 from bugs import BUGS, planted_bug
 from course import COURSE, functions, original, source_of, with_blanks
-from runs import REPO, ended
+from runs import MODEL, REPO, ended, launch
 from submission import plant
 from test_mutants import changed_functions
 from tried import answers, table
@@ -94,6 +94,13 @@ def test_a_student_starts_checks_asks_and_solves(tmp_path):
         write(answer, folder)
         assert words in run("check", folder, "--limit", 500, status=status)
     assert "no end after 1 s" in run("check", folder, "--limit", 1, status=1)
+    path = folder / "hand01.py"
+    first = "    for "
+    path.write_text(path.read_text().replace(first, "    while True:\n        pass\n" + first, 1))
+    said = " ".join(run("check", folder, "--limit", 40, status=1).split())
+    assert (
+        "No rank waits for another: the answer still computes" in said and "hand01.py, in" in said
+    )
     assert "is there already" in run("start", 1, "--out", folder, status=2)
 
 
@@ -235,6 +242,54 @@ def test_a_copy_does_not_hold_the_answer(tmp_path):
     run("start", "--diff", tmp_path / "my.diff", "--out", tmp_path / "b")
     assert "    pass\n    norm = squares" in (tmp_path / "b/parallel.py").read_text()
     assert "squares" not in (tmp_path / "b/TASK.md").read_text()
+
+
+def test_a_copy_has_what_git_tracks_and_nothing_of_the_lecturer(tmp_path):
+    own = REPO / "docs" / "questions_of_my_exam.md"
+    own.write_text("a file that git does not know")
+    try:
+        run("start", 3, "--out", tmp_path / "a")
+    finally:
+        own.unlink()
+    made = {str(path.relative_to(tmp_path / "a")) for path in (tmp_path / "a").rglob("*.*")}
+    assert {"flags/config.py", "tools/reports/page.html", "hand03.py"} <= made
+    assert not [name for name in made if name.endswith(own.name)]
+    assert not [name for name in made if name.startswith(("tests", "exercises", "."))]
+
+
+MODEL_OF_SIX = MODEL.replace("n_layers=2", "n_layers=6")
+SMALL = ["--dp_shard", "2", "--seq_len", "32", "--local_batch_size", "2"]
+REPORTS = {  # the flags of a report -> what the program says
+    "--explain --html layout.html": "open it in a browser",
+    "--explain": "attn.wq.weight",
+    "--plot": "mesh.svg",
+    "--dry_run": "80 GB: fits",
+}
+
+
+def report_in(folder, words: list[str], status=0) -> str:
+    """What a report says in a program of its own, which finds no file but those of the folder."""
+    command = launch(1, "train_llama3.py", *SMALL, "--model_args", MODEL_OF_SIX, *words)
+    return ended(command, folder, real=True, status=status).stdout
+
+
+@pytest.mark.parametrize("start", [("3",), ("--bug", "9")], ids=["exercise", "bug"])
+@pytest.mark.parametrize(
+    "flags",
+    [pytest.param(flags, marks=[pytest.mark.slow] * ("--html" not in flags)) for flags in REPORTS],
+)
+def test_every_report_works_in_a_students_folder(start, flags, tmp_path):
+    run("start", *start, "--out", tmp_path / "a")
+    assert REPORTS[flags] in report_in(tmp_path / "a", flags.split())
+
+
+@pytest.mark.slow
+def test_the_first_operation_that_differs_is_named_in_a_students_folder(tmp_path):
+    run("start", 3, "--out", tmp_path / "a")
+    assert "no difference at" in report_in(tmp_path / "a", ["--check_parity", "--where"])
+    run("start", "--bug", 9, "--out", tmp_path / "b")
+    said = report_in(tmp_path / "b", ["--check_parity", "--where"], status=1)
+    assert "look at: every gradient is off by the factor 0.5" in said
 
 
 # ---------------------------------------------------------------- bugs

@@ -69,14 +69,10 @@ def changed_forward(old: str, new: str):
     return mock.patch.object(lora.lora.Adapted, "forward", names["forward"])
 
 
-@pytest.mark.parametrize("cut, named", [(1, "wq.lora_a"), (0, "wo.lora_b")])
-def test_a_gradient_that_is_not_summed_over_tp_is_caught_and_named(cut, named):
+@pytest.mark.parametrize("grad, named", [("a_grad", "wq.lora_a"), ("b_grad", "wo.lora_b")])
+def test_a_gradient_that_is_not_summed_over_tp_is_caught_and_named(grad, named):
     """Of A, where tp cuts the columns; of B, where tp cuts the rows."""
-    mutant = partial(
-        changed_forward,
-        f"cut.is_shard({cut}) else Partial()",
-        f"cut.is_shard({cut}) else Replicate()",
-    )
+    mutant = partial(changed_forward, f"{grad} = Partial()", f"{grad} = Replicate()")
     assert f"gradient of blocks.0.attn.{named}.weight" in compare(
         2, LORA | dict(tp=2), dict(n=4, b=2), mutate=mutant
     )

@@ -19,7 +19,7 @@ from storage import hf
 
 ROOT = Path(__file__).parents[2]
 RELU2 = ("F.silu(self.w1(x))", "F.relu(self.w1(x)).square()")
-MODEL_TYPE = ('else "llama"', 'else "mine"')
+MODEL_TYPE = ('kind = "llama"', 'kind = "mine"')
 
 
 @pytest.fixture

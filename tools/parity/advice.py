@@ -205,7 +205,7 @@ def is_tied(first, layout: list[dict]) -> bool:
 
 
 RESHARDED = (
-    "check_layout (reshards) and pipeline_rows in distributed/refusals.py: the two half backwards of "
+    "check_layout (reshards) in distributed/refusals.py: the two half backwards of "
     "a zero-bubble schedule must not see weights that have been resharded in between"
 )
 

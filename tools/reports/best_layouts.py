@@ -17,8 +17,8 @@ from collections import Counter
 from dataclasses import replace
 from itertools import product
 
-from distributed.layout import AXES
-from distributed.refusals import check_layout
+from distributed.layout import AXES, ExpertConfig, n_experts_of
+from distributed.refusals import check_layout, count
 from flags.config import given_flags, spell_flag
 from tools.parity.halves import without_refused
 from tools.reports.dryrun import human, make_report, table
@@ -40,13 +40,18 @@ BESIDE = ("fsdp", "efsdp", "dp_replicate")
 def legal_layouts(cfg, n: int, model_config, options: dict) -> list:
     """A Config for each legal layout of n devices with the same global batch. Degrees that the user
     gave are kept. options: of check_layout."""
-    total = cfg.local_batch_size * n if cfg.global_batch_size == -1 else cfg.global_batch_size
-    axes = ["pp", "dp_replicate", "cp", "tp"] + ["ep"] * (getattr(model_config, "n_experts", 0) > 0)
+    total = cfg.global_batch_size
+    if total == -1:
+        total = cfg.local_batch_size * n
+    axes = ["pp", "dp_replicate", "cp", "tp"]
+    if n_experts_of(model_config) > 0:
+        axes.append("ep")
     axes = [axis for axis in axes if axis not in given_flags(cfg)]
+    divisors = [d for d in range(1, n + 1) if n % d == 0]
     found = []
-    for degrees in product([d for d in range(1, n + 1) if n % d == 0], repeat=len(axes)):
+    for degrees in product(divisors, repeat=len(axes)):
         flags = dict(zip(axes, degrees))
-        if n % math.prod(degree for axis, degree in flags.items() if axis != "ep"):
+        if n % (math.prod(degrees) // flags.get("ep", 1)):
             continue  # most end here
         c = replace(cfg, **flags)
         data_ranks, rest = divmod(n, c.pp * c.cp * c.tp)
@@ -54,8 +59,10 @@ def legal_layouts(cfg, n: int, model_config, options: dict) -> list:
             continue
         # sequences of a data rank in a step; a pipeline takes all of them at once
         each = total // data_ranks
-        fitting = [b for b in range(1, cfg.local_batch_size + 1) if each % b == 0]
-        for local in [each] if c.pp > 1 else fitting:
+        fitting = [each]
+        if c.pp == 1:
+            fitting = [b for b in range(1, cfg.local_batch_size + 1) if each % b == 0]
+        for local in fitting:
             sizes = dict(local_batch_size=local, global_batch_size=total)
             try:
                 layout = check_layout(
@@ -79,10 +86,17 @@ def bound_of(parts: dict[str, float]) -> str:
     return max((name for name in parts if (name in BESIDE) == is_beside), key=parts.get)
 
 
+def ep_of(cfg) -> int:
+    """--ep; 1 for a recipe without experts."""
+    if isinstance(cfg, ExpertConfig):
+        return cfg.ep
+    return 1
+
+
 def seconds_per_byte(c, machine: str) -> dict[str, float]:
     """{axis: seconds per byte of a gathered tensor}: each of n ranks receives (n - 1) / n of it."""
     data = c.dp_shard * c.cp
-    ep = vars(c).get("ep", 1)
+    ep = ep_of(c)
     spans = {  # axis: (ranks, devices from the first of its ranks to the last)
         "tp": (c.tp, c.tp),
         "cp": (c.cp, c.cp * c.tp),
@@ -92,10 +106,14 @@ def seconds_per_byte(c, machine: str) -> dict[str, float]:
         "dp_replicate": (c.dp_replicate, c.dp_replicate * data * c.tp),
         "pp": (c.pp, c.pp * c.dp_replicate * data * c.tp),
     }
-    return {
-        axis: (1 - 1 / ranks) / MACHINES[machine][1 + (span > NODE)]
-        for axis, (ranks, span) in spans.items()
-    }
+    _, inside, between = MACHINES[machine]
+    seconds = {}
+    for axis, (ranks, span) in spans.items():
+        speed = inside
+        if span > NODE:
+            speed = between
+        seconds[axis] = (1 - 1 / ranks) / speed
+    return seconds
 
 
 def measured(report, c, machine: str) -> Counter:
@@ -106,12 +124,12 @@ def measured(report, c, machine: str) -> Counter:
     cost = seconds_per_byte(c, machine)
     for rank in report.ranks:
         mine = Counter()
-        for (_, _, axis, op, size), number in [
-            (key, k) for key, k in rank.step.items() if key[0] == "moved"
-        ]:
-            mine[axis] += (
-                number * size * {"all_reduce": 2, "send": 0}.get(op, 1) * cost.get(axis, 0)
-            )
+        for key, number in rank.step.items():
+            if key[0] != "moved":
+                continue
+            _, _, axis, op, size = key
+            times = {"all_reduce": 2, "send": 0}.get(op, 1)
+            mine[axis] += number * size * times * cost.get(axis, 0)
         parts |= mine  # the slowest rank
     return parts
 
@@ -120,30 +138,35 @@ def estimated(c, model_config, plain, machine: str) -> tuple[float, dict[str, fl
     """(bytes, parts) of a layout. plain: dry run of FSDP over all devices, with one sequence each."""
     rank = plain.ranks[0]
     split = c.cp * c.tp * c.pp
-    ep = vars(c).get("ep", 1)
     cost = seconds_per_byte(c, machine)
     sequences = c.global_batch_size // (c.dp_replicate * c.dp_shard)  # of a data rank
-    at_once = c.local_batch_size if c.pp == 1 else min(c.pp * c.pp_microbatch_size, sequences)
+    at_once = c.local_batch_size
+    times_gathered = sequences / at_once  # the weights of a layer, in a step
+    if c.pp > 1:
+        at_once = min(c.pp * c.pp_microbatch_size, sequences)
+        times_gathered = 1
     state = sum(rank.step[name] for name in STATE) * c.dp_replicate
     # several micro-batches sum their gradients whole, before they are reduced, where there is room:
     # distributed.layout
-    whole = (
-        rank.step["gradients"]
-        * plain.layout.world_size
-        / (c.pp * c.tp)
-        * (sequences > c.local_batch_size or c.pp > 1)
-    )
-    roomy = c.pp > 1 or state + whole < MACHINES[machine][0] * 1e9 / 2
-    gathered = sum(
-        key[4] * k for key, k in rank.step.items() if key[0] == "moved" and key[2] in BESIDE
-    )
+    whole = 0.0
+    if sequences > c.local_batch_size or c.pp > 1:
+        whole = rank.step["gradients"] * plain.layout.world_size / (c.pp * c.tp)
+    if c.pp == 1 and state + whole >= MACHINES[machine][0] * 1e9 / 2:
+        whole = 0.0
+    gathered = 0
+    for key, number in rank.step.items():
+        if key[0] == "moved" and key[2] in BESIDE:
+            gathered += key[4] * number
+    experts_of_token = 0
+    if n_experts_of(model_config) > 0:
+        experts_of_token = model_config.top_k
     # bytes of the layers' inputs, in bf16
     stream = 2 * sequences * c.seq_len * model_config.dim * model_config.n_layers / c.pp
     moved = {
         "tp": 8 * stream / c.cp,
         "cp": 2 * stream,
-        "ep": 4 * stream / c.cp / c.tp * getattr(model_config, "top_k", 0),
-        "fsdp": gathered / (c.pp * c.tp * ep) * (sequences / at_once if c.pp == 1 else 1),
+        "ep": 4 * stream / c.cp / c.tp * experts_of_token,
+        "fsdp": gathered / (c.pp * c.tp * ep_of(c)) * times_gathered,
         "dp_replicate": 2 * state,
     }
     compute = plain.least_flops / peak_flops(machine) * sequences / split
@@ -154,13 +177,14 @@ def estimated(c, model_config, plain, machine: str) -> tuple[float, dict[str, fl
     }
     # gathered weights, and the loss
     other = rank.peak - sum(rank.step[name] for name in STATE) - rank.activations
-    return state + whole * roomy + rank.activations * at_once / split + other, parts
+    return state + whole + rank.activations * at_once / split + other, parts
 
 
 def print_best(main, cfg, n: int, machine: str) -> int:
     """Prints the table, and returns the exit status. Raises ValueError if no layout is legal, or
     none fits."""
-    (_, model_config), options = stop_main(main, replace(cfg), "check_layout")
+    given, options = stop_main(main, replace(cfg), "check_layout")
+    model_config = given[1]
     found = legal_layouts(cfg, n, model_config, options)
     limit = MACHINES[machine][0] * 1e9
     if not found:
@@ -184,11 +208,11 @@ def print_best(main, cfg, n: int, machine: str) -> int:
         peak = max(rank.peak for rank in report.ranks)
         peaks.append(peak)
         if peak <= limit:
-            given = [
-                spell_flag(name, vars(c)[name])
-                for name in (*AXES, "ep")
-                if vars(c).get(name, 1) > 1
-            ]
+            given = []
+            degrees = {axis: getattr(c, axis) for axis in AXES} | {"ep": ep_of(c)}
+            for name, degree in degrees.items():
+                if degree > 1:
+                    given.append(spell_flag(name, degree))
             given.append(spell_flag("local_batch_size", c.local_batch_size))
             share = parts["arithmetic"] / least(parts)
             cells = (
@@ -200,12 +224,10 @@ def print_best(main, cfg, n: int, machine: str) -> int:
             )
             rows.append((least(parts), peak, *cells))
         if sys.stderr.isatty():
-            print(
-                f"\r{i} dry runs, {len(rows)} fit",
-                end="\n" * (len(rows) == SHOWN),
-                file=sys.stderr,
-                flush=True,
-            )
+            end = ""
+            if len(rows) == SHOWN:
+                end = "\n"
+            print(f"\r{i} dry runs, {len(rows)} fit", end=end, file=sys.stderr, flush=True)
         if len(rows) == SHOWN:
             break
     if not rows:
@@ -216,17 +238,10 @@ def print_best(main, cfg, n: int, machine: str) -> int:
             "devices"
         )
     print(
-        f"{len(found)} legal layouts of {n} device{'s' * (n > 1)}; the best that fit an "
+        f"{len(found)} legal layouts of {count(n, 'device')}; the best that fit an "
         f"{machine}, for --global_batch_size "
         f"{found[0].global_batch_size}:\n"
     )
-    print(
-        table(
-            [
-                ["a step", "arithmetic", "peak", "bound by", "flags"],
-                *(row[2:] for row in sorted(rows)),
-            ],
-            right=False,
-        )
-    )
+    head = ["a step", "arithmetic", "peak", "bound by", "flags"]
+    print(table([head, *(row[2:] for row in sorted(rows))], right=False))
     return 0

@@ -55,27 +55,31 @@ class Watch(TorchDispatchMode):
 
     def __init__(self, layout=None):
         super().__init__()
-        self.moved, self.flops, self.live, self.peak, self.sizes = Counter(), Counter(), 0, 0, {}
+        self.moved = Counter()
+        self.flops = Counter()
+        self.live = 0
+        self.peak = 0
+        self.sizes = {}  # storage -> bytes
         # phase of operations that autograd does not run: forward, backward (of a pipeline), update
         self.outside = "forward"
         # {name of a process group: axes}. Axes over the same ranks may share a group; an axis over
         # all ranks uses the world's.
         self.axes = {}
-        for mesh in [
-            m
-            for m in layout and (layout.expert_mesh, layout.full_mesh, layout.mesh) or ()
-            if m is not None
-        ]:
+        if layout:
+            self.name_groups(layout)
+
+    def name_groups(self, layout) -> None:
+        for mesh in (layout.expert_mesh, layout.full_mesh, layout.mesh):
+            if mesh is None:
+                continue
             for axis in mesh.mesh_dim_names:
-                self.axes.setdefault(mesh.get_group(axis).group_name, []).extend(
-                    [axis] * (mesh[axis].size() > 1)
-                )
-        if (
-            layout
-            and layout.world_size > 1
-            and not self.axes.get(world := dist.group.WORLD.group_name)
-        ):
-            self.axes[world] = ["world"]
+                axes = self.axes.setdefault(mesh.get_group(axis).group_name, [])
+                if mesh[axis].size() > 1:
+                    axes.append(axis)
+        if layout.world_size > 1:
+            world = dist.group.WORLD.group_name
+            if not self.axes.get(world):
+                self.axes[world] = ["world"]
 
     def __enter__(self):
         # how FSDP frees a block's weights, and takes the memory again
@@ -109,43 +113,48 @@ class Watch(TorchDispatchMode):
         out = self.run(func, *args, **kwargs)
         known = {t.untyped_storage()._cdata for t in tensors_in((args, kwargs))}
         for storage in [t.untyped_storage() for t in tensors_in(out)]:
-            if (key := storage._cdata) not in known and key not in self.sizes:
+            key = storage._cdata
+            if key not in known and key not in self.sizes:
                 self.change(key, storage.nbytes())
                 weakref.finalize(storage, self.change, key, None)
         count = FLOPS.get(func._opname) or flop_registry.get(func._overloadpacket)
-        flops = count(*args, **kwargs, out_val=out) if count else 0
+        flops = 0
+        if count:
+            flops = count(*args, **kwargs, out_val=out)
         self.flops[self.phase()] += flops
         self.flops["attention"] += flops * ("attention" in func._opname)
         if func.namespace in ("c10d", "_c10d_functional"):
             name = func._opname.replace("_", "")  # _allgather_base_, all_gather_into_tensor
-            for op in [op for op in OPS if op.replace("_", "") in name]:
+            for op in OPS:
+                if op.replace("_", "") not in name:
+                    continue
                 self.count_collective(op, [*tree_iter((args, kwargs)), *tree_iter(out)])
         return out
 
     def count_collective(self, op: str, values: list):
         """values: all arguments and results of the call; the process group is among the values."""
-        group = next((v for v in reversed(values) if isinstance(v, str) and v in self.axes), None)
-        if group is None:
-            objects = [
-                v
-                for v in values
-                if isinstance(v, torch.ScriptObject) and v._type().name() == "ProcessGroup"
-            ]
-            group = dist.ProcessGroup.unbox(objects[0]).group_name if objects else None
+        group = self.group_among(values)
         axes = self.axes.get(group, [group])
         if not axes:
             return  # a group of one rank: nothing travels
         # axes share the group: the call stack tells whether FSDP issued the call
         if len(axes) > 1 and op != "all_reduce":
-            fsdp = any(
-                "_fully_shard" in frame.f_code.co_filename
-                for frame, _ in traceback.walk_stack(None)
-            )
-            axes = [
-                a for a in axes if (a in ("dp_replicate", "dp_shard", "fsdp", "efsdp")) == fsdp
-            ] or axes
+            files = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(None)]
+            is_fsdp = any("_fully_shard" in file for file in files)
+            axes_of_fsdp = ("dp_replicate", "dp_shard", "fsdp", "efsdp")
+            axes = [axis for axis in axes if (axis in axes_of_fsdp) == is_fsdp] or axes
         size = max(t.numel() * t.element_size() for t in values if isinstance(t, torch.Tensor))
         self.moved[self.phase(), axes[-1], op, size] += 1
+
+    def group_among(self, values: list) -> str | None:
+        """The name of the process group of a call."""
+        for value in reversed(values):
+            if isinstance(value, str) and value in self.axes:
+                return value
+        for value in values:
+            if isinstance(value, torch.ScriptObject) and value._type().name() == "ProcessGroup":
+                return dist.ProcessGroup.unbox(value).group_name
+        return None
 
     def run(self, func, *args, **kwargs):
         return func(*args, **kwargs)
@@ -162,7 +171,9 @@ class Watch(TorchDispatchMode):
     def phase(self) -> str:
         if torch._C._current_graph_task_id() == -1:
             return self.outside
-        return "recompute" if torch.is_grad_enabled() else "backward"
+        if torch.is_grad_enabled():
+            return "recompute"
+        return "backward"
 
     def take_peak(self) -> int:
         """Return the peak since the last call, and start again."""

@@ -25,6 +25,7 @@ from tools.reports.dryrun import (
     human,
     observe,
     optimizer_state,
+    say_fits,
     size_of,
     table,
 )
@@ -48,7 +49,11 @@ def observe_update(model, optimizer, layout, cfg, held: int) -> Phase:
     """Two forwards and backwards of this rank, and the optimizer's first step, which makes its
     state. In a pipeline as many forwards wait for their backwards as there are stages from this one
     on."""
-    B, T = (1, cfg.pack_tokens) if cfg.pack_tokens else (cfg.local_batch_size, cfg.seq_len)
+    B = cfg.local_batch_size
+    T = cfg.seq_len
+    if cfg.pack_tokens:
+        B = 1
+        T = cfg.pack_tokens
     T = -(-T // pieces(layout)) * pieces(layout)
     logprobs = model.token_loss
     model.token_loss = lambda *given: logprobs(*given)[0].sum()
@@ -74,7 +79,9 @@ def observe_rollout(model, layout, cfg, beside: int, samplers: int) -> Phase:
     for --max_new_tokens.
     beside: bytes held beside the parameters. samplers: ranks that share the prompts of a step."""
     width = layout.tp
-    mesh = layout.mesh["tp"] if layout.tp > 1 else None
+    mesh = None
+    if layout.tp > 1:
+        mesh = layout.mesh["tp"]
     watch = DryWatch(layout)
     n = max(1, min(cfg.rollout_rows // cfg.group_size, -(-cfg.prompts_per_step // samplers)))
     length = max(1, cfg.seq_len - cfg.max_new_tokens)
@@ -104,7 +111,10 @@ def observe_phases(main, cfg) -> tuple:
     phases = {}
     held = []
     numel = {}
-    engine = "any" if cfg.gen_ranks else cfg.engine
+    if cfg.gen_ranks:
+        engine = "any"
+    else:
+        engine = cfg.engine
     with tempfile.TemporaryDirectory() as out:  # main makes the folder, and writes its tokenizer
         # with an engine the trainers are those of --gen_ranks, and may be a pipeline
         trainers = replace(
@@ -119,8 +129,12 @@ def observe_phases(main, cfg) -> tuple:
         for stage in range(max(1, cfg.pp)):
             with dry_world(main, trainers, stage) as ([model], optimizer, layout):
                 parameters = size_of(model.parameters())
-                reference = parameters if cfg.kl_coef and not cfg.lora_rank else 0
-                name = f"update, stage {stage}" if layout.pp > 1 else "update"
+                reference = 0
+                if cfg.kl_coef and not cfg.lora_rank:
+                    reference = parameters
+                name = "update"
+                if layout.pp > 1:
+                    name = f"update, stage {stage}"
                 phases[name] = observe_update(model, optimizer, layout, cfg, parameters + reference)
                 held.append((parameters, reference, optimizer_state([optimizer])))
                 numel |= {fqn: p.numel() for fqn, p in model.named_parameters()}
@@ -165,8 +179,8 @@ def dry_run(main, cfg) -> None:
     ]
     for name, phase in phases.items():
         peak = phase.held + phase.made
-        fits = " / ".join("yes" if peak <= size * 1e9 else "no" for size in DEVICES)
-        lines.append([name, *map(human, (phase.held, phase.made, phase.cache, peak)), fits])
+        sizes = (phase.held, phase.made, phase.cache, peak)
+        lines.append([name, *map(human, sizes), say_fits(peak)])
     print(table(lines))
     for name, phase in phases.items():
         for (axis, op), (number, size) in sorted(totals(phase.moved).items()):

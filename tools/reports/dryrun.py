@@ -3,7 +3,7 @@
 The recipe's own parallelisation code runs under a fake process group of any size, on tensors
 without memory. The dry run counts bytes, collectives, FLOPs and the pipeline's bubble, for the
 first device of each pipeline rank. --plot and --explain start from the same numbers
-(layout_plots.py and explain.py in exercises/).
+(layout_plots.py and explain.py).
 """
 
 import math
@@ -52,11 +52,8 @@ class DryWatch(Watch):
         # models.moe.Balance.count
         if func is torch.ops.aten.scatter_add_.default and args[0].dtype == torch.int64:
             self.rows = args[2].numel()
-        if (
-            func is torch.ops.aten.sum.dim_IntList
-            and args[0].dim() == 4
-            and args[0].dtype == torch.int64
-        ):
+        is_sum = func is torch.ops.aten.sum.dim_IntList
+        if is_sum and args[0].dim() == 4 and args[0].dtype == torch.int64:
             # exchange_tokens: (2, ep, parts, experts)
             self.pieces = args[0].shape[1] * args[0].shape[2]
         if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.int64:
@@ -74,12 +71,13 @@ class DryWatch(Watch):
         if func is torch.ops.aten._grouped_mm.default:
             x = args[0]
             w = args[1]
-            experts = kwargs.get("offs", args[2] if len(args) > 2 else None)
-            return x.new_empty(
-                (x.shape[0], w.shape[-1])
-                if w.dim() == 3
-                else (len(experts), x.shape[0], w.shape[1])
-            )
+            if w.dim() == 3:
+                return x.new_empty(x.shape[0], w.shape[-1])
+            if "offs" in kwargs:
+                experts = kwargs["offs"]
+            else:
+                experts = args[2]
+            return x.new_empty(len(experts), x.shape[0], w.shape[1])
         return func(*args, **kwargs)
 
 
@@ -118,13 +116,13 @@ def build(main, cfg, connect, **stand_ins):
         do_nothing,
     )
     stand_ins |= dict(open_data=lambda *args: data, connect=connect, make_mesh=make_mesh)
-    with mock.patch.multiple(
-        parallel, **{name: value for name, value in stand_ins.items() if hasattr(parallel, name)}
-    ):
+    in_parallel = {name: value for name, value in stand_ins.items() if hasattr(parallel, name)}
+    with mock.patch.multiple(parallel, **in_parallel):
         _, made = stop_main(
             main, cfg, "Checkpoints", **stand_ins, loaded_later=lambda cfg: lambda fqn: False
         )
-    stages, [layout] = made["modules"], layouts
+    stages = made["modules"]
+    (layout,) = layouts
     if layout.pp == 1:
         # as a pipeline's stages have
         stages[0].index = 0
@@ -155,13 +153,14 @@ def dry_world(main, cfg, pp_rank: int):
         # compiled or not, the same bytes travel; the order of the micro-batches is not run but
         # simulated (schedule.py)
         order = SIMPLE_ORDER.get(layout.schedule, layout.schedule)
+        memory = int(DEVICES[0] * 1e9)
+        if cfg.device == "cpu":
+            memory = 0
+        dtype = torch.bfloat16
+        if cfg.compute_dtype == "float32":
+            dtype = torch.float32
         dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-        return replace(
-            layout,
-            schedule=order,
-            memory=int(DEVICES[0] * 1e9) * (cfg.device != "cpu"),
-            compute_dtype=torch.float32 if cfg.compute_dtype == "float32" else torch.bfloat16,
-        )
+        return replace(layout, schedule=order, memory=memory, compute_dtype=dtype)
 
     def not_async(stage, layout, cfg, usual=parallel.tensor_parallel):
         usual(stage, layout, replace(cfg, async_tp=False))
@@ -181,17 +180,17 @@ def dry_world(main, cfg, pp_rank: int):
         if cfg.device != "cpu":
             for table in CHUNK_ELEMENTS, PARTS:
                 stack.enter_context(mock.patch.dict(table, cpu=table["cuda"]))
-        for owner, name, value in [
-            *[
-                (module, "local_slice", unwatched(distributed.layout.local_slice))
-                for module in (parallel, muon)
-            ],
+        local_slice = unwatched(distributed.layout.local_slice)
+        replaced = [
+            (parallel, "local_slice", local_slice),
+            (muon, "local_slice", local_slice),
             (DeviceMesh, "__getitem__", unwatched(DeviceMesh.__getitem__)),
             (checks, "check_memory", do_nothing),
             (parallel, "lower_right_mask", do_nothing),  # CUDA's flash kernel has the mask built in
-            *[(schedules._PipelineSchedule, "_warmup_p2p", shapes_are_given)]
-            * hasattr(stage_module, "InferenceMode"),
-        ]:
+        ]
+        if hasattr(stage_module, "InferenceMode"):
+            replaced.append((schedules._PipelineSchedule, "_warmup_p2p", shapes_are_given))
+        for owner, name, value in replaced:
             stack.enter_context(mock.patch.object(owner, name, value))
         try:
             on_gpus = partial(refusals.check_layout, on_cuda=True)
@@ -222,27 +221,30 @@ def forget_silu(stages) -> None:
 
     def pack(x):
         is_silu = type(x.grad_fn).__name__ == "SiluBackward0"
-        return (
-            partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=x.device)
-            if is_silu
-            else x
-        )
+        if is_silu:
+            return partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=x.device)
+        return x
+
+    def unpack(kept):
+        if isinstance(kept, partial):
+            return kept()
+        return kept
 
     def without_silu(compute):
         def run(*args, **kwargs):
-            with torch.autograd.graph.saved_tensors_hooks(
-                pack, lambda kept: kept() if isinstance(kept, partial) else kept
-            ):
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
                 return compute(*args, **kwargs)
 
         return run
 
-    for block in [block for stage in stages for block in all_blocks(stage).values()]:
-        compiled, name = (
-            (block.moe.experts, "compute") if hasattr(block, "moe") else (block, "forward")
-        )
-        if not isinstance(block.forward, partial):
-            setattr(compiled, name, without_silu(getattr(compiled, name)))
+    for stage in stages:
+        for block in all_blocks(stage).values():
+            if isinstance(block.forward, partial):
+                continue
+            if hasattr(block, "moe"):
+                block.moe.experts.compute = without_silu(block.moe.experts.compute)
+            else:
+                block.forward = without_silu(block.forward)
 
 
 # ---------------------------------------------------------------- one step, measured
@@ -251,9 +253,11 @@ def size_of(tensors) -> int:
 
 
 def optimizer_state(optimizers) -> int:
-    return size_of(
-        t for optimizer in optimizers for state in optimizer.state.values() for t in state.values()
-    )
+    total = 0
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            total += size_of(state.values())
+    return total
 
 
 def gathered_bytes(stage, own: list) -> int:
@@ -272,7 +276,10 @@ def stages_followed(stages, layout, watch: Watch, out: Counter):
     Writes (activations, stage) and (flops, stage) into out: see observe. Yields (peaks, mark):
     mark() appends to peaks the memory's peak since the last mark, and how many micro-batches of
     each stage were between forward and end of backward."""
-    before, under_way, peaks, place = {}, Counter(), [], {s.index: i for i, s in enumerate(stages)}
+    before = {}
+    under_way = Counter()
+    peaks = []
+    place = {s.index: i for i, s in enumerate(stages)}
     own = [p for stage in stages for p in stage.parameters()]
 
     def mark():
@@ -287,7 +294,8 @@ def stages_followed(stages, layout, watch: Watch, out: Counter):
         before[stage.index] = watch.live - gathered_bytes(stage, own), watch.flops["forward"]
 
     def leave(stage, *args):
-        i, (live, flops) = place[stage.index], before[stage.index]
+        i = place[stage.index]
+        live, flops = before[stage.index]
         out["activations", i] = watch.live - gathered_bytes(stage, own) - live
         out["flops", i] += watch.flops["forward"] - flops
 
@@ -295,9 +303,9 @@ def stages_followed(stages, layout, watch: Watch, out: Counter):
     def marked(backward):
         def run(stage, *args, full_backward=True, **kwargs):
             watch.outside = "backward"  # FSDP reduces the gradients after autograd has returned
-            done = backward(
-                stage, *args, **kwargs | ({} if full_backward else {"full_backward": False})
-            )
+            if not full_backward:
+                kwargs["full_backward"] = False
+            done = backward(stage, *args, **kwargs)
             mark()
             under_way[place[stage.stage_index]] -= full_backward
             return done
@@ -310,14 +318,13 @@ def stages_followed(stages, layout, watch: Watch, out: Counter):
             stack.callback(stage.register_forward_hook(leave).remove)
         if layout.pp > 1:
             for name in ("backward_one_chunk", "backward_weight_one_chunk"):
-                stack.enter_context(
-                    mock.patch.object(PipelineStage, name, marked(getattr(PipelineStage, name)))
-                )
+                backward = marked(getattr(PipelineStage, name))
+                stack.enter_context(mock.patch.object(PipelineStage, name, backward))
         yield peaks, mark
 
 
 def observe(stages, optimizers, layout, seq_len: int, n: int, watch: Watch) -> Counter:
-    """Run a training step of n micro-batches (pipeline) or accumulation steps, and measure memory,
+    """Run a training step of n micro-batches pipeline or accumulation steps, and measure memory,
     FLOPs and collectives.
 
     Memory is right only in a model's first step: in later steps FSDP's buffers already exist, and
@@ -331,7 +338,10 @@ def observe(stages, optimizers, layout, seq_len: int, n: int, watch: Watch) -> C
     (flops, phase): of the step; (flops, stage): of the forwards alone
     (moved, phase, axis, op, bytes): number of calls
     """
-    local = layout.microbatch_size * n if layout.pp > 1 else layout.local_batch_size
+    if layout.pp > 1:
+        local = layout.microbatch_size * n
+    else:
+        local = layout.local_batch_size
     few = local * layout.data_ranks * (1 if layout.pp > 1 else n)
     layout = replace(layout, local_batch_size=local, global_batch_size=few)
     tokens = torch.randint(
@@ -355,16 +365,16 @@ def observe(stages, optimizers, layout, seq_len: int, n: int, watch: Watch) -> C
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        if getattr(stages[0].config, "n_experts", 0):
+        if layout.has_experts:
             balance_experts(stages, layout, "bias", 1e-3)
     out["optimizer"] = optimizer_state(optimizers)
     state = out["parameters"] + out["optimizer"]
     # the first step makes the optimizer's state
     out["update"] = out["parameters"] + had + watch.take_peak()
-    out["peak"] = state + max(
-        peak - sum(k * out["activations", i] for i, k in under_way.items())
-        for peak, under_way in peaks
-    )
+    without = []  # the peaks, without activations
+    for peak, under_way in peaks:
+        without.append(peak - sum(k * out["activations", i] for i, k in under_way.items()))
+    out["peak"] = state + max(without)
     out["measured"] = max(out["update"], *(state + peak for peak, _ in peaks))
     out.update({("flops", name): flops for name, flops in watch.flops.items()})
     out.update({("moved", *key): number for key, number in watch.moved.items()})
@@ -382,24 +392,30 @@ def measure(stages, optimizers, layout, seq_len: int, n: int) -> Counter:
     take the place of 1."""
     if n <= 2 or layout.schedule not in get_args(Schedule):
         return observe(stages, optimizers, layout, seq_len, n, DryWatch(layout))
-    other = 3 if layout.pp > 1 and layout.schedule in ZERO_BUBBLE else 1
-    two, also = (
-        observe(stages, optimizers, layout, seq_len, m, DryWatch(layout)) for m in (2, other)
-    )
-    each = add_scaled(two, -1, also) if other == 1 else add_scaled(also, -1, two)
+    other = 1
+    if layout.pp > 1 and layout.schedule in ZERO_BUBBLE:
+        other = 3
+    two = observe(stages, optimizers, layout, seq_len, 2, DryWatch(layout))
+    also = observe(stages, optimizers, layout, seq_len, other, DryWatch(layout))
+    if other == 1:
+        each = add_scaled(two, -1, also)
+    else:
+        each = add_scaled(also, -1, two)
     step = add_scaled(two, n - 2, each)
     # memory does not grow with n, but for the buffers that receive from a neighbour: one per
     # micro-batch for the whole step
-    received = (
-        sum(
-            key[4] * k for key, k in two.items() if key[0] == "moved" and key[2:4] == ("pp", "recv")
-        )
-        // 2
-    )
-    memory = {key: two[key] for key in two if key[0] == "activations"} | {
-        key: two[key] for key in ("update", "measured")
-    }
-    return Counter({**step, **memory, "peak": two["peak"] + received * (n - 2)})
+    received = 0
+    for key, number in two.items():
+        if key[0] == "moved" and key[2:4] == ("pp", "recv"):
+            received += key[4] * number
+    step = Counter(step)
+    for key in two:
+        if key[0] == "activations":
+            step[key] = two[key]
+    step["update"] = two["update"]
+    step["measured"] = two["measured"]
+    step["peak"] = two["peak"] + received // 2 * (n - 2)
+    return step
 
 
 def rank_kind(stages):
@@ -465,13 +481,15 @@ def make_report(main, cfg) -> Report:
     first = {}
     for pp_rank in range(max(1, cfg.pp)):
         with dry_world(main, cfg, pp_rank) as (stages, optimizers, layout):
-            n = n_microbatches(layout) if layout.pp > 1 else layout.accumulation
+            if layout.pp > 1:
+                n = n_microbatches(layout)
+            else:
+                n = layout.accumulation
             same = first.setdefault(rank_kind(stages), pp_rank)
-            step = (
-                ranks[same].step
-                if same < pp_rank
-                else measure(stages, optimizers, layout, cfg.seq_len, n)
-            )
+            if same < pp_rank:
+                step = ranks[same].step
+            else:
+                step = measure(stages, optimizers, layout, cfg.seq_len, n)
             ranks.append(Rank(stages, [stage.index for stage in stages], step, same))
     rows = rows_of(cfg, layout.pp, n, stages[0].n_stages)
     for row, rank in zip(rows, ranks, strict=True):
@@ -493,7 +511,9 @@ def make_report(main, cfg) -> Report:
     # of 2 cp chunks
     windows = any(getattr(model.config, name, None) for name in ("sliding_window", "chunk_size"))
     chunks = layout.cp > 1 and cfg.cp_method == "allgather" and not windows
-    causal = 2 * layout.cp / (2 * layout.cp + 1) if chunks else 0.5
+    causal = 0.5
+    if chunks:
+        causal = 2 * layout.cp / (2 * layout.cp + 1)
     return Report(layout, ranks, n, rows, sum(p.numel() for p in model.parameters()), cost, causal)
 
 
@@ -503,46 +523,71 @@ def table(rows: list[list], right=True) -> str:
     widths = [max(len(str(row[i])) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:
-        cells = [
-            str(c).rjust(w) if right and i else str(c).ljust(w)
-            for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        ]
+        cells = []
+        for cell, width in zip(row, widths, strict=True):
+            if right and cells:
+                cells.append(str(cell).rjust(width))
+            else:
+                cells.append(str(cell).ljust(width))
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 
 
 def human(n: float) -> str:
-    unit = next((i for i in range(4) if n < 1000 * 1024**i), 4)
-    return f"{n / 1024**unit:.3g} {'B KiB MiB GiB TiB'.split()[unit]}"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n < 1000:
+            return f"{n:.3g} {unit}"
+        n /= 1024
+    return f"{n:.3g} TiB"
 
 
 def print_report(cfg, report: Report, machine: str) -> None:
     layout = report.layout
-    ranks = report.ranks
+    devices = "devices"
+    if layout.world_size == 1:
+        devices = "device"
     print(
         f"dry run: {report.n_params:,} parameters | {layout} = {layout.world_size:,} "
-        f"device{'s' * (layout.world_size > 1)} | {str(layout.compute_dtype)[6:]} compute | "
+        f"{devices} | {str(layout.compute_dtype)[6:]} compute | "
         f"{layout.global_batch_size} sequences x {cfg.seq_len} tokens per step"
     )
     print(
         "\nThe first device of each pipeline rank; the peak fits "
         f"({' / '.join(map(str, DEVICES))} GB) or does not:\n"
     )
+    print(table(memory_rows(report.ranks)))
+    print(
+        "\nCollectives of one step: number and bytes (of the largest tensor of each, summed), by "
+        "axis:\n"
+    )
+    lines = collective_rows(report.ranks)
+    if len(lines) > 1:
+        print(table(lines))
+    else:
+        print("none")
+    print()
+    print_bounds(cfg, report, machine)
+    print_peak(cfg, report)
+
+
+def say_fits(peak: float) -> str:
+    """yes or no for each size of DEVICES."""
+    words = []
+    for size in DEVICES:
+        if peak <= size * 1e9:
+            words.append("yes")
+        else:
+            words.append("no")
+    return " / ".join(words)
+
+
+def memory_rows(ranks: list[Rank]) -> list[list]:
+    """Header and a row per pipeline rank: bytes of its first device, and its FLOPs."""
     lines = [
-        [
-            "pp rank",
-            "layers",
-            "parameters",
-            "gradients",
-            "optimizer",
-            "activations",
-            "peak",
-            "fits",
-            "TFLOPs/step",
-        ]
+        ["pp rank", "layers", "parameters", "gradients", "optimizer", "activations"]
+        + ["peak", "fits", "TFLOPs/step"]
     ]
     for i, rank in enumerate(ranks):
-        fits = " / ".join("yes" if rank.peak <= size * 1e9 else "no" for size in DEVICES)
         sizes = [
             rank.step["parameters"],
             rank.step["gradients"],
@@ -551,39 +596,42 @@ def print_report(cfg, report: Report, machine: str) -> None:
             rank.peak,
         ]
         tera = rank.flops("forward", "backward", "recompute") / 1e12
-        lines.append(
-            [i, sum(len(s.blocks) for s in rank.stages), *map(human, sizes), fits, f"{tera:,.3g}"]
-        )
-    print(table(lines))
+        n_layers = sum(len(s.blocks) for s in rank.stages)
+        lines.append([i, n_layers, *map(human, sizes), say_fits(rank.peak), f"{tera:,.3g}"])
+    return lines
 
-    different = sorted({rank.same_as for rank in ranks})
-    names = [
-        ", ".join(str(j) for j, rank in enumerate(ranks) if rank.same_as == i) for i in different
-    ]
-    print(
-        "\nCollectives of one step: number and bytes (of the largest tensor of each, summed), by "
-        "axis:\n"
-    )
-    counts = [
-        totals({key[1:]: n for key, n in ranks[i].step.items() if key[0] == "moved"})
-        for i in different
-    ]
-    lines = [["axis", "operation", *(f"pp rank {name}" for name in names)]]
-    for axis, op in sorted({key for c in counts for key in c}):
-        cells = [c.get((axis, op), (0, 0)) for c in counts]
-        lines.append(
-            [
-                axis,
-                op,
-                *(f"{number:,} x, {human(size)}" if number else "-" for number, size in cells),
-            ]
-        )
-    print(table(lines) if len(lines) > 1 else "none")
 
+def collective_rows(ranks: list[Rank]) -> list[list[str]]:
+    """Header and a row per axis and operation; a column for the ranks with the same work."""
+    head = ["axis", "operation"]
+    columns = []
+    for i in sorted({rank.same_as for rank in ranks}):
+        alike = [str(j) for j, rank in enumerate(ranks) if rank.same_as == i]
+        head.append(f"pp rank {', '.join(alike)}")
+        moved = {key[1:]: n for key, n in ranks[i].step.items() if key[0] == "moved"}
+        columns.append(totals(moved))
+    rows = [head]
+    for key in sorted(set().union(*columns)):
+        row = [*key]
+        for column in columns:
+            number, size = column.get(key, (0, 0))
+            cell = "-"
+            if number:
+                cell = f"{number:,} x, {human(size)}"
+            row.append(cell)
+        rows.append(row)
+    return rows
+
+
+def print_bounds(cfg, report: Report, machine: str) -> None:
+    """What the pipeline, recomputation and arithmetic leave of the peak."""
+    layout = report.layout
+    ranks = report.ranks
     whole = sum(r.flops("forward", "backward", "recompute") for r in ranks)
     lost = sum(r.flops("recompute") for r in ranks)
-    print()
+    why = []
     if layout.pp > 1:
+        why.append("the pipeline's waiting")
         order = cfg.pp_schedule_csv or cfg.pp_schedule
         print(
             f"Pipeline: {order}, {report.n} micro-batches: bubble "
@@ -595,9 +643,8 @@ def print_report(cfg, report: Report, machine: str) -> None:
             f"Gradients are reduced after each micro-batch, as on devices of {DEVICES[0]} GB: "
             "whole, they take too much"
         )
-    why = ["the pipeline's waiting"] * (layout.pp > 1) + [
-        f"recomputation ({lost / whole:.1%} of the FLOPs)"
-    ] * bool(lost)
+    if lost:
+        why.append(f"recomputation ({lost / whole:.1%} of the FLOPs)")
     print(
         f"MFU at most {report.mfu_bound:.1%}: "
         f"{' and '.join(why) or 'nobody waits for a pipeline, nothing is recomputed'}; "
@@ -610,11 +657,19 @@ def print_report(cfg, report: Report, machine: str) -> None:
         "pipeline alone, with causal "
         "attention at half of its FLOPs; not a prediction"
     )
-    worst = max(ranks, key=lambda r: r.peak)
-    verdict = [
-        f"{size} GB: {'fits' if worst.peak <= size * 1e9 else 'does not fit'}" for size in DEVICES
-    ]
-    print(f"Peak {human(worst.peak)} on pipeline rank {ranks.index(worst)}. {', '.join(verdict)}")
+
+
+def print_peak(cfg, report: Report) -> None:
+    """The rank with the highest peak, and what the numbers leave out."""
+    worst = max(report.ranks, key=lambda r: r.peak)
+    verdict = []
+    for size in DEVICES:
+        if worst.peak <= size * 1e9:
+            verdict.append(f"{size} GB: fits")
+        else:
+            verdict.append(f"{size} GB: does not fit")
+    place = report.ranks.index(worst)
+    print(f"Peak {human(worst.peak)} on pipeline rank {place}. {', '.join(verdict)}")
     print(
         "\nThe peak is more than the columns, and less than their sum: docs/parallelism.md says "
         "what is counted, and how."

@@ -35,8 +35,10 @@ def shown_block(stages) -> tuple[str, torch.nn.Module]:
     """(number, block): the block shown for all blocks of a rank. Not the last block, because FSDP
     does not reshard it."""
     blocks = max((stage.blocks for stage in stages), key=len)
-    name = list(blocks)[-min(3, len(blocks))] if len(blocks) else ""
-    return name, blocks[name] if name else torch.nn.Module()
+    if not len(blocks):
+        return "", torch.nn.Module()
+    name = list(blocks)[-min(3, len(blocks))]
+    return name, blocks[name]
 
 
 def describe_split(p) -> str:
@@ -46,10 +48,15 @@ def describe_split(p) -> str:
         return "whole"
     names = {1: ["rows"], 2: ["rows", "columns"]}.get(p.dim(), [f"dim {d}" for d in range(p.dim())])
     axes = zip(p.device_mesh.mesh_dim_names, p.device_mesh.shape, p.placements, strict=True)
+    said = []
+    for axis, size, placement in axes:
+        if size == 1:
+            continue
+        if placement.is_replicate():
+            said.append(f"{axis}: whole")
+        else:
+            said.append(f"{axis}: {names[placement.dim]}")
     # FSDP's axes stand first in the mesh but split last, so name them last
-    said = [
-        f"{a}: {'whole' if x.is_replicate() else names[x.dim]}" for a, size, x in axes if size > 1
-    ]
     return ", ".join(reversed(said)) or "whole"
 
 
@@ -66,20 +73,25 @@ def count_block(main, cfg):
             name, block = shown_block(stages)
             for unused in list(blocks)[:-keep]:
                 del blocks[unused]
-            for module in (
-                m for stage in stages for m in stage.modules() if isinstance(m, FSDPModule)
-            ):
-                # with --ep blocks name their neighbours, deleted above
-                module.set_modules_to_forward_prefetch([])
-                module.set_modules_to_backward_prefetch([])
+            for stage in stages:
+                forget_neighbours(stage)
             if not steps:
-                params = [
-                    [n, p.shape, describe_split(p), local_tensor(p)]
-                    for n, p in block.named_parameters()
-                ]
-            n = n_microbatches(layout) if cfg.pp_schedule_csv else 1
+                params = []
+                for n, p in block.named_parameters():
+                    params.append([n, p.shape, describe_split(p), local_tensor(p)])
+            n = 1
+            if cfg.pp_schedule_csv:
+                n = n_microbatches(layout)
             steps.append(observe(stages, optimizers, layout, cfg.seq_len, n, DryWatch(layout)))
     return layout, name, params, add_scaled(steps[0], -1, steps[1])
+
+
+def forget_neighbours(stage) -> None:
+    """With --ep, blocks name their neighbours, and count_block has deleted some."""
+    for module in stage.modules():
+        if isinstance(module, FSDPModule):
+            module.set_modules_to_forward_prefetch([])
+            module.set_modules_to_backward_prefetch([])
 
 
 def list_collectives(step) -> list[tuple]:
@@ -91,16 +103,9 @@ def list_collectives(step) -> list[tuple]:
         here = {key: n for key, n in moved.items() if key[0] == p}
         for (axis, op), (number, size) in totals(here).items():
             *_, why = MOVES.get((axis, op, p), [""])
-            found.append(
-                (
-                    p,
-                    axis,
-                    op,
-                    number,
-                    size,
-                    "the forward's, as its result was not kept" if p == "recompute" else why,
-                )
-            )
+            if p == "recompute":
+                why = "the forward's, as its result was not kept"
+            found.append((p, axis, op, number, size, why))
     return found
 
 
@@ -114,14 +119,15 @@ def explain(cfg, counted) -> None:
         )
     layout, name, params, step = counted
     print(f"One block of {layout}: blocks.{name}, on the first device\n")
-    shape = lambda s: " x ".join(map(str, s))  # noqa: E731
     lines = [["parameter", "whole", "split by", "on this device", ""]]
-    lines += [
-        [n, shape(whole), split, shape(p.shape), human(size_of([p]))]
-        for n, whole, split, p in params
-    ]
+    for n, whole, split, p in params:
+        whole = " x ".join(map(str, whole))
+        here = " x ".join(map(str, p.shape))
+        lines.append([n, whole, split, here, human(size_of([p]))])
     print(table(lines, right=False))
-    size = f"{cfg.pp_microbatch_size if layout.pp > 1 else cfg.local_batch_size} x {cfg.seq_len}"
+    size = f"{cfg.local_batch_size} x {cfg.seq_len}"
+    if layout.pp > 1:
+        size = f"{cfg.pp_microbatch_size} x {cfg.seq_len}"
     print(
         f"\nWhat travels for it in one forward and backward of {size} tokens. Bytes in all: the "
         "largest tensor of each,\n"

@@ -24,7 +24,9 @@ def pipeline_peers(report) -> list[int]:
     """Pipeline ranks that exchange activations or gradients with pipeline rank 0: the owners of
     neighbouring stages, and the last rank if both ends need the embedding."""
     owner = {i: rank for rank, held in enumerate(report.ranks) for i in held.ids}
-    peers = {owner[i + step] for i in report.ranks[0].ids for step in (-1, 1) if i + step in owner}
+    peers = set()
+    for i in report.ranks[0].ids:
+        peers |= {owner[stage] for stage in (i - 1, i + 1) if stage in owner}
     if embeds_at_both_ends(report.ranks[0].stages[0].config):
         peers.add(owner[max(owner)])
     return sorted(peers - {0})
@@ -39,37 +41,40 @@ def draw_mesh(layout, peers: list[int]) -> str:
     wide = len(ranks[0]) * SIDE + 10
     high = len(ranks[0][0]) * SIDE + 30
     across = max(1, 840 // wide)
-    shown = f" (shown: {cut})" if cut else ""
+    shown = ""
+    if cut:
+        shown = f" (shown: {cut})"
     out = svg.label(10, 24, f"{layout}: {layout.world_size:,} devices, by rank", "title")
     out += svg.label(10, 44, f"columns: dp_replicate x dp_shard, rows: cp x tp{shown}")
     for i, panel in enumerate(ranks):
         left = 10 + i % across * wide
         top = 74 + i // across * high
-        out += svg.label(left, top - 6, f"pp {i}", "small") if layout.pp > 1 else ""
+        if layout.pp > 1:
+            out += svg.label(left, top - 6, f"pp {i}", "small")
         for d, column in enumerate(panel):
             for j, rank in enumerate(column):
-                shared = [
-                    axis
-                    for axis, group in groups.items()
-                    if rank in group and (axis != "pp" or i in peers)
-                ]
-                shared = ["compute"] if rank == 0 else shared or ["idle"]
+                shared = []
+                look = "small"
+                for axis, group in groups.items():
+                    if rank in group and (axis != "pp" or i in peers):
+                        shared.append(axis)
+                if rank == 0:
+                    shared = ["compute"]
+                    look = "small on"
+                elif not shared:
+                    shared = ["idle"]
                 x = left + d * SIDE
                 y = top + j * SIDE
                 stripe = (SIDE - 2) / len(shared)
-                out += "".join(
-                    svg.rect(x + k * stripe, y, stripe, SIDE - 2, axis)
-                    for k, axis in enumerate(shared)
-                )
-                out += svg.label(
-                    x + SIDE / 2 - 1, y + 16, rank, "small on" if rank == 0 else "small", "middle"
-                )
+                for k, axis in enumerate(shared):
+                    out += svg.rect(x + k * stripe, y, stripe, SIDE - 2, axis)
+                out += svg.label(x + SIDE / 2 - 1, y + 16, rank, look, "middle")
     bottom = 74 + -(-len(ranks) // across) * high
     entries = [("compute", "device 0")]
-    entries += [
-        (axis, f"{axis} {len(group)}: {AXIS_WORDS[axis]}") for axis, group in groups.items()
-    ]
-    out += "".join(svg.legend(10, bottom + 20 * i, [entry]) for i, entry in enumerate(entries))
+    for axis, group in groups.items():
+        entries.append((axis, f"{axis} {len(group)}: {AXIS_WORDS[axis]}"))
+    for i, entry in enumerate(entries):
+        out += svg.legend(10, bottom + 20 * i, [entry])
     return svg.document(
         max(860, wide + 20),
         bottom + 20 * len(entries),

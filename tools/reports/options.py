@@ -99,9 +99,13 @@ def run_report(main, Config, argv=None) -> int:
     if not is_recipe and not issubclass(Config, MetricsConfig):
         main(parse_config(Config, argv))
         return 0
-    Reports, report = (ReportConfig, report_or_train) if is_recipe else (PlotConfig, train)
-    if any(isinstance(x, type) and hasattr(x, "train_on") for x in main.__globals__.values()):
-        # dry_run is for the loop of grpo.py
+    Reports = PlotConfig
+    report = train
+    if is_recipe:
+        Reports = ReportConfig
+        report = report_or_train
+    if trains_a_policy(main):
+        # --dry_run is for the loop of grpo.py
         Reports = GrpoReports if "update_policy" in main.__globals__ else PolicyReports
         report = report_policy_or_train
     WithReports = with_report_flags(Config, Reports)
@@ -109,9 +113,16 @@ def run_report(main, Config, argv=None) -> int:
     options = Reports(**{field.name: given[field.name] for field in fields(Reports)})
     if is_recipe and given.get("replay"):
         return replay_alone(main, Config, WithReports, options, argv)
-    return report(
-        main, Config(**{field.name: given[field.name] for field in fields(Config)}), options
-    )
+    cfg = Config(**{field.name: given[field.name] for field in fields(Config)})
+    return report(main, cfg, options)
+
+
+def trains_a_policy(main) -> bool:
+    """Whether the recipe has a Trainer, as grpo.py and its forks have."""
+    for x in main.__globals__.values():
+        if isinstance(x, type) and hasattr(x, "train_on"):
+            return True
+    return False
 
 
 def train(main, cfg, options: PlotConfig) -> int:
@@ -160,17 +171,20 @@ def panels_of(lines) -> list[tuple[str, dict]]:
     """Curves of losses, and of rewards if there are any, see draw_curves."""
     units = {"nats per token": ("loss", "val_loss"), "reward": ("reward_mean", "eval_reward")}
     points = points_of(lines, *sum(units.values(), ()))
-    panels = [
-        (unit, {name: [tuple(zip(*points[name]))] for name in names if points[name]})
-        for unit, names in units.items()
-    ]
-    return [(unit, curves) for unit, curves in panels if curves]
+    panels = []
+    for unit, names in units.items():
+        curves = {name: [tuple(zip(*points[name]))] for name in names if points[name]}
+        if curves:
+            panels.append((unit, curves))
+    return panels
 
 
 def report_or_train(main, cfg, options: ReportConfig) -> int:
     """Run the reports of the options, or train if there are none. Returns the exit status. Raises
     ValueError."""
     launched = "RANK" in os.environ
+    in_folder = os.path.isdir(os.path.dirname(options.html) or ".")
+    is_file = in_folder and not os.path.isdir(options.html)
     shows = options.dry_run or options.explain
     refuse(
         [
@@ -186,11 +200,7 @@ def report_or_train(main, cfg, options: ReportConfig) -> int:
                 "the other",
             ),
             (
-                options.html
-                and (
-                    os.path.isdir(options.html)
-                    or not os.path.isdir(os.path.dirname(options.html) or ".")
-                ),
+                options.html and not is_file,
                 f"--html {options.html}: need the name of a file, such as layout.html, in a "
                 "folder that exists",
             ),

@@ -8,6 +8,7 @@ address with #rank=3&tick=5 opens that state.
 
 import json
 from html import escape
+from itertools import chain
 from pathlib import Path
 from string import Template
 
@@ -25,12 +26,12 @@ def draw_grid(layout, ranks) -> str:
     """HTML with a button per rank and a panel per pipeline rank."""
     out = ""
     for pp, columns in enumerate(ranks):
-        cells = "".join(
-            f'<button data-rank="{r}" tabindex="-1" aria-label="rank '
-            f'{r}">{r}<small></small></button>'
-            for column in columns
-            for r in column
-        )
+        cells = ""
+        for r in chain(*columns):
+            cells += (
+                f'<button data-rank="{r}" tabindex="-1" aria-label="rank '
+                f'{r}">{r}<small></small></button>'
+            )
         rows = f"grid-template-rows: repeat({len(columns[0])}, auto)"
         out += f'<div><b>pp {pp}</b><div class="panel" style="{rows}">{cells}</div></div>'
     return out
@@ -43,12 +44,11 @@ def draw_holding(shapes: dict, parameters: dict, layout, place: dict, seq_len: i
 
     shapes: of the tensors of all ranks; parameters: of the pipeline rank, see shown_parameters.
     """
-    longest = max(n for name, shape in shapes.items() for n in shape if name.startswith("block "))
-    gathered = (
-        "while the block runs"
-        if layout.reshards
-        else "from the first forward to the last backward of a step"
-    )
+    of_block = [shape for name, shape in shapes.items() if name.startswith("block ")]
+    longest = max(chain(*of_block))
+    gathered = "from the first forward to the last backward of a step"
+    if layout.reshards:
+        gathered = "while the block runs"
     out = svg.legend(
         0,
         12,
@@ -111,21 +111,20 @@ def rank_sections(layout, report, ranks, seq_len: int) -> str:
     """HTML: for each shown rank a hidden section with place, memory and holding."""
     out = ""
     parameters = [parts.shown_parameters(rank.stages) for rank in report.ranks]
-    shapes = {name: tuple(p.shape) for found in parameters for name, p in found.items()}
+    shapes = {}
+    for found in parameters:
+        shapes |= {name: tuple(p.shape) for name, p in found.items()}
     for pp, columns in enumerate(ranks):
         rank = report.ranks[pp]
-        layers = spans(
-            parts.ranges([int(number) for stage in rank.stages for number in stage.blocks])
-        )
-        sizes = ", ".join(
-            f"{what} {human(rank.step[what])}" for what in ("parameters", "gradients", "optimizer")
-        )
+        numbers = chain(*(stage.blocks for stage in rank.stages))
+        layers = spans(parts.ranges([*map(int, numbers)]))
+        kinds = ("parameters", "gradients", "optimizer")
+        sizes = ", ".join(f"{what} {human(rank.step[what])}" for what in kinds)
         says = f"layers {layers}; below, as block: layer {explain.shown_block(rank.stages)[0]}. In bytes: {sizes}"
-        for r in (r for column in columns for r in column):
+        for r in chain(*columns):
             place = parts.place_of(layout, r)
-            named = ", ".join(
-                f"{axis} {place[axis]}" for axis in layout.degrees if layout.degrees[axis] > 1
-            )
+            axes = [axis for axis, degree in layout.degrees.items() if degree > 1]
+            named = ", ".join(f"{axis} {place[axis]}" for axis in axes)
             out += f'<section id="rank{r}" hidden><p>{named or "one process"}; {says}</p><div class="scroll">'
             out += (
                 draw_holding(shapes, parameters[pp], layout, place, seq_len) + "</div></section>\n"
@@ -145,9 +144,12 @@ def list_ticks(times, owner: dict[int, int], size: str) -> list[dict]:
             for start, end, kind, stage, m in row:
                 if start <= t < end:
                     now[rank] = f"{DOES[kind]} of micro-batch {m}, stage {stage}"
-                to = owner.get(stage + (1 if kind == "F" else -1))
+                what = "gradients"
+                to = owner.get(stage - 1)
+                if kind == "F":
+                    what = "activations"
+                    to = owner.get(stage + 1)
                 if end == t + 1 and kind != "W" and to not in (None, rank):
-                    what = "activations" if kind == "F" else "gradients"
                     sent.append(
                         f"pp {rank} sends the {what} of micro-batch {m} to pp {to} ({size})"
                     )
@@ -167,10 +169,10 @@ def make_page(cfg, report, counted, command: str) -> str:
     ranks, cut = parts.shown_ranks(layout)
     traffic = "<p>Not counted: needs three layers on the first device, to compare three with two of them.</p>"
     if counted:
-        has_experts = any(name.startswith("moe.") for name, *_ in counted[2])
-        drawn, height = svg.timeline(
-            explain.list_collectives(counted[3]), ("attention", "experts" if has_experts else "FFN")
-        )
+        halves = ("attention", "FFN")
+        if any(name.startswith("moe.") for name, *_ in counted[2]):
+            halves = ("attention", "experts")
+        drawn, height = svg.timeline(explain.list_collectives(counted[3]), halves)
         traffic = figure(svg.TIP + drawn, height, "what travels when")
     times = simulate(report.rows)
     owner = {i: pp for pp, rank in enumerate(report.ranks) for i in rank.ids}
@@ -190,28 +192,36 @@ def make_page(cfg, report, counted, command: str) -> str:
     data = dict(
         groups=parts.axis_groups(layout), ticks=ticks, unit=unit, inner=layout.cp * layout.tp
     )
+    flavor = "model"
+    if hasattr(cfg, "flavor"):
+        flavor = cfg.flavor
+    shown = ""
+    if cut:
+        shown = f"Shown: {cut}."
+    pipeline = "hidden"
+    if layout.pp > 1:
+        pipeline = ""
+    axes = [f"{axis}: {explain.AXIS_WORDS[axis]}" for axis in parts.axis_groups(layout)]
+    does = ""
+    for pp in range(len(times)):
+        does += f'<tr><th scope="row">pp {pp}</th><td id="does{pp}"></td></tr>'
     values = dict(
-        TITLE=escape(
-            f"{vars(cfg).get('flavor', 'model')} on {layout.world_size:,} devices: {layout}"
-        ),
+        TITLE=escape(f"{flavor} on {layout.world_size:,} devices: {layout}"),
         COMMAND=escape(command),
         LIGHT=svg.variables(False),
         DARK=svg.variables(True),
         RULES=svg.style_rules(),
-        SHOWN=f"Shown: {cut}." * bool(cut),
+        SHOWN=shown,
         GRID=draw_grid(layout, ranks),
-        AXES="; ".join(f"{axis}: {explain.AXIS_WORDS[axis]}" for axis in parts.axis_groups(layout)),
+        AXES="; ".join(axes),
         RANKS=rank_sections(layout, report, ranks, cfg.seq_len),
         TRAFFIC=traffic,
-        PIPELINE="" if layout.pp > 1 else "hidden",
+        PIPELINE=pipeline,
         ORDER=escape(cfg.pp_schedule_csv or cfg.pp_schedule),
         BUBBLE=f"{bubble(times):.1%}",
         SCHEDULE=figure(picture, height + 30, "schedule"),
         LAST=str(len(ticks) - 1),
-        DOES="".join(
-            f'<tr><th scope="row">pp {pp}</th><td id="does{pp}"></td></tr>'
-            for pp in range(len(times))
-        ),
+        DOES=does,
         DATA=json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
     )
     return Template(Path(__file__).with_name("page.html").read_text()).substitute(values)

@@ -24,9 +24,12 @@ def axis_groups(layout) -> dict[str, list[list[int]]]:
         (layout.mesh, ["fsdp", "dp_replicate", "pp"]),
         (layout.expert_mesh, ["etp", "ep", "efsdp"]),
     ):
-        for axis in axes if mesh is not None else ():
+        if mesh is None:
+            continue
+        for axis in axes:
             found = mesh.mesh.movedim(mesh.mesh_dim_names.index(axis), -1).flatten(0, -2).tolist()
-            groups |= {axis: found} if len(found[0]) > 1 else {}
+            if len(found[0]) > 1:
+                groups[axis] = found
     return groups
 
 
@@ -44,16 +47,12 @@ def shown_ranks(layout) -> tuple[list[list[list[int]]], str]:
 
 def place_of(layout, rank: int) -> dict[str, int]:
     """{axis: coordinate of the rank}, over the axes of all meshes."""
-    meshes = [
-        mesh for mesh in (layout.full_mesh, layout.mesh, layout.expert_mesh) if mesh is not None
-    ]
-    return {
-        axis: i
-        for mesh in meshes
-        for axis, i in zip(
-            mesh.mesh_dim_names, (mesh.mesh == rank).nonzero()[0].tolist(), strict=True
-        )
-    }
+    place = {}
+    for mesh in (layout.full_mesh, layout.mesh, layout.expert_mesh):
+        if mesh is not None:
+            coordinates = (mesh.mesh == rank).nonzero()[0].tolist()
+            place |= dict(zip(mesh.mesh_dim_names, coordinates, strict=True))
+    return place
 
 
 def held_part(p, place: dict[str, int], gathered=False) -> list[tuple[int, int]]:
@@ -62,10 +61,10 @@ def held_part(p, place: dict[str, int], gathered=False) -> list[tuple[int, int]]
     if not isinstance(p, DTensor):
         return [(0, n) for n in p.shape]
     axes = p.device_mesh.mesh_dim_names
-    placements = [
-        Replicate() if gathered and axis in GATHERED else x
-        for axis, x in zip(axes, p.placements, strict=True)
-    ]
+    placements = list(p.placements)
+    for i, axis in enumerate(axes):
+        if gathered and axis in GATHERED:
+            placements[i] = Replicate()
     here = [place[axis] for axis in axes]
     shape, first = _compute_local_shape_and_global_offset(
         p.shape, p.device_mesh.shape, here, placements
@@ -77,9 +76,8 @@ def ranges(index) -> list[tuple[int, int]]:
     """[0 1 2 6 7] -> [(0, 3), (6, 8)]"""
     index = torch.as_tensor(index)
     breaks = (index.diff() != 1).nonzero().flatten() + 1
-    return [
-        (int(run[0]), int(run[-1]) + 1) for run in index.tensor_split(breaks.tolist()) if len(run)
-    ]
+    runs = index.tensor_split(breaks.tolist())
+    return [(int(run[0]), int(run[-1]) + 1) for run in runs if len(run)]
 
 
 def tokens_of(layout, place: dict[str, int], seq_len: int) -> dict:
@@ -88,9 +86,9 @@ def tokens_of(layout, place: dict[str, int], seq_len: int) -> dict:
     part)."""
     share = layout.global_batch_size // layout.data_ranks
     data_rank = place["dp_replicate"] * layout.dp_shard + place["dp_shard"]
-    index = (
-        sequence_index(seq_len, layout.cp, place["cp"]) if layout.cp > 1 else torch.arange(seq_len)
-    )
+    index = torch.arange(seq_len)
+    if layout.cp > 1:
+        index = sequence_index(seq_len, layout.cp, place["cp"])
     mine = index.chunk(layout.tp)[place["tp"]]
     return {
         "sequences": (data_rank * share, (data_rank + 1) * share),
@@ -103,10 +101,8 @@ def shown_parameters(stages) -> dict:
     """{name: parameter} of the shown block, without the block's number in the names, and of the
     rank's other modules."""
     found = {f"block {name}": p for name, p in shown_block(stages)[1].named_parameters()}
-    outside = {
-        n: p
-        for stage in stages
-        for n, p in stage.named_parameters()
-        if not n.startswith(("blocks.", "mtp."))
-    }
-    return found | outside
+    for stage in stages:
+        for name, p in stage.named_parameters():
+            if not name.startswith(("blocks.", "mtp.")):
+                found[name] = p
+    return found

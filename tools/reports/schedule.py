@@ -1,6 +1,7 @@
 """The pipeline's schedule: the order of each rank's work, the duration, and the time spent waiting."""
 
 from collections import Counter
+from itertools import chain
 
 from distributed.pipeline import ONE_STAGE_PER_RANK, csv_rows
 
@@ -24,31 +25,55 @@ def rows_of(cfg, pp: int, n: int, n_stages: int) -> list[list[tuple[str, int, in
     if cfg.pp_schedule in ONE_STAGE_PER_RANK:
         rows = []
         for rank in range(pp):
-            ahead = n if cfg.pp_schedule == "GPipe" else min(n, pp - rank)
+            ahead = min(n, pp - rank)
+            if cfg.pp_schedule == "GPipe":
+                ahead = n
             row = [("F", rank, m) for m in range(ahead)]
             for m in range(n):
-                row += [("B", rank, m)] + [("F", rank, ahead + m)] * (ahead + m < n)
+                row.append(("B", rank, m))
+                if ahead + m < n:
+                    row.append(("F", rank, ahead + m))
             rows.append(row)
         return rows
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
     rows = []
     for ops in get_schedule_ops(cfg.pp_schedule, pp, n, n_stages // pp):
-        flat = [a for op in ops if op is not None for a in (op.sub_actions or (op,))]
-        rows.append(
-            [
-                (LETTERS.get(a.computation_type.name), a.stage_index, a.microbatch_index)
-                for a in flat
-            ]
-        )
-        rows[-1] = [a for a in rows[-1] if a[0]]  # not REDUCE_GRAD
+        row = []
+        for op in filter(None, ops):
+            for action in op.sub_actions or (op,):
+                kind = LETTERS.get(action.computation_type.name)
+                if kind:  # not REDUCE_GRAD
+                    row.append((kind, action.stage_index, action.microbatch_index))
+        rows.append(row)
     return rows
 
 
-def simulate(rows, cost=lambda kind, stage: 2 if kind == "B" else 1) -> list[list[tuple]]:
+def usual_cost(kind: str, stage: int) -> int:
+    """A whole backward takes twice as long as a forward or half of a backward."""
+    if kind == "B":
+        return 2
+    return 1
+
+
+def inputs_of(action: tuple[str, int, int], last: int) -> list[tuple[str, int, int]]:
+    """What must be done before a forward, a backward or half of one. last: the last stage."""
+    kind, stage, m = action
+    if kind == "F":
+        if stage == 0:
+            return []
+        return [("F", stage - 1, m)]
+    if kind == "W":
+        return [("B", stage, m)]
+    if stage == last:
+        return [("F", stage, m)]
+    return [("F", stage, m), ("B", stage + 1, m)]
+
+
+def simulate(rows, cost=usual_cost) -> list[list[tuple]]:
     """Per rank (start, end, kind, stage, micro-batch): an action starts after the previous action
     of the row and after its inputs."""
-    last = max(stage for row in rows for _, stage, _ in row)
+    last = max(stage for _, stage, _ in chain(*rows))
     done = {}
     times = [[] for _ in rows]
     waiting = [list(row) for row in rows]
@@ -58,16 +83,15 @@ def simulate(rows, cost=lambda kind, stage: 2 if kind == "B" else 1) -> list[lis
         for rank, row in enumerate(waiting):
             while row:
                 kind, stage, m = row[0]
-                backward = [("F", stage, m)] + [("B", stage + 1, m)] * (stage < last)
-                needs = {"F": [("F", stage - 1, m)] if stage else [], "W": [("B", stage, m)]}.get(
-                    kind, backward
-                )
+                needs = inputs_of(row[0], last)
                 if any(need not in done for need in needs):
                     break
                 start = max([clock[rank], *(done[need] for need in needs)])
                 clock[rank] = start + cost(kind, stage)
                 times[rank].append((start, clock[rank], *row.pop(0)))
-                done["B" if kind == "I" else kind, stage, m] = clock[rank]
+                if kind == "I":  # the stage before can go on
+                    kind = "B"
+                done[kind, stage, m] = clock[rank]
                 moved = True
         assert moved, f"the schedule waits for itself: {[row[:1] for row in waiting]}"
     return times
@@ -79,7 +103,8 @@ def duration(times) -> float:
 
 def bubble(times) -> float:
     """Share of the ranks' time spent waiting."""
-    return 1 - sum(e - s for row in times for s, e, *_ in row) / (len(times) * duration(times))
+    busy = sum(end - start for start, end, *_ in chain(*times))
+    return 1 - busy / (len(times) * duration(times))
 
 
 def in_flight(row, ids: list[int], step: Counter) -> int:

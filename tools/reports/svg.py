@@ -10,6 +10,7 @@ because viewers outside of browsers know no style rules.
 import json
 import re
 from html import escape
+from itertools import chain
 from pathlib import Path
 
 from tools.reports.dryrun import human
@@ -27,20 +28,24 @@ def variables(dark: bool) -> str:
 def style_rules() -> str:
     """The looks as style rules, for the page."""
 
-    def rule(look: dict) -> str:
-        return "; ".join(
-            f"{name}: var(--{value})" if value in COLORS else f"{name}: {value}"
-            for name, value in look.items()
-        )
-
-    return "\n".join(f".{name} {{{rule(look)}}}" for name, look in LOOKS.items())
+    rules = []
+    for name, look in LOOKS.items():
+        properties = []
+        for key, value in look.items():
+            if value in COLORS:
+                value = f"var(--{value})"
+            properties.append(f"{key}: {value}")
+        rules.append(f".{name} {{{'; '.join(properties)}}}")
+    return "\n".join(rules)
 
 
 def with_literal_colors(drawn: str) -> str:
     """The picture with attributes in place of classes."""
 
     def literal(found: re.Match) -> str:
-        named = {name: value for look in found[1].split() for name, value in LOOKS[look].items()}
+        named = {}
+        for look in found[1].split():
+            named |= LOOKS[look]
         return attributes({name: COLORS.get(value, [value])[0] for name, value in named.items()})
 
     return re.sub(' class="([^"]*)"', literal, drawn)
@@ -107,8 +112,13 @@ def box_size(shape, longest: int, most=112) -> tuple[float, float]:
     sides stay visible. longest: the size that is drawn with `most` pixels. A stack of experts (E,
     out, in) is drawn as E x out, a vector as a stripe."""
     rows, columns = (*shape, 1)[:2]
-    side = lambda n: min(most, max(24, most * (n / longest) ** 0.5))  # noqa: E731
-    return (14 if len(shape) == 1 else side(columns)), side(rows)
+
+    def side(n: int) -> float:
+        return min(most, max(24, most * (n / longest) ** 0.5))
+
+    if len(shape) == 1:
+        return 14, side(rows)
+    return side(columns), side(rows)
 
 
 def inside(part, shape, x, y, w, h) -> tuple[float, float, float, float]:
@@ -116,15 +126,19 @@ def inside(part, shape, x, y, w, h) -> tuple[float, float, float, float]:
     is not empty is at least 2 wide and high."""
     (a, b), (c, d) = (*part, (0, 1))[:2]
     rows, columns = (*shape, 1)[:2]
-    wide, high = (
-        (max(2, (d - c) / columns * w), max(2, (b - a) / rows * h)) if b > a and d > c else (0, 0)
-    )
+    wide = 0
+    high = 0
+    if b > a and d > c:
+        wide = max(2, (d - c) / columns * w)
+        high = max(2, (b - a) / rows * h)
     return min(x + c / columns * w, x + w - wide), min(y + a / rows * h, y + h - high), wide, high
 
 
 def tensor(x, y, w, h, shape, kept, gathered=None) -> str:
-    """A tensor: the whole as an outline, in it the gathered part (pale) and the kept part."""
-    pale = "" if gathered is None else rect(*inside(gathered, shape, x, y, w, h), "gathered")
+    """A tensor: the whole as an outline, in it the gathered part pale and the kept part."""
+    pale = ""
+    if gathered is not None:
+        pale = rect(*inside(gathered, shape, x, y, w, h), "gathered")
     return (
         rect(x, y, w, h, "whole")
         + pale
@@ -139,25 +153,25 @@ def tokens(x, y, w, h, mine, shape) -> str:
     mine: see explain.tokens_of; shape: (sequences, tokens)."""
     out = rect(x, y, w, h, "whole")
     for look, kind in ("tokens", "inside"), ("token", "between"):
-        out += "".join(
-            rect(*inside([mine["sequences"], part], shape, x, y, w, h), look) for part in mine[kind]
-        )
+        for part in mine[kind]:
+            out += rect(*inside([mine["sequences"], part], shape, x, y, w, h), look)
     return out + rect(x, y, w, h, "frame")
 
 
 def words_for(part, shape) -> str:
     """A part in words: 'rows 0-511', 'expert 4, columns 0-2,047', 'whole'."""
     names = {1: ["rows"], 2: ["rows", "columns"]}.get(len(shape), ["experts", "rows", "columns"])
-    cut = [(name, a, b, n) for name, (a, b), n in zip(names, part, shape) if (a, b) != (0, n)]
-    if any(a == b for _, a, b, _ in cut):
-        return "nothing"
-    return (
-        ", ".join(
-            f"{name} {a:,}-{b - 1:,}" if b - a > 1 else f"{name[:-1]} {a:,}"
-            for name, a, b, n in cut
-        )
-        or "whole"
-    )
+    words = []
+    for name, (a, b), n in zip(names, part, shape):
+        if (a, b) == (0, n):
+            continue
+        if a == b:
+            return "nothing"
+        if b - a > 1:
+            words.append(f"{name} {a:,}-{b - 1:,}")
+        else:
+            words.append(f"{name[:-1]} {a:,}")
+    return ", ".join(words) or "whole"
 
 
 # ---------------------------------------------------------------- what travels when
@@ -197,10 +211,12 @@ def timeline(moved, names: tuple[str, str], width=860) -> tuple[str, int]:
         rows = [m for m in moved if m[0] == phase]
         if not rows and phase != "forward":
             continue
-        again = " (again: results were not kept)" * (phase == "recompute")
-        out += label(
-            0, y + 16, f"{'forward' if phase == 'recompute' else phase} of the block{again}", "bold"
-        )
+        like = phase  # where things travel
+        says = f"{phase} of the block"
+        if phase == "recompute":
+            like = "forward"
+            says = "forward of the block (again: results were not kept)"
+        out += label(0, y + 16, says, "bold")
         out += arrow(left, y + 42, width - 4, y + 42)
         for half, name in zip(("attention", "FFN"), names, strict=True):
             x = left + places.index(half) * step
@@ -210,16 +226,15 @@ def timeline(moved, names: tuple[str, str], width=860) -> tuple[str, int]:
         y += 64
         for axis in sorted({m[1] for m in rows}, key=ORDER.index):
             out += label(0, y + 26, axis, "bold")
-            for _, _, op, n, size, _ in (m for m in rows if m[1] == axis):
-                key = axis, op, "forward" if phase == "recompute" else phase
-                what, where, _ = MOVES.get(key, (axis, ["after"], ""))
+            for _, _, op, n, size, _ in [m for m in rows if m[1] == axis]:
+                what, where, _ = MOVES.get((axis, op, like), (axis, ["after"], ""))
                 where = where[:n]
                 name = op.replace("_", "-")
                 each = n // len(where)
                 here = human(size / len(where))
-                says = (
-                    [f"{name} x {each}", what, f"{here} in all"] if each > 1 else [name, what, here]
-                )
+                says = [name, what, here]
+                if each > 1:
+                    says = [f"{name} x {each}", what, f"{here} in all"]
                 for place in where:
                     x = left + places.index(place) * step
                     out += rect(x + 1, y, step - 2, 50, "sent", rx=5)
@@ -244,7 +259,9 @@ def schedule(times, width=860, left=58, height=26) -> tuple[str, int]:
         )
         for a, b, kind, stage, m in row:
             w = (b - a) * unit
-            thick = {"stroke_width": 2.5} if stage >= n else {}
+            thick = {}
+            if stage >= n:
+                thick = {"stroke_width": 2.5}
             out += rect(
                 left + a * unit + thick.get("stroke_width", 1) / 2,
                 y + 1,
@@ -253,16 +270,15 @@ def schedule(times, width=860, left=58, height=26) -> tuple[str, int]:
                 kind,
                 **thick,
             )
-            text = f"{kind}{m}" if w > 21 else str(m) if w > 13 else ""
-            out += (
-                label(left + (a + b) / 2 * unit, y + 18, text, "small dark", "middle")
-                if text
-                else ""
-            )
+            middle = left + (a + b) / 2 * unit
+            if w > 21:
+                out += label(middle, y + 18, f"{kind}{m}", "small dark", "middle")
+            elif w > 13:
+                out += label(middle, y + 18, m, "small dark", "middle")
     return out, n * (height + 4)
 
 
 def schedule_legend(x, y, times) -> str:
-    kinds = {kind for row in times for *_, kind, _, _ in row}
+    kinds = {kind for *_, kind, _, _ in chain(*times)}
     texts = [(kind, f"{kind} {does}") for kind, does in DOES.items() if kind in kinds]
     return legend(x, y, [*texts, ("idle", "idle: the bubble")])

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from flags.files import read_json, write_file
-from tools.study.report import markdown
+from tools.study.report import markdown, show
 from tools.study.significance import ALPHA, t_quantile
 from tools.study.study import pairs_of, read_runs, read_study, values_of
 
@@ -23,11 +23,12 @@ def report_ladder(folder, sizes: list[str], to: float | None) -> None:
     """Print, and write to ladder.md and ladder.json, the differences at each size, at the size `to`
     (parameters; None: 10 times the largest), and a law L = E + A / N^a for each variant, if there
     are four sizes or more."""
-    studies = [read_study(Path(folder, size)) for size in sizes]
-    values = [
-        values_of(study, read_runs(study, Path(folder, size)))
-        for study, size in zip(studies, sizes)
-    ]
+    studies = []
+    values = []
+    for size in sizes:
+        study = read_study(Path(folder, size))
+        studies.append(study)
+        values.append(values_of(study, read_runs(study, Path(folder, size))))
     base = studies[0]["baseline"]
     names = list(studies[0]["variants"])
     N = [study["variants"][base]["parameters"] for study in studies]
@@ -37,64 +38,38 @@ def report_ladder(folder, sizes: list[str], to: float | None) -> None:
     alpha = ALPHA / max(len(names) - 1, 1) / (len(sizes) + 1)
     for name in names:
         for size, n in zip(sizes, N):
-            verdicts = read_json(folder, size, "verdicts.json")
-            rows += [
-                {"size": size, "parameters": n} | row for row in verdicts if row["variant"] == name
-            ]
-        both = [
-            (math.log(n), *pair)
-            for n, study, found in zip(N, studies, values)
-            for pair in pairs_of(study, found, name)
-        ]
-        both = [(x, mine - other) for x, mine, other in both]
+            for row in read_json(folder, size, "verdicts.json"):
+                if row["variant"] == name:
+                    rows.append({"size": size, "parameters": n} | row)
+        both = []  # (log N, difference) of each pair at each size
+        points = []  # (N, value) of each run at each size
+        for n, study, found in zip(N, studies, values):
+            for mine, other in pairs_of(study, found, name):
+                both.append((math.log(n), mine - other))
+            for (variant, _), value in found.items():
+                if variant == name:
+                    points.append((study["variants"][name]["parameters"], value))
         if name != base and len(dict(both)) > 2 and np.isfinite(both).all():
-            line = dict(
-                zip(("difference", "low", "high"), line_at(*zip(*both), math.log(to), alpha))
-            )
-            rows.append(
-                line
-                | {
-                    "size": f"{to / max(N):.3g} x the largest",
-                    "parameters": to,
-                    "variant": name,
-                    "baseline": base,
-                    "pairs": len(both),
-                    "level": 1 - alpha,
-                    "verdict": "extrapolated",
-                }
-            )
-        points = [
-            (study["variants"][name]["parameters"], value)
-            for study, found in zip(studies, values)
-            for (n, _), value in found.items()
-            if n == name
-        ]
+            difference, low, high = line_at(*zip(*both), math.log(to), alpha)
+            row = {
+                "difference": difference,
+                "low": low,
+                "high": high,
+                "size": f"{to / max(N):.3g} x the largest",
+                "parameters": to,
+                "variant": name,
+                "baseline": base,
+                "pairs": len(both),
+                "level": 1 - alpha,
+                "verdict": "extrapolated",
+            }
+            rows.append(row)
         if len(dict(points)) > 3 and np.isfinite(points).all():
             said.append(
                 "{}: L = {E:.4g} + {A:.4g} / N^{a:.3g}, 95 % interval of the exponent {low:.3g} to {high:.3g}".format(
                     name, **fit_sizes(*zip(*points))
                 )
             )
-    table = [
-        ["size", "parameters", "variant", f"minus {base}", "interval", "level", "pairs", "verdict"]
-    ]
-    for row in rows:
-        difference, low, high = (
-            f"{row[key]:+.3g}" if row[key] is not None else ""
-            for key in ("difference", "low", "high")
-        )
-        table.append(
-            [
-                row["size"],
-                f"{row['parameters']:,.0f}",
-                row["variant"],
-                difference,
-                f"{low} to {high}",
-                f"{row['level']:.4g}",
-                str(row["pairs"]),
-                row["verdict"],
-            ]
-        )
     said.append(
         "A variant with dead seeds has no law and no extrapolation. An extrapolated difference is "
         "right if all "
@@ -102,12 +77,33 @@ def report_ladder(folder, sizes: list[str], to: float | None) -> None:
         "recipes, the better at "
         "one size was the better at 1B in about 80 % of pairs (DataDecide, arXiv:2504.11393)"
     )
-    text = "\n\n".join(
-        [f"# {studies[0]['metric']} over {len(sizes)} sizes", markdown(table), *said]
-    )
+    title = f"# {studies[0]['metric']} over {len(sizes)} sizes"
+    text = "\n\n".join([title, table_of(rows, base), *said])
     print(f"\n{text}\n\n{folder}: ladder.md, ladder.json", flush=True)
     write_file(Path(folder, "ladder.md"), f"{text}\n".encode())
     write_file(Path(folder, "ladder.json"), json.dumps(rows, indent=1).encode())
+
+
+def table_of(rows: list[dict], base: str) -> str:
+    table = [
+        ["size", "parameters", "variant", f"minus {base}", "interval", "level", "pairs", "verdict"]
+    ]
+    for row in rows:
+        low = show("{:+.3g}", row["low"])
+        high = show("{:+.3g}", row["high"])
+        table.append(
+            [
+                row["size"],
+                f"{row['parameters']:,.0f}",
+                row["variant"],
+                show("{:+.3g}", row["difference"]),
+                f"{low} to {high}",
+                f"{row['level']:.4g}",
+                str(row["pairs"]),
+                row["verdict"],
+            ]
+        )
+    return markdown(table)
 
 
 def line_at(x: list[float], d: list[float], at: float, alpha: float) -> tuple[float, float, float]:
@@ -136,7 +132,8 @@ def fit_sizes(sizes: list[float], losses: list[float]) -> dict:
     largest a of the search still fits, high is inf; if the smallest, low is 0. sizes: four
     different ones or more, because three constants fit any three.
     """
-    N, L = np.asarray(sizes, dtype=float), np.asarray(losses, dtype=float)
+    N = np.asarray(sizes, dtype=float)
+    L = np.asarray(losses, dtype=float)
 
     def fit(a):
         x = (N / N.min()) ** -a
@@ -150,16 +147,22 @@ def fit_sizes(sizes: list[float], losses: list[float]) -> dict:
     errors, offsets, slopes = np.array([fit(a) for a in exponents]).T
     best = int(errors.argmin())
     dof = len(L) - 3
-    a, E, slope = float(exponents[best]), float(offsets[best]), float(slopes[best])
+    a = float(exponents[best])
+    E = float(offsets[best])
+    slope = float(slopes[best])
     inside = exponents[errors <= errors[best] * (1 + t_quantile(ALPHA, dof) ** 2 / dof) + 1e-18]
     low = float(inside.min())
     high = float(inside.max())
     residuals = (L - E - slope * (N / N.min()) ** -a).tolist()
+    if low <= exponents[0]:  # the end of the grid: the data bound nothing there
+        low = 0.0
+    if high >= exponents[-1]:
+        high = math.inf
     return {
         "E": E,
         "A": slope * N.min() ** a,
         "a": a,
-        "low": low if low > exponents[0] else 0.0,
-        "high": high if high < exponents[-1] else math.inf,
+        "low": low,
+        "high": high,
         "residuals": residuals,
     }

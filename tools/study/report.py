@@ -33,10 +33,23 @@ from training.metrics import to_json
 # ---------------------------------------------------------------- numbers
 def seconds_of(lines: list[dict]) -> float:
     """Seconds of all training steps: step_time_s is the mean since the last logged step."""
-    done, seconds = np.array(
-        [(0, 0), *((x["step"], x["step_time_s"]) for x in lines if "step_time_s" in x)], float
-    ).T
+    points = [(0, 0)]
+    for line in lines:
+        if "step_time_s" in line:
+            points.append((line["step"], line["step_time_s"]))
+    done, seconds = np.array(points, float).T
     return float(np.diff(done) @ seconds[1:])
+
+
+def verdict_of(low: float, high: float, sign: int) -> str:
+    """What an interval of variant minus baseline says. sign: 1 if low is good, -1 if high is."""
+    if low < 0 < high:
+        return "undecided"
+    if low == 0:
+        return "identical"
+    if sign * low < 0:
+        return "better"
+    return "worse"
 
 
 def verdicts(study: dict, runs: dict) -> list[dict]:
@@ -46,31 +59,27 @@ def verdicts(study: dict, runs: dict) -> list[dict]:
     differences: of the pairs, in the order of seeds."""
     values = values_of(study, runs)
     rows = []
-    sign = -1 if study["best"] == "high" and study["reach"] is None else 1
+    sign = 1
+    if study["best"] == "high" and study["reach"] is None:
+        sign = -1
     for name, (d, (low, high, level), _) in look_at_all(study, runs).items():
-        verdict = (
-            "undecided"
-            if low < 0 < high
-            else "identical"
-            if low == 0
-            else "better"
-            if sign * low < 0
-            else "worse"
-        )
-        died, base_died = (
-            (sum(map(math.isinf, side)) for side in zip(*pairs_of(study, values, name, len(d))))
-            if d
-            else (0, 0)
-        )
-        mean, low, high = map(to_json, (sum(d) / len(d) if d else None, low, high))
+        verdict = verdict_of(low, high, sign)
+        mean = None
+        died = 0
+        base_died = 0
+        if d:
+            mean = sum(d) / len(d)
+            mine, base = zip(*pairs_of(study, values, name, len(d)))
+            died = sum(map(math.isinf, mine))
+            base_died = sum(map(math.isinf, base))
         rows.append(
             {
                 "variant": name,
                 "baseline": study["baseline"],
                 "metric": study["metric"],
-                "difference": mean,
-                "low": low,
-                "high": high,
+                "difference": to_json(mean),
+                "low": to_json(low),
+                "high": to_json(high),
                 "pairs": len(d),
                 "verdict": verdict,
                 "level": level,
@@ -86,37 +95,40 @@ def verdicts(study: dict, runs: dict) -> list[dict]:
 # ---------------------------------------------------------------- words
 def sentence(row: dict, study: dict, d: list[float]) -> str:
     """One verdict in words."""
-    unit = (
-        "tokens"
-        if study["reach"] is not None
-        else "nats"
-        if row["metric"] in ("loss", "val_loss")
-        else row["metric"]
-    )
+    if study["reach"] is not None:
+        unit = "tokens"
+    elif row["metric"] in ("loss", "val_loss"):
+        unit = "nats"
+    else:
+        unit = row["metric"]
     name = row["variant"]
     base = row["baseline"]
-    pairs = f"{row['pairs']} pair{'s' * (row['pairs'] != 1)}"
+    pairs = f"{row['pairs']} pairs"
+    if row["pairs"] == 1:
+        pairs = "1 pair"
     verb = {"better": "beats", "worse": "is worse than"}.get(row["verdict"])
     if row["verdict"] == "identical":
         return f"{name} and {base} are identical in every logged step ({pairs})"
     if not d:
         return f"{name}: no pair of runs to compare"
     if row["died"] or row["baseline_died"]:
-        end = "died" if study["reach"] is None else f"died or never reached {study['reach']:g}"
+        if study["reach"] is None:
+            end = "died"
+        else:
+            end = f"died or never reached {study['reach']:g}"
         text = f"{row['died']} of {len(d)} seeds {end}, and {row['baseline_died']} of {len(d)} of {base}"
-        return (
-            f"{name} {verb} {base}: {text}"
-            if verb
-            else f"{name}: no verdict against {base}: {text}"
-        )
+        if verb:
+            return f"{name} {verb} {base}: {text}"
+        return f"{name}: no verdict against {base}: {text}"
     if row["low"] is None:
-        why = (
-            "equal numbers may be a coarse metric's"
-            if len(d) in dict(looks_of(study))
-            else "give all --seeds, 3 or more"
-        )
+        why = "give all --seeds, 3 or more"
+        if len(d) in dict(looks_of(study)):
+            why = "equal numbers may be a coarse metric's"
         return f"{name} minus {base} is {row['difference']:+.3g} {unit} ({pairs}); nothing is known about noise: {why}"
-    low, high = sorted(map(abs, (row["low"], row["high"]))) if verb else (row["low"], row["high"])
+    low = row["low"]
+    high = row["high"]
+    if verb:
+        low, high = sorted((abs(low), abs(high)))
     interval = f"{100 * row['level']:.3g} % interval {low:.3g} to {high:.3g}, {pairs}"
     if verb:
         return f"{name} {verb} {base} by {abs(row['difference']):.3g} {unit} ({interval})"
@@ -129,11 +141,9 @@ def sentence(row: dict, study: dict, d: list[float]) -> str:
     left = (1 + LATER - looks_of(study)[-1][1]) / 2
     wish = study["until"] or hidden / 2
     enough = seeds_to_show(wish, d, ALPHA * left / study["comparisons"] / study["sizes"])
-    more = (
-        f"about {max(enough - len(d), 1)} more seeds would show"
-        if enough
-        else "even 1,000 seeds would not show"
-    )
+    more = "even 1,000 seeds would not show"
+    if enough:
+        more = f"about {max(enough - len(d), 1)} more seeds would show"
     text = f"{name}: no difference from {base} found; one of {hidden:.2g} {unit} could hide"
     return f"{text} ({interval}); {more} {wish:.2g} with a chance of 80 %"
 
@@ -143,90 +153,95 @@ def comparison(study: dict, runs: dict, rows: list[dict]) -> list[list[str]]:
     values = values_of(study, runs)
     by_name = {row["variant"]: row for row in rows}
     lines = [
-        [
-            "variant",
-            study["metric"],
-            "difference",
-            "interval",
-            "level",
-            "pairs",
-            "noise",
-            "tokens/s",
-            "GiB",
-            "batches",
-        ]
+        ["variant", study["metric"], "difference", "interval", "level"]
+        + ["pairs", "noise", "tokens/s", "GiB", "batches"]
     ]
     for name in study["variants"]:
-        row = {
-            key: value
-            for key, value in by_name.get(name, {"pairs": "baseline"}).items()
-            if value is not None
-        }
         mine = [value for (n, _), value in values.items() if n == name]
-        both = pairs_of(study, values, name)
-        trained = [
-            line
-            for (n, _), found in runs.items()
-            if n == name
-            for line in found
-            if "tokens_per_second" in line
-        ]
-
-        def show(text, *keys, row=row):
-            return text.format(*map(row.get, keys)) if row.keys() >= {*keys} else ""
-
-        dead = sum(map(math.isinf, mine))
-        noise = len(both) > 1 and np.isfinite(both).all()
-        lines.append(
-            [
-                name,
-                (
-                    f"{statistics.mean(mine):.4f}"
-                    + f", {len(mine)} seeds" * bool(study["until"])
-                    + f", {dead} of {len(mine)} died" * (dead > 0)
-                )
-                if mine
-                else "",
-                show("{:+.3g}", "difference"),
-                show("{:.3g} to {:.3g}", "low", "high"),
-                show("{:.4g}", "level"),
+        mean = mean_in_words(mine, bool(study["until"]))
+        if name in by_name:
+            row = by_name[name]
+            cells = [
+                show("{:+.3g}", row["difference"]),
+                show("{:.3g} to {:.3g}", row["low"], row["high"]),
+                show("{:.4g}", row["level"]),
                 str(row["pairs"]),
-                f"{statistics.stdev(value - base for value, base in both):.2g}"
-                if noise and name in by_name
-                else "",
-                f"{statistics.median(line['tokens_per_second'] for line in trained):,.0f}"
-                if trained
-                else "",
-                f"{max(line['memory_gib'] for line in trained):.2f}" if trained else "",
-                batches(study, runs, name) if name in by_name else "",
+                noise_of_pairs(pairs_of(study, values, name)),
+                *speed_and_memory(runs, name),
+                batches(study, runs, name),
             ]
-        )
+        else:
+            cells = ["", "", "", "baseline", "", *speed_and_memory(runs, name), ""]
+        lines.append([name, mean, *cells])
     return lines
+
+
+def show(text: str, *numbers: float | None) -> str:
+    """The text with the numbers; "" if one of them is unknown."""
+    if None in numbers:
+        return ""
+    return text.format(*numbers)
+
+
+def mean_in_words(values: list[float], says_seeds: bool) -> str:
+    """The mean over the seeds of a variant, and how many of them died."""
+    if not values:
+        return ""
+    text = f"{statistics.mean(values):.4f}"
+    if says_seeds:
+        text += f", {len(values)} seeds"
+    dead = sum(map(math.isinf, values))
+    if dead:
+        text += f", {dead} of {len(values)} died"
+    return text
+
+
+def noise_of_pairs(pairs: list[tuple[float, float]]) -> str:
+    """The standard deviation of the differences; "" for a single pair, and if a run died."""
+    if len(pairs) < 2 or not np.isfinite(pairs).all():
+        return ""
+    return f"{statistics.stdev(value - base for value, base in pairs):.2g}"
+
+
+def speed_and_memory(runs: dict, name: str) -> tuple[str, str]:
+    """Tokens per second and GiB of a variant, over all its runs; "" if nothing was logged."""
+    speeds = []
+    memory = []
+    for (n, _), lines in runs.items():
+        for line in lines:
+            if n == name and "tokens_per_second" in line:
+                speeds.append(line["tokens_per_second"])
+                memory.append(line["memory_gib"])
+    if not speeds:
+        return "", ""
+    return f"{statistics.median(speeds):,.0f}", f"{max(memory):.2f}"
 
 
 def batches(study: dict, runs: dict, name: str) -> str:
     """Whether the pairs of a variant saw the same tokens, by their tokens_hash."""
-    seen = {
-        key: {line["step"]: line["tokens_hash"] for line in lines if "tokens_hash" in line}
-        for key, lines in runs.items()
-    }
+    seen = {}  # run -> {step: tokens_hash}
+    for run, lines in runs.items():
+        seen[run] = {line["step"]: line["tokens_hash"] for line in lines if "tokens_hash" in line}
     pairs = pairs_of(study, seen, name)
-    others = [
-        step
-        for mine, base in pairs
-        for step in mine.keys() & base.keys()
-        if mine[step] != base[step]
-    ]
-    return "" if not pairs else f"others from step {min(others)} on" if others else "the same"
+    if not pairs:
+        return ""
+    others = set()
+    for mine, base in pairs:
+        others |= {step for step in mine.keys() & base.keys() if mine[step] != base[step]}
+    if others:
+        return f"others from step {min(others)} on"
+    return "the same"
 
 
 def markdown(lines: list[list[str]]) -> str:
     """A table, without empty columns, that is also readable as it stands."""
-    used = [column for column in zip(*lines) if any(column[1:])]
-    head, *rows = zip(*([cell.ljust(max(map(len, column))) for cell in column] for column in used))
-    return "\n".join(
-        "| " + " | ".join(row) + " |" for row in (head, ["-" * len(cell) for cell in head], *rows)
-    )
+    columns = []
+    for column in zip(*lines):
+        if any(column[1:]):
+            width = max(map(len, column))
+            head, *cells = [cell.ljust(width) for cell in column]
+            columns.append([head, "-" * width, *cells])
+    return "\n".join(f"| {' | '.join(row)} |" for row in zip(*columns))
 
 
 def curves_of(study: dict, runs: dict) -> list[tuple[str, dict]]:
@@ -243,12 +258,12 @@ def curves_of(study: dict, runs: dict) -> list[tuple[str, dict]]:
             curves[f"{name} ({len(mine)} seeds)"] = mine
         # where one of a pair has no point, on the line between its points
         if both and name != study["baseline"]:
-            differences[f"{name} ({len(both)} pairs)"] = [
-                (x, y - np.interp(x, *base)) for (x, y), base in both
-            ]
-    return [(study["metric"], curves)] + [
-        (f"minus {study['baseline']} of the same seed", differences)
-    ] * bool(differences)
+            minus = [(x, y - np.interp(x, *base)) for (x, y), base in both]
+            differences[f"{name} ({len(both)} pairs)"] = minus
+    panels = [(study["metric"], curves)]
+    if differences:
+        panels.append((f"minus {study['baseline']} of the same seed", differences))
+    return panels
 
 
 # ---------------------------------------------------------------- the report
@@ -265,17 +280,17 @@ def draw_curves(panels: list[tuple[str, dict]], path) -> str:
         for name, found in curves.items():
             x = np.unique(np.concatenate([x for x, _ in found]))
             y = np.array([np.interp(x, *points) for points in found])
-            (line,) = axis.plot(x, y.mean(0), label=name, marker="." if len(x) < 40 else None)
-            axis.fill_between(x, y.min(0), y.max(0), color=line.get_color(), alpha=0.2, linewidth=0)
-            axis.plot(
-                [x[-1] for x, _ in found],
-                [y[-1] for _, y in found],
-                "o",
-                color=line.get_color(),
-                markersize=4,
-            )
+            marker = None
+            if len(x) < 40:
+                marker = "."
+            (line,) = axis.plot(x, y.mean(0), label=name, marker=marker)
+            colour = line.get_color()
+            axis.fill_between(x, y.min(0), y.max(0), color=colour, alpha=0.2, linewidth=0)
+            ends = [(x[-1], y[-1]) for x, y in found]
+            axis.plot(*zip(*ends), "o", color=colour, markersize=4)
         axis.set(xlabel="step", ylabel=unit)
-        axis.grid(alpha=0.3), axis.legend()
+        axis.grid(alpha=0.3)
+        axis.legend()
     figure.savefig(path, dpi=120)
     return f"picture: {path}"
 
@@ -295,17 +310,22 @@ def costs_of(variants: dict[str, dict], runs: dict | None = None) -> list[list[s
         ]
     ]
     for name, variant in variants.items():
-        of_run = [variant[key] and variant[key] * variant["steps"] for key in ("tokens", "flops")]
+        cells = []
+        for key in ("parameters", "all_parameters", "steps"):
+            cells.append(known("{:,}", variant[key]))
+        for key in ("tokens", "flops"):
+            cells.append(known("{:.3g}", variant[key] and variant[key] * variant["steps"]))
         seconds = [seconds_of(lines) for (n, _), lines in (runs or {}).items() if n == name]
-        numbers = [
-            *(
-                f"{variant[key]:,}" if variant[key] else ""
-                for key in ("parameters", "all_parameters", "steps")
-            ),
-            *(f"{number:.3g}" if number else "" for number in (*of_run, max(seconds, default=0))),
-        ]
-        rows.append([name, *numbers])
+        cells.append(known("{:.3g}", max(seconds, default=0)))
+        rows.append([name, *cells])
     return rows
+
+
+def known(text: str, number) -> str:
+    """The text with the number; "" for none and 0."""
+    if not number:
+        return ""
+    return text.format(number)
 
 
 def appendix(study: dict, folder: Path, runs: dict) -> list[str]:
@@ -313,59 +333,67 @@ def appendix(study: dict, folder: Path, runs: dict) -> list[str]:
     from the baseline's."""
     configs = [folder_of(folder, *run) / "config.json" for run in runs]
     made = [read_json(path)["_run"] for path in configs if path.exists()]
-    facts = {key: {str(run[key]) for run in made if key in run} for key in ("commit", "torch")}
-    facts |= {"seeds": {str(seed) for _, seed in runs}, "machine of this report": {platform.node()}}
-    found = [
-        f"command: `{study['command']}`",
-        *(f"{key}: {', '.join(sorted(values))}" for key, values in facts.items()),
-    ]
-    base = study["variants"][study["baseline"]]
-    texts = {}
+    facts = {}
+    for key in ("commit", "torch"):
+        facts[key] = {str(run[key]) for run in made if key in run}
+    facts["seeds"] = {str(seed) for _, seed in runs}
+    facts["machine of this report"] = {platform.node()}
+    found = [f"command: `{study['command']}`"]
+    for key, values in facts.items():
+        found.append(f"{key}: {', '.join(sorted(values))}")
+    diffs = []
     for name, variant in study["variants"].items():
         found.append(f"{name}: `{shlex.join(['python', variant['recipe'], *variant['flags']])}`")
-        recipe = Path(base["file"])
-        fork = Path(variant["file"])
+        diffs += diffs_of(study["variants"][study["baseline"]], variant)
+    return found + list(dict.fromkeys(diffs))
+
+
+def diffs_of(base: dict, variant: dict) -> list[str]:
+    """The files of a variant that are not the baseline's, as diffs."""
+    recipe = Path(base["file"])
+    fork = Path(variant["file"])
+    diffs = []
+    for file in variant["files"].keys() - {"torch"}:
         # the recipes may have different names, the other files do not
-        for file in variant["files"].keys() - {"torch"}:
-            old = recipe.name if file == fork.name else file
-            if base["files"].get(old) != variant["files"][file]:
-                pairs = (
-                    (locate(recipe, old), base["files"].get(old)),
-                    (locate(fork, file), variant["files"][file]),
-                )
-                both = [
-                    path.read_text().splitlines()
-                    if path.is_file() and sha256_file(path) == was
-                    else [f"(unknown: {was})"]
-                    for path, was in pairs
-                ]
-                texts[
-                    "\n".join(
-                        [
-                            "```diff",
-                            *difflib.unified_diff(*both, old, file, lineterm="", n=1),
-                            "```",
-                        ]
-                    )
-                ] = None
-    return found + list(texts)
+        old = file
+        if file == fork.name:
+            old = recipe.name
+        was = base["files"].get(old)
+        now = variant["files"][file]
+        if was != now:
+            before = lines_as_trained(locate(recipe, old), was)
+            after = lines_as_trained(locate(fork, file), now)
+            diff = difflib.unified_diff(before, after, old, file, lineterm="", n=1)
+            diffs.append("\n".join(["```diff", *diff, "```"]))
+    return diffs
+
+
+def lines_as_trained(path: Path, sha256: str | None) -> list[str]:
+    """The lines of a file, if it is still the one that trained."""
+    if path.is_file() and sha256_file(path) == sha256:
+        return path.read_text().splitlines()
+    return [f"(unknown: {sha256})"]
 
 
 def page_of(text: str, picture: Path) -> str:
     """The report as one HTML file, the picture inside."""
-    data = base64.b64encode(picture.read_bytes() if picture.exists() else b"").decode()
-    image = (
-        '<img alt="curves, and differences of pairs" width="100%" '
-        f'src="data:image/png;base64,{data}">' * bool(data)
-    )
+    image = ""
+    if picture.exists():
+        data = base64.b64encode(picture.read_bytes()).decode()
+        image = (
+            '<img alt="curves, and differences of pairs" width="100%" '
+            f'src="data:image/png;base64,{data}">'
+        )
     return f'<!doctype html><meta charset="utf-8"><title>Report</title>\n{image}\n<pre>\n{html.escape(text)}\n</pre>\n'
 
 
 def report_study(folder) -> bool:
     """Print the report of a study, and write verdicts.json, report.md, report.html and curves.png.
     Returns whether no run has failed."""
-    folder, study = Path(folder), read_study(folder)
-    runs, study["looks"] = read_runs(study, folder), looks_of(study)
+    folder = Path(folder)
+    study = read_study(folder)
+    runs = read_runs(study, folder)
+    study["looks"] = looks_of(study)
     write_file(folder / "study.json", json.dumps(study, indent=1).encode())
     rows = verdicts(study, runs)
     looks = look_at_all(study, runs)
@@ -378,16 +406,17 @@ def report_study(folder) -> bool:
             )
         )
     asked = [(name, seed) for name in study["variants"] for seed in range(study["seeds"])]
-    failed = [
-        run for run in dict.fromkeys([*asked, *runs]) if (folder_of(folder, *run) / FAILED).exists()
-    ]
-    said += [
-        f"{name}, seed {seed} has failed: {(folder_of(folder, name, seed) / FAILED).read_text()}"
-        for name, seed in failed
-    ]
-    if missing := [f"{name}, seed {seed}" for name, seed in asked if (name, seed) not in runs]:
+    has_failed = False
+    for name, seed in dict.fromkeys([*asked, *runs]):
+        failed = folder_of(folder, name, seed) / FAILED
+        if failed.exists():
+            has_failed = True
+            said.append(f"{name}, seed {seed} has failed: {failed.read_text()}")
+    missing = [f"{name}, seed {seed}" for name, seed in asked if (name, seed) not in runs]
+    if missing:
         said.append(f"not finished, so left out: {'; '.join(missing)}")
-    if silent := [f"{name}, seed {seed}" for name, seed in runs if (name, seed) not in values]:
+    silent = [f"{name}, seed {seed}" for name, seed in runs if (name, seed) not in values]
+    if silent:
         said.append(f"no {study['metric']} to compare, so left out: {'; '.join(silent)}")
     tables = [markdown(comparison(study, runs, rows)), markdown(costs_of(study["variants"], runs))]
     print(f"\n{tables[0]}\n\n" + "\n".join(said))
@@ -398,4 +427,4 @@ def report_study(folder) -> bool:
     text = "\n\n".join([title, *said, *tables, *appendix(study, folder, runs)])
     write_file(folder / "report.md", f"{text}\n".encode())
     write_file(folder / "report.html", page_of(text, folder / "curves.png").encode())
-    return not failed
+    return not has_failed

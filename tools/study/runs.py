@@ -26,18 +26,20 @@ def start_run(
         "--nproc_per_node",
         str(study["nproc"]),
     ]
-    command = [
-        sys.executable,
-        *(torchrun if study["nproc"] > 1 else []),
-        variant["file"],
-        *variant["flags"],
-    ]
+    command = [sys.executable]
+    if study["nproc"] > 1:
+        command += torchrun
+    command += [variant["file"], *variant["flags"]]
     command += [*(f"--{flag}={seed}" for flag in variant["seeded"]), f"--out={folder}"]
     if gpus is not None:
         mine = env.get("CUDA_VISIBLE_DEVICES", "").split(",")  # the user may have chosen some GPUs
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(
-            mine[i] if len(mine) > i and mine[i] else str(i) for i in gpus
-        )
+        names = []
+        for i in gpus:
+            name = str(i)
+            if len(mine) > i and mine[i]:
+                name = mine[i]
+            names.append(name)
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(names)
 
     def end_with_parent():  # if the study is killed, its runs stop, save, and can be continued
         if sys.platform == "linux":
@@ -58,14 +60,11 @@ def start_run(
 
 
 def last_line(folder: Path) -> str:
-    lines = [
-        line
-        for line in (folder / "log.txt").read_text(errors="replace").splitlines()
-        if line.strip()
-    ]
-    return ([line for line in lines if line.startswith("error")] or lines or ["nothing printed"])[
-        -1
-    ].strip()
+    log = (folder / "log.txt").read_text(errors="replace")
+    lines = [line for line in log.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("error")]
+    said = errors or lines or ["nothing printed"]
+    return said[-1].strip()
 
 
 def run_all(study: dict, folder: Path, todo: list[tuple], stopping: list) -> None:
@@ -76,45 +75,43 @@ def run_all(study: dict, folder: Path, todo: list[tuple], stopping: list) -> Non
     even a run with all numbers, such as after a full disk. With --only this run alone is made, and
     then the program ends.
     """
-    if study["only"]:
-        todo = asked = [
-            (name, seed)
-            for name, seed in todo
-            if f"{study['size']}/{name}/{seed}".lstrip("/") == study["only"]
-        ]
-    todo = [
-        (name, seed)
-        for name, seed in todo
-        if not is_finished(lines_of(folder, name, seed), study["variants"][name])
-    ]
+    asked = []
+    for name, seed in todo:
+        run = f"{study['size']}/{name}/{seed}".lstrip("/")
+        if not study["only"] or run == study["only"]:
+            asked.append((name, seed))
+    todo = []
+    for name, seed in asked:
+        if not is_finished(lines_of(folder, name, seed), study["variants"][name]):
+            todo.append((name, seed))
     if study["only"] and asked and not todo:
-        sys.exit(print(f"--only {study['only']}: finished before"))
+        print(f"--only {study['only']}: finished before")
+        sys.exit()
     # a run's slot tells its GPUs
     waiting = list(todo)
     running = {}
     slots = list(range(study["jobs"]))
     began = time.monotonic()
     if todo:
-        print(
-            f"{folder}: {len(todo)} run{'s' * (len(todo) > 1)}, {study['jobs']} at once", flush=True
-        )
+        counted = f"{len(todo)} runs"
+        if len(todo) == 1:
+            counted = "1 run"
+        print(f"{folder}: {counted}, {study['jobs']} at once", flush=True)
     try:
         while (waiting or running) and not stopping:
             while waiting and slots:
                 name, seed = key = waiting.pop(0)
                 slot = slots.pop(0)
                 place = folder_of(folder, name, seed)
-                gpus = (
-                    range(slot * study["nproc"], (slot + 1) * study["nproc"])
-                    if study["gpus"]
-                    else None
-                )
+                gpus = None
+                if study["gpus"]:
+                    gpus = range(slot * study["nproc"], (slot + 1) * study["nproc"])
                 running[key] = start_run(study, name, seed, place, gpus), place, slot
             time.sleep(0.2)
-            for key in [
-                key for key, (process, *_) in running.items() if process.poll() is not None
-            ]:
-                process, place, slot = running.pop(key)
+            for key, (process, place, slot) in list(running.items()):
+                if process.poll() is None:
+                    continue
+                del running[key]
                 rest = len(waiting) + len(running)
                 left = timedelta(
                     seconds=round((time.monotonic() - began) / (len(todo) - rest) * rest)
@@ -131,14 +128,12 @@ def run_all(study: dict, folder: Path, todo: list[tuple], stopping: list) -> Non
                     f"{left})",
                     flush=True,
                 )
-                known = sorted(
-                    {
-                        key
-                        for line in lines
-                        for key, value in line.items()
-                        if isinstance(value, int | float)
+                numbers = set()
+                for line in lines:
+                    numbers |= {
+                        key for key, value in line.items() if isinstance(value, int | float)
                     }
-                )
+                known = sorted(numbers)
                 if (
                     end == "done"
                     and not has_died(lines, study["metric"])

@@ -39,12 +39,20 @@ def t_quantile(alpha: float, df: int) -> float:
 def add_looks(looks: list, first: int, most: int, least: int = 2) -> list:
     """The looks of a study with those of a new plan, after first, first + 1, ... most pairs. Pairs
     that an earlier plan has looked at cost nothing. least: pairs that say anything."""
-    pairs, spent = looks[-1] if looks else (0, 0.0)
-    share = (1 + LATER - spent) / 2 if looks else 1.0
+    pairs = 0
+    spent = 0.0
+    share = 1.0
+    if looks:
+        pairs, spent = looks[-1]
+        share = (1 + LATER - spent) / 2
     new = range(max(first, pairs + 1, least), most + 1)
-    return looks + [
-        [n, spent + share * (1 if n == most else (i + 1) / len(new) / 2)] for i, n in enumerate(new)
-    ]
+    found = [*looks]
+    for i, n in enumerate(new):
+        part = (i + 1) / len(new) / 2
+        if n == most:
+            part = 1
+        found.append([n, spent + share * part])
+    return found
 
 
 def interval(
@@ -67,23 +75,27 @@ def interval(
     """
     n = len(d)
     shares = dict(looks)
-    level = 1 - alpha * (
-        shares.get(n, 1) - max((share for pairs, share in looks if pairs < n), default=0)
-    )
-    own = float(np.std(d, ddof=1)) if n > 1 and np.isfinite(d).all() else 0.0
-    extra = noise["df"] if noise else 0
-    extra = extra if noise and own <= 2 * noise["sd"] else 0
-    if (
-        n not in shares
-        or np.isfinite(d).all()
-        and np.ptp(d) <= 1e-9 * abs(np.mean(d))
-        and (n > 1 or not extra)
-    ):
-        return -math.inf, math.inf, level
+    spent = max((share for pairs, share in looks if pairs < n), default=0)
+    level = 1 - alpha * (shares.get(n, 1) - spent)
+    nothing_known = (-math.inf, math.inf, level)
+    if n not in shares:
+        return nothing_known
     if not np.isfinite(d).all():
-        sure = len(set(d)) == 1 and 2 / 4**n <= 1 - level
-        return (d[0], d[0], level) if sure else (-math.inf, math.inf, level)
-    s = math.sqrt(((n - 1) * own**2 + (extra * noise["sd"] ** 2 if extra else 0)) / (n - 1 + extra))
+        if len(set(d)) == 1 and 2 / 4**n <= 1 - level:
+            return d[0], d[0], level
+        return nothing_known
+    own = 0.0
+    if n > 1:
+        own = float(np.std(d, ddof=1))
+    squares = (n - 1) * own**2
+    extra = 0  # degrees of freedom of the other study
+    if noise and own <= 2 * noise["sd"]:
+        extra = noise["df"]
+        squares += extra * noise["sd"] ** 2
+    are_equal = np.ptp(d) <= 1e-9 * abs(np.mean(d))
+    if are_equal and (n > 1 or not extra):
+        return nothing_known
+    s = math.sqrt(squares / (n - 1 + extra))
     half = t_quantile(1 - level, n - 1 + extra) * s / math.sqrt(n)
     return float(np.mean(d) - half), float(np.mean(d) + half), level
 
@@ -93,9 +105,8 @@ def seeds_to_show(difference: float, d: list[float], alpha: float) -> int | None
     1,000. The noise of few pairs may be too small by chance, so the noise of d counts for more, by
     Student's t against the normal distribution at 80 %."""
     s = np.std(d, ddof=1) * t_quantile(0.2, len(d) - 1) / 1.2816
-    needed = (
-        n
-        for n in range(2, 1001)
-        if (t_quantile(alpha, n - 1) + t_quantile(0.4, n - 1)) * s / math.sqrt(n) <= difference
-    )
-    return next(needed, None)
+    for n in range(2, 1001):
+        found = (t_quantile(alpha, n - 1) + t_quantile(0.4, n - 1)) * s / math.sqrt(n)
+        if found <= difference:
+            return n
+    return None

@@ -8,6 +8,7 @@ time.
 
 import math
 import re
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -46,11 +47,10 @@ def read_study(folder) -> dict:
     study = DEFAULTS | read_json(folder, "study.json")
     # who drops a variant has looked at it
     study["comparisons"] = max(study["comparisons"], len(study["variants"]) - 1)
-    return study | {
-        "variants": {
-            name: OF_VARIANT | {"file": v["recipe"]} | v for name, v in study["variants"].items()
-        }
-    }
+    variants = {}
+    for name, variant in study["variants"].items():
+        variants[name] = OF_VARIANT | {"file": variant["recipe"]} | variant
+    return study | {"variants": variants}
 
 
 def folder_of(study_folder, name: str, seed: int) -> Path:
@@ -60,10 +60,10 @@ def folder_of(study_folder, name: str, seed: int) -> Path:
 def locate(recipe: Path, file: str) -> Path:
     """The file that a recipe imports: beside the recipe, or, for a recipe in forks/, in the folder
     above."""
-    return next(
-        (home / file for home in recipe.resolve().parents[:2] if (home / file).is_file()),
-        recipe.parent / file,
-    )
+    for home in recipe.resolve().parents[:2]:
+        if (home / file).is_file():
+            return home / file
+    return recipe.parent / file
 
 
 def lines_of(folder, name: str, seed: int) -> list[dict]:
@@ -72,8 +72,13 @@ def lines_of(folder, name: str, seed: int) -> list[dict]:
 
 def is_finished(lines: list[dict], variant: dict) -> bool:
     """Whether the last step is logged, and validated if the variant validates."""
-    logged = {key for line in lines if line["step"] == variant["steps"] for key in line}
-    return {"loss", "val_loss" if variant["val_every"] else "loss"} <= logged
+    logged = set()
+    for line in lines:
+        if line["step"] == variant["steps"]:
+            logged |= line.keys()
+    if variant["val_every"]:
+        return {"loss", "val_loss"} <= logged
+    return "loss" in logged
 
 
 def read_runs(study: dict, folder) -> dict[tuple[str, int], list[dict]]:
@@ -87,49 +92,54 @@ def read_runs(study: dict, folder) -> dict[tuple[str, int], list[dict]]:
     found = {}
     configs = []
     texts = {}
+    first = study["first_seed"]
+    seeds = range(first, first + max(study["seeds"], study["max_seeds"]))
     for name, variant in study["variants"].items():
-        for seed in range(
-            study["first_seed"], study["first_seed"] + max(study["seeds"], study["max_seeds"])
-        ):
+        for seed in seeds:
             run = folder_of(folder, name, seed)
             lines = lines_of(folder, name, seed)
             finished = is_finished(lines, variant)
-            if finished or (run / FAILED).exists():
-                found[name, seed] = lines if finished else []
+            if finished:
+                found[name, seed] = lines
+            elif (run / FAILED).exists():
+                found[name, seed] = []
             if (run / "config.json").exists() and (finished or step_folders(str(run))):
-                configs.append(read_json(run, "config.json"))
-                code = configs[-1]["_run"] | configs[-1]["_run"].get("code", {})
-                data = {
-                    key: value
-                    for key, value in configs[-1]["_run"].get("data", {}).items()
-                    if key != "data_seed"
-                }
+                config = read_json(run, "config.json")
+                configs.append(config)
+                data = dict(config["_run"].get("data", {}))
+                data.pop("data_seed", None)
                 if texts.setdefault(name, data) != data:
                     raise ValueError(
                         f"{run} was trained on another text than {name} before; use --out NEW"
                     )
-                if changed := [
-                    file
-                    for file, now in variant.get("files", {}).items()
-                    if code.get(file, now) != now
-                ]:
-                    raise ValueError(
-                        f"{', '.join(changed)}: changed since {run} was made; undo the change, or "
-                        "use --out NEW"
-                    )
+                check_code(run, config["_run"], variant)
     check_units(study["metric"], configs)
     return found
+
+
+def check_code(run: Path, about: dict, variant: dict) -> None:
+    """Refuse a run by other code than the variant's. about: "_run" of its config.json."""
+    code = about | about.get("code", {})
+    changed = []
+    for file, now in variant.get("files", {}).items():
+        if code.get(file, now) != now:
+            changed.append(file)
+    if changed:
+        raise ValueError(
+            f"{', '.join(changed)}: changed since {run} was made; undo the change, or use --out NEW"
+        )
 
 
 def check_units(metric: str, configs: list[dict]) -> None:
     """Refuse a metric whose unit or text is not the same in all runs. configs: their flags, and
     "_run" once there is a run."""
-    texts = {
-        (c.get("val_data") or c.get("data"), (c.get("val_batches") or 0) * (c.get("seq_len") or 0))
-        for c in configs
-    }
-    runs = [{"data": {}, "model": {}} | c.get("_run", {}) for c in configs]
-    tokens = {(run["data"].get("tokenizer_sha256"), run["model"].get("vocab_size")) for run in runs}
+    texts = set()
+    tokens = set()
+    for config in configs:
+        n_tokens = (config.get("val_batches") or 0) * (config.get("seq_len") or 0)
+        texts.add((config.get("val_data") or config.get("data"), n_tokens))
+        run = {"data": {}, "model": {}} | config.get("_run", {})
+        tokens.add((run["data"].get("tokenizer_sha256"), run["model"].get("vocab_size")))
     if metric.startswith("val_") and len(texts) > 1:
         raise ValueError(
             f"{metric} of different texts, {texts}: give all the same --val_data and "
@@ -146,16 +156,22 @@ def curve(lines: list[dict], metric: str, axis: str = "step") -> tuple[np.ndarra
     """(x, metric) of the lines with the metric; x in steps, or in tokens."""
     points = [(line["step"], line[metric]) for line in lines if line.get(metric) is not None]
     steps, values = np.array(points, float).reshape(-1, 2).T
-    done, tokens = np.array(
-        [(0, 0), *((line["step"], line["tokens"]) for line in lines if "tokens" in line)], float
-    ).T
-    return np.interp(steps, done, tokens) if axis == "tokens" else steps, values
+    if axis == "step":
+        return steps, values
+    passed = [(0, 0)]
+    for line in lines:
+        if "tokens" in line:
+            passed.append((line["step"], line["tokens"]))
+    done, tokens = np.array(passed, float).T
+    return np.interp(steps, done, tokens), values
 
 
 def has_died(lines: list[dict], metric: str) -> bool:
     """Whether a run failed, or ended with a NaN or infinite loss: null in metrics.jsonl. A metric
     that is null in every line, such as mfu on a CPU, is only unknown."""
-    last = {key: value for line in lines for key, value in line.items()}
+    last = {}
+    for line in lines:
+        last |= line
     ended = last.get(metric, 0) is None and any(line.get(metric) is not None for line in lines)
     return not lines or ended or None in (last.get("loss", 0), last.get("val_loss", 0))
 
@@ -164,14 +180,23 @@ def metric_of(lines: list[dict], study: dict) -> float | None:
     """The number that a run is judged by: the last one, or the tokens until --reach; the worst, inf
     or -inf, if the run died or never got to --reach; None if unknown."""
     reach = study["reach"]
-    sign = 1 if study["best"] == "low" else -1
-    worst = math.inf if reach is not None else sign * math.inf
+    sign = -1
+    if study["best"] == "low":
+        sign = 1
+    axis = "step"
+    worst = sign * math.inf
+    if reach is not None:
+        axis = "tokens"
+        worst = math.inf
     if has_died(lines, study["metric"]):
         return worst
-    x, y = curve(lines, study["metric"], "step" if reach is None else "tokens")
-    if not len(y) or reach is None:
-        return float(y[-1]) if len(y) else None
-    if not len(there := np.flatnonzero(sign * (y - reach) <= 0)):
+    x, y = curve(lines, study["metric"], axis)
+    if not len(y):
+        return None
+    if reach is None:
+        return float(y[-1])
+    there = np.flatnonzero(sign * (y - reach) <= 0)
+    if not len(there):
         return worst
     if there[0] == 0:
         return None  # there before the first line
@@ -190,27 +215,31 @@ def values_of(study: dict, runs: dict) -> dict[tuple[str, int], float]:
 def pairs_of(study: dict, found: dict, name: str, seeds: float = math.inf) -> list[tuple]:
     """[(of the variant, of the baseline)] for the first seeds with both. found: {(variant, seed): anything}."""
     base = study["baseline"]
-    return [
-        (found[name, i], found[base, i])
-        for n, i in found
-        if n == name and i < seeds and (base, i) in found
-    ]
+    pairs = []
+    for n, seed in found:
+        if n == name and seed < seeds and (base, seed) in found:
+            pairs.append((found[name, seed], found[base, seed]))
+    return pairs
 
 
 def training_of(lines: list[dict]) -> dict:
     """{(step, whether training or validation): the numbers that two equal trainings have alike}"""
-    return {
-        (line["step"], "loss" in line): {
-            k: v for k, v in line.items() if not NOT_TRAINING.search(k)
-        }
-        for line in lines
-    }
+    found = {}
+    for line in lines:
+        numbers = {key: value for key, value in line.items() if not NOT_TRAINING.search(key)}
+        found[line["step"], "loss" in line] = numbers
+    return found
 
 
 def looks_of(study: dict) -> list:
     """All looks at the study, earlier ones and those of its settings, see add_looks."""
-    most = study["max_seeds"] if study["until"] else study["seeds"]
-    return add_looks(study["looks"], study["seeds"], most, 1 if study["noise"] else 2)
+    most = study["seeds"]
+    if study["until"]:
+        most = study["max_seeds"]
+    least = 2
+    if study["noise"]:
+        least = 1
+    return add_looks(study["looks"], study["seeds"], most, least)
 
 
 def compare_variant(
@@ -225,57 +254,61 @@ def compare_variant(
     """
     D = study["until"] or 0
     alpha = ALPHA / max(study["comparisons"] - len(identical), 1) / study["sizes"]
-    for seeds in range(study["seeds"], max(study["seeds"], study["max_seeds"] if D else 0) + 1):
-        missing = [
-            (n, i) for i in range(seeds) for n in (study["baseline"], name) if (n, i) not in tried
-        ]
-        d = [
-            0.0 if value == base else value - base
-            for value, base in pairs_of(study, values, name, seeds)
-        ]
+    most = study["seeds"]
+    if D:
+        most = max(most, study["max_seeds"])
+    for seeds in range(study["seeds"], most + 1):
+        asked = product(range(seeds), (study["baseline"], name))
+        missing = [(n, seed) for seed, n in asked if (n, seed) not in tried]
+        pairs = pairs_of(study, values, name, seeds)
+        d = [difference(value, base) for value, base in pairs]
         low, high, level = interval(d, alpha, looks_of(study), study["noise"])
-        if missing or name in identical or low > 0 or high < 0 or -D < low <= high < D:
+        if name in identical:
+            return d, (0.0, 0.0, level), missing
+        if missing or low > 0 or high < 0 or -D < low <= high < D:
             break
-    return d, (0.0, 0.0, level) if name in identical else (low, high, level), missing
+    return d, (low, high, level), missing
+
+
+def difference(value: float, base: float) -> float:
+    if value == base:  # both may be infinite
+        return 0.0
+    return value - base
 
 
 def identical_variants(study: dict, runs: dict) -> set[str]:
     """Variants with the baseline's numbers in every logged step of every seed, bit for bit; none if
     speed or memory decides."""
+    if NOT_TRAINING.search(study["metric"]):
+        return set()
     numbers = {key: training_of(lines) for key, lines in runs.items()}
-    pairs = {
-        name: pairs_of(study, numbers, name)
-        for name in study["variants"]
-        if name != study["baseline"]
-    }
-    of_training = not NOT_TRAINING.search(study["metric"])
-    return {
-        name
-        for name, both in pairs.items()
-        if of_training and both and all(mine == base != {} for mine, base in both)
-    }
+    found = set()
+    for name in study["variants"]:
+        both = pairs_of(study, numbers, name)
+        if name != study["baseline"] and both and all(mine == base != {} for mine, base in both):
+            found.add(name)
+    return found
 
 
 def look_at_all(study: dict, runs: dict) -> dict[str, tuple]:
     """{variant: compare_variant(...)}"""
     values = values_of(study, runs)
     identical = identical_variants(study, runs)
-    return {
-        name: compare_variant(study, values, name, identical, runs.keys())
-        for name in study["variants"]
-        if name != study["baseline"]
-    }
+    found = {}
+    for name in study["variants"]:
+        if name != study["baseline"]:
+            found[name] = compare_variant(study, values, name, identical, runs.keys())
+    return found
 
 
 def next_runs(study: dict, folder, tried: set) -> list[tuple[str, int]]:
     """The (variant, seed) to run now, in the order of seeds. tried: runs that, if they have failed,
     are not tried again."""
     runs = {run: lines for run, lines in read_runs(study, folder).items() if lines or run in tried}
-    found = look_at_all(study, runs)
-    return sorted(
-        dict.fromkeys(run for *_, missing in found.values() for run in missing),
-        key=lambda run: run[1],
-    )
+    wanted = []
+    for *_, missing in look_at_all(study, runs).values():
+        wanted += missing
+    return sorted(dict.fromkeys(wanted), key=lambda run: run[1])
 
 
 # ---------------------------------------------------------------- before a comparison
@@ -293,7 +326,9 @@ def winners_of(
     best = {}
     said = []
     grid = sorted(cells, key=lambda cell: float(cell.partition("=")[2]))
-    sign = 1 if study["best"] == "low" or study["reach"] is not None else -1
+    sign = -1
+    if study["best"] == "low" or study["reach"] is not None:
+        sign = 1
     for name in names:
         means = {}
         for cell in cells:
@@ -311,9 +346,9 @@ def winners_of(
                 f"{folder}: all values of --tune died for {name}; see log.txt of its runs"
             )
         line = ", ".join(f"{cell}: {mean:.4f}" for cell, mean in means.items())
-        edge = "; this is the edge of its grid, and a value beyond may be better" * (
-            best[name] in (grid[0], grid[-1])
-        )
+        edge = ""
+        if best[name] in (grid[0], grid[-1]):
+            edge = "; this is the edge of its grid, and a value beyond may be better"
         said.append(
             f"tuned on {study['seeds']} other seeds: {name} is best with {best[name]} "
             f"({line}){edge}"
@@ -340,19 +375,21 @@ def noise_of(folder: str, args, baseline: dict) -> dict:
         "val_batches",
         "seq_len",
     ):
-        if (here := mine[key]) != theirs.get(key):
+        here = mine[key]
+        if here != theirs.get(key):
             raise ValueError(
                 f"--noise {folder}: its {key} is {theirs.get(key)}, here {here}: measure the "
                 "noise of this again"
             )
     values = values_of(study, read_runs(study, folder))
-    found = [
-        np.diff(pairs_of(study, values, name), axis=-1).ravel()
-        for name in study["variants"]
-        if name != study["baseline"]
-    ]
-    found = [d for d in found if len(d) > 1 and np.isfinite(d).all() and np.ptp(d) > 0]
-    if (df := sum(len(d) - 1 for d in found)) < 5:
+    found = []  # of each variant: differences that say something about noise
+    for name in study["variants"]:
+        d = np.diff(pairs_of(study, values, name), axis=-1).ravel()
+        is_noise = len(d) > 1 and np.isfinite(d).all() and np.ptp(d) > 0
+        if name != study["baseline"] and is_noise:
+            found.append(d)
+    df = sum(len(d) - 1 for d in found)
+    if df < 5:
         raise ValueError(
             f"--noise {folder}: {df} degrees of freedom, too few; a variant that differs a "
             "little, 6 seeds, has 5"
