@@ -173,7 +173,7 @@ def unseen(base: Record) -> list[str]:
 
 
 # ---------------------------------------------------------------- what is printed
-def show(found: Difference) -> str:
+def describe_difference(found: Difference) -> str:
     later = "" if found.later is None else f"{found.later[0]:.1e}"
     line = f"{found.name:<32} {found.loss:>14.8f} {found.norm:>14.8f}  {later:>8}"
     line += f"  {found.worst[0]:.1e} {found.worst[1]}"

@@ -24,11 +24,11 @@ from flags.config import given_flags, spell
 from tools.parity import original
 from tools.parity.compare_policy import (
     compare_cut,
+    describe_difference,
     effect_of_edit,
     norm_of,
     read_cut,
     say_verdict,
-    show,
 )
 from tools.parity.policy_half import MOVED, run_rank
 
@@ -310,7 +310,7 @@ def compare_all(base, found: list[Running]) -> int:
         compared += 1
         adds_up = each.cut.flags.get("control") == "frozen"
         difference = compare_cut(each.cut.name, base, read_cut(each.out), adds_up)
-        print(show(difference))
+        print(describe_difference(difference))
         if difference.problems:
             differs.append(difference)
     return say_verdict(base, differs, compared, failed)
