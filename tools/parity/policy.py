@@ -52,7 +52,7 @@ class Cut(NamedTuple):
 
 
 # ---------------------------------------------------------------- which cuts
-def known(cfg, flags: dict) -> dict:
+def flags_known_to(cfg, flags: dict) -> dict:
     """Those of the flags that the recipe has."""
     names = {field.name for field in fields(cfg)}
     return {name: value for name, value in flags.items() if name in names}
@@ -99,7 +99,7 @@ def common_flags(cfg, parts: int) -> dict:
         flags["group_size"] = min(cfg.group_size, GROUP)
     if "pairs_per_step" in given:
         flags["pairs_per_step"] = min(cfg.pairs_per_step, 2 * GROUP)
-    return known(cfg, flags)
+    return flags_known_to(cfg, flags)
 
 
 def count_samples(common: dict) -> int:
@@ -115,7 +115,7 @@ def name_of(flags: dict) -> str:
 
 def one_process(cfg) -> dict:
     """Flags of a plain process with a row for each sample."""
-    return known(cfg, PLAIN | dict.fromkeys(AXES, 1) | {"pack_tokens": 0})
+    return flags_known_to(cfg, PLAIN | dict.fromkeys(AXES, 1) | {"pack_tokens": 0})
 
 
 def layout_cuts(cfg) -> list[Cut]:
@@ -134,7 +134,7 @@ def layout_cuts(cfg) -> list[Cut]:
             shown[name] = value
     cuts = []
     if shown:
-        cuts.append(Cut(name_of(shown), known(cfg, flags), ranks, typed=True))
+        cuts.append(Cut(name_of(shown), flags_known_to(cfg, flags), ranks, typed=True))
     if ranks == 1:
         for axis in ("dp_shard", "tp", "cp"):
             cuts.append(Cut(name_of({axis: 2}), one_process(cfg) | {axis: 2}, 2))
