@@ -51,6 +51,11 @@ def write_file(path: str | Path, content):
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        # a write that fails does not know the name of its file
+        raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         temporary.unlink(missing_ok=True)
 

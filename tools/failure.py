@@ -17,6 +17,9 @@ from distributed.layout import pattern_of
 from flags.config import usage_error
 from flags.files import printable
 
+# modules whose SystemExit is meant: --help, wrong usage, a recipe that ends itself, a lost replica
+MAY_EXIT = {"flags.config", "argparse", "__main__", "forks.ft"}
+
 
 def report_error(error: BaseException) -> int:
     """Print the error that ended main, and return the exit status.
@@ -27,7 +30,7 @@ def report_error(error: BaseException) -> int:
     message = printable(" ".join(str(error).split()))
     is_known = isinstance(error, ValueError)
     if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+        return report_exit(error)
     if isinstance(error, KeyboardInterrupt):  # before the loop: no step to finish
         return 130
     if is_known and not dist.is_initialized():
@@ -42,6 +45,26 @@ def report_error(error: BaseException) -> int:
     if not (is_known and is_told(message)):
         more = failed_module(error) + silent_ranks(message)
         print(f"error on {name_rank()}: {type(error).__name__}: {message}{more}", file=sys.stderr)
+    return 1
+
+
+def report_exit(error: SystemExit) -> int:
+    """The status of a SystemExit of the house's or of the recipe. One from another file, such as
+    --env, would end the run with status 0 and nothing trained: it is an error."""
+    frames = []
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__") != "_sitebuiltins":  # of exit() and quit()
+            frames.append((frame, line))
+    frame, line = frames[-1]
+    if frame.f_globals.get("__name__") in MAY_EXIT:
+        if error.code is None:
+            return 0
+        return error.code if isinstance(error.code, int) else 1
+    print(
+        f"error on {name_rank()}: {frame.f_code.co_filename}, line {line} ended the program with "
+        f"sys.exit({error.code!r}), before the work was done: return, or raise an error",
+        file=sys.stderr,
+    )
     return 1
 
 

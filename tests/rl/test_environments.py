@@ -13,8 +13,12 @@ from policy import TINY, run, steps_of, trainer_of
 from saves import refuses
 
 import grpo
+from checkpoint import CheckpointConfig
+from flags.config import parse_config, usage_error
 from rl import environments, rewards, rollouts
+from rl.environments import ask_for_two, load_own
 from rl.tasks import calculator
+from tools.failure import report_error
 
 
 def test_what_was_cut_off_is_not_paid_for():
@@ -435,3 +439,34 @@ def test_the_warm_up_speaks_and_hears(monkeypatch, capsys):
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("supervised warm-up: step 1 of at most 9, loss 1.500")
     assert said[-1] == "stopped in the supervised warm-up: the same command begins again"
+
+
+@pytest.mark.parametrize(
+    "text, line",
+    [
+        ("raise SystemExit\n", 1),
+        (
+            "import sys\n\n\ndef make(rng):\n    sys.exit(0)\n\n\ndef reward(p, c):\n    return 1.0\n",
+            5,
+        ),
+        ("def make(rng):\n    exit()\n\n\ndef reward(p, c):\n    return 1.0\n", 2),
+    ],
+)
+def test_a_file_that_ends_the_program_is_an_error(text, line, tmp_path, capsys):
+    """With status 0 and nothing trained, a script would go on with the next command."""
+    file = tmp_path / "my_env.py"
+    file.write_text(text)
+    with pytest.raises(SystemExit) as error:
+        env = load_own("env", str(file), ["reverse"])
+        ask_for_two(env, "make", random.Random(0))
+    assert report_error(error.value) == 1
+    assert f"{file}, line {line} ended the program with sys.exit(" in capsys.readouterr().err
+
+
+def test_wrong_usage_and_help_keep_their_status():
+    with pytest.raises(SystemExit) as error:
+        usage_error("wrong")
+    assert report_error(error.value) == 2
+    with pytest.raises(SystemExit) as error:
+        parse_config(CheckpointConfig, ["--help"])
+    assert report_error(error.value) == 0
