@@ -110,6 +110,13 @@ class Config(ChatConfig):
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto = a GPU, else the CPU
 
 
+def check_weights(model, folder: str) -> None:
+    """Raises ValueError for weights that are NaN or infinite: words would come out all the same."""
+    for fqn, p in model.named_parameters():
+        if not p.isfinite().all():
+            raise ValueError(f"{folder}: {fqn} is NaN or infinite: nothing can be computed with it")
+
+
 def open_checkpoint(folder: str, device="cpu"):
     """(model, tokenizer, ids that end a text) of a run, step or Hugging Face folder. Raises
     ValueError."""
@@ -120,6 +127,7 @@ def open_checkpoint(folder: str, device="cpu"):
     if torch.device(device).type == "cuda":
         dtype = torch.bfloat16  # each new token reads all weights: half the bytes, twice the speed
     model, _ = load(folder, device, dtype)
+    check_weights(model, folder)
     path = text_folder(folder)
     if not os.path.isfile(os.path.join(path, "tokenizer.json")):
         raise ValueError(no_tokenizer(folder, path))

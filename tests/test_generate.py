@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 import generate as generate_module
 from data import DataConfig, open_data
-from generate import continue_texts, generate, main, open_checkpoint, print_sample
+from generate import check_weights, continue_texts, generate, main, open_checkpoint, print_sample
 from models import deepseek
 from models.llama3 import Attention, Llama3, Llama3Config
 from rl import decoding
@@ -317,3 +317,14 @@ def test_sample_at_the_end_of_a_run_never_fails_it(run_folder, capsys):
     assert "python generate.py --checkpoint" in capsys.readouterr().out
     print_sample(str(run_folder.parent), n_params=1000)
     assert "no sample: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_refused(value):
+    """A model of such weights samples the same token again and again, with status 0."""
+    model = torch.nn.Linear(2, 2)
+    check_weights(model, "runs/mine")
+    with torch.no_grad():
+        model.weight[1, 0] = value
+    with pytest.raises(ValueError, match="^runs/mine: weight is NaN or infinite"):
+        check_weights(model, "runs/mine")
