@@ -125,6 +125,24 @@ def drop_lines_from(path: str, first_step: int):
     )
 
 
+def set_lines_aside(path: str):
+    """Rename the metrics.jsonl of a run that begins again at step 0, because its checkpoints are gone
+    or there were none: its lines may be all that is left of it."""
+    last = max((line["step"] for line in read_lines(path)), default=None)
+    if last is None:
+        return
+    n = 1
+    while os.path.exists(f"{path.removesuffix('.jsonl')}.old-{n}.jsonl"):
+        n += 1
+    aside = f"{path.removesuffix('.jsonl')}.old-{n}.jsonl"
+    os.rename(path, aside)
+    print(
+        f"{path} has lines up to step {last}, and there is no checkpoint to continue: this run begins "
+        f"at step 0, and the old lines are in {aside}",
+        flush=True,
+    )
+
+
 def points_of(lines, *names: str) -> dict[str, list[tuple]]:
     """{name: (step, number) of each line with a number of this name}, in one pass over the lines."""
     points = {name: [] for name in names}
@@ -189,8 +207,10 @@ class Metrics:
         if self.rank0:
             os.makedirs(out, exist_ok=True)
             self.path = os.path.join(out, "metrics.jsonl")
-            # step 0: validation before any training
-            drop_lines_from(self.path, first_step if first_step > 1 else 0)
+            if first_step > 1:
+                drop_lines_from(self.path, first_step)
+            else:
+                set_lines_aside(self.path)
             self.file = open(self.path, "a")
             if self.profiled and (self.profiled[-1] < first_step or self.profiled[0] > steps):
                 print(

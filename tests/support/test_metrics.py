@@ -124,9 +124,10 @@ def test_continued_run_drops_the_lines_that_it_does_again(tmp_path, capsys):
     m.close()
     assert [line["step"] for line in strict_lines(tmp_path)] == [1, 2, 3, 3, 4]
     assert strict_lines(tmp_path)[-1]["tokens"] == 400
-    make(tmp_path).close()  # a new run in the same folder keeps nothing
+    make(tmp_path).close()  # a new run in the same folder begins with nothing
     assert strict_lines(tmp_path) == []
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl"]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["metrics.jsonl", "metrics.old-1.jsonl"]
 
 
 def test_long_files_are_read_as_a_stream(tmp_path, capsys):
@@ -355,3 +356,22 @@ def test_plot_draws_the_curves_of_a_run_that_has_ended(tmp_path):
     )
     assert run_report(main, Config, ["--out", str(tmp_path), "--plot"]) == 0
     assert (tmp_path / "loss.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_lines_of_a_run_whose_checkpoints_are_gone_are_kept(tmp_path, capsys):
+    """A disk that is not mounted, a folder that somebody emptied: the curve is all that is left."""
+    for n in (1, 2):
+        m = make(tmp_path)
+        train(m, [1, 2, 3])
+        m.close()
+        said = capsys.readouterr().out
+        if n == 1:
+            assert "no checkpoint to continue" not in said
+    assert "has lines up to step 3, and there is no checkpoint to continue" in said
+    kept = [json.loads(line) for line in (tmp_path / "metrics.old-1.jsonl").open()]
+    new = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
+    assert [line["step"] for line in kept] == [line["step"] for line in new] == [1, 2, 3]
+    make(tmp_path).close()
+    assert (tmp_path / "metrics.old-2.jsonl").exists()
+    make(tmp_path).close()  # no line yet: nothing to keep
+    assert not (tmp_path / "metrics.old-3.jsonl").exists()
