@@ -48,7 +48,8 @@ def set_lr(optimizers, lr: float) -> float:
                 group["lr_share"] = 1.0
                 if usual:
                     group["lr_share"] = float(group["lr"]) / usual
-            rate = lr * group["lr_share"]
+            share = group["lr_share"]
+            rate = lr * share
             if isinstance(group["lr"], Tensor):  # torchao's compiled step wants a tensor
                 rate = torch.tensor(rate)
             group["lr"] = rate
