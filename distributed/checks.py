@@ -30,8 +30,6 @@ STYLES = (
     'tokens), "colwise" or "rowwise" (a linear that is split)'
 )
 DROPOUT = "use models.dropout.dropout, see 'Random numbers' in docs/fork_me.md"
-# modules that draw from torch's generator
-DRAWING = (_DropoutNd, nn.MultiheadAttention, nn.RNNBase)
 
 
 def check_model(model, layout: Layout, cfg, styles) -> None:
@@ -40,7 +38,8 @@ def check_model(model, layout: Layout, cfg, styles) -> None:
     parameter or buffer without an initial value, and for a model beyond memory."""
     check_tp_plan(model, styles)
     names = [fqn for fqn, _ in [*model.named_parameters(), *model.named_buffers()]]
-    for pattern in constants_of(model):
+    constants = constants_of(model)
+    for pattern in constants:
         if not fnmatch.filter(names, pattern):
             raise ValueError(
                 f"init_constants: pattern {pattern!r} matches no parameter or buffer of "
@@ -49,15 +48,14 @@ def check_model(model, layout: Layout, cfg, styles) -> None:
     initial_values(model)
     # torch counts the changes of a tensor. Its modules fill a parameter once, but
     # nn.MultiheadAttention this bias twice.
-    twice = {
-        f"{name}.out_proj.bias"
-        for name, module in model.named_modules()
-        if isinstance(module, nn.MultiheadAttention)
-    }
+    fills = Counter()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            fills[f"{name}.out_proj.bias"] = 1
     for fqn, p in model.named_parameters():
-        if p._version > 1 + (fqn in twice) and not any(
-            fnmatch.fnmatch(fqn, pattern) for pattern in constants_of(model)
-        ):
+        fills[fqn] += 1
+        is_constant = any(fnmatch.fnmatch(fqn, pattern) for pattern in constants)
+        if p._version > fills[fqn] and not is_constant:
             raise ValueError(
                 f"{fqn} is filled in a constructor, where no memory is: the values are lost. Give "
                 "a number in "
@@ -86,7 +84,10 @@ def check_model(model, layout: Layout, cfg, styles) -> None:
 def check_documents(model, layout: Layout) -> None:
     """With --doc_mask, rank 0 names the blocks that do not call attend: the mask changes nothing in
     such a block."""
-    if layout.rank == 0 and (names := blocks_without_attend(model)):
+    if layout.rank > 0:
+        return
+    names = blocks_without_attend(model)
+    if names:
         print(
             f"--doc_mask does nothing in {brief(names)}: they do not call attend, so what else "
             "mixes tokens mixes documents"
@@ -96,20 +97,21 @@ def check_documents(model, layout: Layout) -> None:
 def blocks_without_attend(model) -> list[str]:
     """Names of the blocks with a forward, of their own or of a module inside, that takes `attend`
     and never reads it."""
+    names = []
+    for name, block in model.blocks.items():
+        if any(map(ignores_attend, block.modules())):
+            names.append(f"blocks.{name}")
+    return names
 
-    def ignores_attend(module):
-        code = type(module).forward.__code__
-        reads = any(
-            step.opname.startswith("LOAD") and "attend" in str(step.argval)
-            for step in dis.get_instructions(code)
-        )
-        return "attend" in code.co_varnames[: code.co_argcount] and not reads
 
-    return [
-        f"blocks.{name}"
-        for name, block in model.blocks.items()
-        if any(map(ignores_attend, block.modules()))
-    ]
+def ignores_attend(module) -> bool:
+    code = type(module).forward.__code__
+    if "attend" not in code.co_varnames[: code.co_argcount]:
+        return False
+    for step in dis.get_instructions(code):
+        if step.opname.startswith("LOAD") and "attend" in str(step.argval):
+            return False
+    return True
 
 
 def check_tp_plan(model, styles) -> None:
@@ -138,9 +140,12 @@ def check_random(model) -> None:
                 f"{name or 'the model'} has a generator, and no checkpoint holds its state; "
                 f"{DROPOUT}"
             )
-        if getattr(
-            module, "p" if isinstance(module, _DropoutNd) else "dropout", 0.0
-        ) and isinstance(module, DRAWING):
+        draws = False
+        if isinstance(module, _DropoutNd):
+            draws = module.p > 0
+        elif isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
+            draws = module.dropout > 0
+        if draws:
             raise ValueError(
                 f"{name} is {type(module).__name__}, whose numbers depend on the layout and on "
                 f"--ac; {DROPOUT}"
@@ -151,9 +156,12 @@ def check_owners(model, layout: Layout) -> None:
     """Raises ValueError for a parameter that two modules hold, on several processes: FSDP, tp and
     pp split modules one by one. (A tied head is no module: the loss reads the embedding's weight.)
     """
-    first = {}
-    for fqn, p in model.named_parameters(remove_duplicate=False) if layout.world_size > 1 else ():
-        if (other := first.setdefault(p, fqn)) != fqn:
+    if layout.world_size == 1:
+        return
+    first = {}  # parameter -> its first name
+    for fqn, p in model.named_parameters(remove_duplicate=False):
+        other = first.setdefault(p, fqn)
+        if other != fqn:
             raise ValueError(
                 f"{fqn} is {other}: no layout can split a parameter that two modules hold; call "
                 "one module twice"
@@ -166,21 +174,17 @@ def check_split(stage, plan: dict[str, str]) -> None:
     expert_parallel, and styles of a fork. plan: module -> style."""
     for fqn, p in stage.named_parameters():
         name = fqn.rpartition(".")[0]
-        if (
-            isinstance(p, DTensor)
-            or ".experts." in fqn
-            or plan.get(name) not in (None, "gather", "gather_sequence")
-        ):
-            continue  # both styles move activations only
-        is_leaf = name and next(stage.get_submodule(name).children(), None) is None
+        if isinstance(p, DTensor) or ".experts." in fqn:
+            continue
+        # "gather" and "gather_sequence" move activations only
+        if plan.get(name) not in (None, "gather", "gather_sequence"):
+            continue
         fix = (
-            f'add "{pattern_of(name)}" to tp_plan: {STYLES}'
-            if is_leaf
-            else (
-                "put it into a small module of its own, see 'A bare parameter under tp' in "
-                "docs/fork_me.md"
-            )
+            "put it into a small module of its own, see 'A bare parameter under tp' in "
+            "docs/fork_me.md"
         )
+        if name and not [*stage.get_submodule(name).children()]:
+            fix = f'add "{pattern_of(name)}" to tp_plan: {STYLES}'
         raise ValueError(
             f"--tp: {fqn} has no style in tp_plan, so every tp rank would train a copy of its "
             f"own: {fix}"
@@ -192,24 +196,29 @@ def check_memory(model, layout: Layout, cfg) -> None:
     by all processes, exceed the memory of a device or host. A lower bound: activations, buffers and
     an uneven split come on top."""
     size = getattr(torch, cfg.param_dtype).itemsize
-    kind = vars(cfg).get("optimizer")
+    optimizer = cfg.optimizer if hasattr(cfg, "optimizer") else "none"
     total = Counter()
-    # bytes of AdamW's two moments of a parameter, if known
-    adamw = 2 * size if kind in ("adamw", "adamw_sr", "muon") else 0
     for fqn, p in model.named_parameters():
-        is_muons = kind == "muon" and p.dim() > 1 and fqn.startswith("blocks.")
-        total["parameters"] += p.numel() * (
-            size if p.requires_grad else layout.compute_dtype.itemsize
-        )
-        total["gradients"] += p.numel() * size * p.requires_grad
-        total["moments"] += p.numel() * (size if is_muons else adamw) * p.requires_grad
-    on_host = layout.device.type == "cpu" or cfg.cpu_offload
-    sharers = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if on_host else 1
-    has = host_memory() if on_host else torch.cuda.get_device_properties(layout.device).total_memory
+        if not p.requires_grad:
+            total["parameters"] += p.numel() * layout.compute_dtype.itemsize
+            continue
+        total["parameters"] += p.numel() * size
+        total["gradients"] += p.numel() * size
+        total["moments"] += p.numel() * size * moments_of(optimizer, fqn, p)
+    sharers = 1
+    if layout.device.type == "cpu" or cfg.cpu_offload:
+        where = "a host"
+        offload = ""
+        has = host_memory()
+        sharers = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    else:
+        where = "each device"
+        offload = "--cpu_offload, "
+        has = torch.cuda.get_device_properties(layout.device).total_memory
     each = sharers * layout.dp_replicate / layout.world_size
-    if (needs := sum(total.values()) * each) > has:
+    needs = sum(total.values()) * each
+    if needs > has:
         parts = " + ".join(f"{kind} {n * each / 1e9:.1f}" for kind, n in total.items() if n)
-        where, offload = ("a host", "") if on_host else ("each device", "--cpu_offload, ")
         raise ValueError(
             f"{where} would need at least {needs / 1e9:.1f} GB ({parts}), and there are "
             f"{has / 1e9:.1f} GB; use "
@@ -218,15 +227,24 @@ def check_memory(model, layout: Layout, cfg) -> None:
         )
 
 
+def moments_of(optimizer: str, fqn: str, p) -> int:
+    """How many numbers the optimizer keeps for each number of a parameter; 0 if unknown."""
+    if optimizer == "muon" and p.dim() > 1 and fqn.startswith("blocks."):
+        return 1
+    if optimizer in ("adamw", "adamw_sr", "muon"):
+        return 2
+    return 0
+
+
 def host_memory() -> int:
     """Bytes for all processes of the host together: memory, or a control group's limit (version 2),
     and swap."""
     try:
         sizes = dict(line.split()[:2] for line in Path("/proc/meminfo").read_text().splitlines())
-        memory, swap = (int(sizes[name]) * 1024 for name in ("MemTotal:", "SwapTotal:"))
-        folder = Path(
-            "/sys/fs/cgroup" + Path("/proc/self/cgroup").read_text().strip().rpartition(":")[2]
-        )
+        memory = int(sizes["MemTotal:"]) * 1024
+        swap = int(sizes["SwapTotal:"]) * 1024
+        group = Path("/proc/self/cgroup").read_text().strip().rpartition(":")[2]
+        folder = Path("/sys/fs/cgroup" + group)
     except (OSError, KeyError):  # no Linux: nothing is refused
         return sys.maxsize
     for place in (folder, *folder.parents):
@@ -247,29 +265,41 @@ def check_replicas(stages, layout: Layout, **values) -> list[tuple]:
     start = [(fqn, p, bits_sum(p)) for stage in stages for fqn, p in stage.named_parameters()]
     mine = {}
     for name, value in values.items():  # a dict field by field, so that the message names the flag
-        fields = value.items() if isinstance(value, dict) else [("", value)]
-        mine |= {(f"{name} {field}".strip(), 0): repr(x) for field, x in fields}
+        if isinstance(value, dict):
+            for field, x in value.items():
+                mine[f"{name} {field}".strip(), 0] = repr(x)
+        else:
+            mine[name, 0] = repr(value)
     groups = {dist.group.WORLD: [zlib.crc32(repr(mine).encode())]}  # ranks that must agree: numbers
     for _, p, total in start:
-        for i, placement in enumerate(p.placements if isinstance(p, DTensor) else ()):
+        if not isinstance(p, DTensor):
+            continue
+        for i, placement in enumerate(p.placements):
             if placement.is_replicate() and p.device_mesh.size(i) > 1:
                 groups.setdefault(p.device_mesh.get_group(i), []).append(total)
-    if holds_on_any_rank(
-        any([differ(numbers, group, layout.device) for group, numbers in groups.items()]),
-        dist.group.WORLD,
-    ):
+    found = False
+    for group, numbers in groups.items():  # every group, after a difference, too: all ranks join in
+        if differ(numbers, group, layout.device):
+            found = True
+    if holds_on_any_rank(found, dist.group.WORLD):
         mine |= {(fqn, local_slice(p)): total for fqn, p, total in start}
-        everyone = gather((socket.gethostname(), mine), dist.group.WORLD)
-        first = {}
-        for rank, (host, theirs) in enumerate(everyone):
-            for key, value in theirs.items():
-                owner, expected = first.setdefault(key, (rank, value))
-                if value != expected:
-                    where = f"ranks {owner} and {rank} ({everyone[owner][0]}, {host})"
-                    raise ValueError(
-                        f"{key[0]} differs between {where}: same seed, flags, files on every node?"
-                    )
+        raise_first_difference(mine)
     return [(fqn, p, total) for fqn, p, total in start if p.requires_grad]
+
+
+def raise_first_difference(mine: dict) -> None:
+    """Raise ValueError, on all ranks, for the first value that differs between ranks. mine:
+    {(name, part): this rank's value}."""
+    everyone = gather((socket.gethostname(), mine), dist.group.WORLD)
+    first = {}
+    for rank, (host, theirs) in enumerate(everyone):
+        for key, value in theirs.items():
+            owner, expected = first.setdefault(key, (rank, value))
+            if value != expected:
+                where = f"ranks {owner} and {rank} ({everyone[owner][0]}, {host})"
+                raise ValueError(
+                    f"{key[0]} differs between {where}: same seed, flags, files on every node?"
+                )
 
 
 def differ(numbers: list[int], group, device) -> bool:
@@ -285,9 +315,8 @@ def bits_sum(p) -> int:
     """A checksum of the rank's part of a parameter; every bit counts, and every place."""
     total = 0
     flat = local_tensor(p).contiguous().flatten()
-    for bits in (flat.view(torch.int16) if flat.element_size() > 1 else flat.to(torch.int16)).split(
-        2**24
-    ):
+    words = flat.view(torch.int16) if flat.element_size() > 1 else flat.to(torch.int16)
+    for bits in words.split(2**24):
         places = torch.arange(1, bits.numel() + 1, device=bits.device)
         total = total * 31 % 2**61 + (bits * places).sum().item()
     return total
@@ -316,6 +345,8 @@ def reduce_hash(share: str, layout: Layout, own: float = 0.0) -> tuple[str, list
     )
     # on the host, so that nothing waits for the device
     table = torch.zeros(1 + layout.world_size, dtype=torch.int64)
-    table[0], table[1 + layout.rank] = int(share, 16) * is_first, int(own * 1e6)
+    if is_first:
+        table[0] = int(share, 16)
+    table[1 + layout.rank] = int(own * 1e6)
     dist.all_reduce(table)
     return f"{table[0].item() % 2**48:012x}", (table[1:] / 1e6).tolist()

@@ -33,12 +33,14 @@ def rows_per_chunk(h: Tensor, weight: Tensor) -> int:
 def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """total + a @ b in fp32, in the memory of total; with total None a @ b. Of bf16 a and b, too: a
     bf16 total would round away the later chunks."""
-    if not a.is_cuda:  # on a CPU no matmul of bf16 returns fp32
-        return (a @ b).float() if total is None else total.add_(a @ b)
-    if total is None:
+    if a.is_cuda and total is None:
         return torch.mm(a, b, out_dtype=torch.float32)
-    # a single kernel, adding in fp32 registers
-    return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    if a.is_cuda:  # a single kernel, adding in fp32 registers
+        return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    # on a CPU no matmul of bf16 returns fp32
+    if total is None:
+        return (a @ b).float()
+    return total.add_(a @ b)
 
 
 def no_reduce(x: Tensor, op: str) -> Tensor:
@@ -53,9 +55,10 @@ def softmax_loss(
     logits. Compiled by --compile."""
     V = weight.shape[0]
     compiled = torch.compiler.is_compiling()
-    # (n, V); uncompiled in the memory of their gradient, but a compiled kernel would copy the
-    # gradient there
-    logits = F.linear(h, weight) if compiled or out is None else torch.mm(h, weight.T, out=out)
+    if compiled or out is None:
+        logits = F.linear(h, weight)  # (n, V)
+    else:  # in the memory of their gradient; a compiled kernel would copy the gradient there
+        logits = torch.mm(h, weight.T, out=out)
     valid = labels != IGNORE
     local = labels - vocab_start
     mine = (local >= 0) & (local < V)  # the label's logit is on this rank; always False for IGNORE
@@ -69,24 +72,23 @@ def softmax_loss(
     if out is not None:  # softmax - one_hot(label); zero for a token without a loss
         total = torch.where(valid, sums[0], torch.inf)
         if compiled:  # the subtraction joins the only pass over the logits
-            out.copy_(
-                exp / total[:, None]
-                - ((torch.arange(V, device=h.device) == local) & mine[:, None]).float()
-            )
+            one_hot = (torch.arange(V, device=h.device) == local) & mine[:, None]
+            out.copy_(exp / total[:, None] - one_hot.float())
         else:
             # at the label, too, the subtraction comes before the rounding
             torch.div(exp, total[:, None], out=out)
-            out.scatter_(
-                1, local, ((target - top).exp() / total - mine.float()).to(out.dtype)[:, None]
-            )
+            at_label = (target - top).exp() / total - mine.float()
+            out.scatter_(1, local, at_label.to(out.dtype)[:, None])
     return torch.where(valid, sums[0].log() + top - sums[1], 0.0).sum()
 
 
 class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, weight, labels, all_reduce, vocab_start, kernel, gradient):
-        wants_h, wants_w = (gradient and needed for needed in ctx.needs_input_grad[:2])
-        rows, (N, D) = rows_per_chunk(h, weight), h.shape
+        wants_h = gradient and ctx.needs_input_grad[0]
+        wants_w = gradient and ctx.needs_input_grad[1]
+        N, D = h.shape
+        rows = rows_per_chunk(h, weight)
         # Up to 2 D tokens: the gradient of all logits needs no more memory than the head's gradient
         # in fp32, to which every chunk would add its part. So one matmul computes the head's
         # gradient, and no sum is read and written.
@@ -94,10 +96,14 @@ class LinearCrossEntropy(torch.autograd.Function):
         total = h.new_zeros((), dtype=torch.float32)
         dh = torch.empty_like(h) if wants_h else None
         dw = None
-        dlogits = h.new_empty(N if at_once else rows, len(weight)) if wants_h or wants_w else None
+        dlogits = None
+        out = None
+        if wants_h or wants_w:
+            dlogits = h.new_empty(N if at_once else rows, len(weight))
         for begin in range(0, N, rows):
             hc = h[begin : begin + rows]  # (n, D)
-            out = None if dlogits is None else dlogits[begin % len(dlogits) :][: len(hc)]  # (n, V)
+            if dlogits is not None:
+                out = dlogits[begin % len(dlogits) :][: len(hc)]  # (n, V)
             total += kernel(hc, weight, labels[begin : begin + rows], all_reduce, vocab_start, out)
             if wants_h:
                 torch.mm(out, weight, out=dh[begin : begin + rows])
@@ -111,11 +117,12 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        # grad[None] is no scalar, so that fp32 is multiplied; `out` rounds in the same pass
-        scaled = [
-            g if g is None else torch.mul(g, grad[None], out=g.new_empty(g.shape, dtype=ctx.dtype))
-            for g in ctx.saved_tensors
-        ]
+        scaled = []
+        for g in ctx.saved_tensors:  # of h and of the weight
+            if g is not None:
+                # grad[None] is no scalar, so that fp32 is multiplied; `out` rounds in the same pass
+                g = torch.mul(g, grad[None], out=g.new_empty(g.shape, dtype=ctx.dtype))
+            scaled.append(g)
         return *scaled, None, None, None, None, None
 
 
@@ -179,7 +186,9 @@ class TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, h, weight, labels, temperature, all_reduce, vocab_start, unknown):
-        logprobs, entropy, lse = (h.new_empty(h.shape[0], dtype=torch.float32) for _ in range(3))
+        logprobs = h.new_empty(h.shape[0], dtype=torch.float32)
+        entropy = torch.empty_like(logprobs)
+        lse = torch.empty_like(logprobs)
         for rows, logits, index, mine in TokenLogprobs.chunks(
             h, weight, labels, temperature, vocab_start, unknown
         ):
@@ -219,7 +228,9 @@ class TokenLogprobs(torch.autograd.Function):
             torch.mm(dlogits, weight, out=dh[rows])
             if ctx.needs_input_grad[1]:
                 dw = add_product(dw, dlogits.T, h[rows])
-        return dh, dw if dw is None else dw.to(weight.dtype), None, None, None, None, None
+        if dw is not None:
+            dw = dw.to(weight.dtype)
+        return dh, dw, None, None, None, None, None
 
 
 def token_logprobs(
@@ -235,7 +246,11 @@ def token_logprobs(
     like labels (...), both with a gradient. h (..., D), weight (V, D); every label must be a
     token, not IGNORE. Vocab parallelism as in linear_cross_entropy. unknown: ids with probability
     0, see NEVER."""
-    flat = h.reshape(-1, h.shape[-1]), weight, labels.reshape(-1)
-    flat = TokenLogprobs.apply(*flat, temperature, all_reduce, vocab_start, unknown)
+    flat = h.reshape(-1, h.shape[-1])
+    logprobs, entropy = TokenLogprobs.apply(
+        flat, weight, labels.reshape(-1), temperature, all_reduce, vocab_start, unknown
+    )
     # clone: FSDP's hooks cannot work on views
-    return tuple(x.reshape(labels.shape).clone() for x in flat)
+    logprobs = logprobs.reshape(labels.shape).clone()
+    entropy = entropy.reshape(labels.shape).clone()
+    return logprobs, entropy

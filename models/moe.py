@@ -15,20 +15,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+grouped_mm = F.grouped_mm  # None: a matmul per expert
 
 
 def kernel_fits(x: Tensor, weight: Tensor) -> bool:
     """Whether grouped_mm can multiply x (N, in) with weight (E, out, in): rows must be multiples of
     16 bytes, GPUs have no fp32 kernel, and the backward fails for N = 0 (no token chose an expert
     of this rank)."""
-    aligned = all(n * x.element_size() % 16 == 0 for n in weight.shape[1:])
-    return (
-        grouped_mm is not None
-        and len(x) > 0
-        and aligned
-        and (x.dtype == torch.bfloat16 or not x.is_cuda)
-    )
+    if grouped_mm is None or len(x) == 0:
+        return False
+    if x.is_cuda and x.dtype != torch.bfloat16:
+        return False
+    return all(n * x.element_size() % 16 == 0 for n in weight.shape[1:])
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
@@ -155,11 +153,9 @@ def add_up(y: Tensor, places: Tensor) -> Tensor:
     differences away. copy: torch 2.11 compiles a Function that returns x.to(x.dtype), so x itself,
     to one without a gradient."""
     rows = y.index_select(0, places.flatten()).unflatten(0, places.shape)
-    return (
-        rows[:, 0]
-        if places.shape[1] == 1
-        else rows.sum(1, dtype=torch.float32).to(y.dtype, copy=True)
-    )
+    if places.shape[1] == 1:
+        return rows[:, 0]
+    return rows.sum(1, dtype=torch.float32).to(y.dtype, copy=True)
 
 
 def inverse(order: Tensor) -> Tensor:
@@ -259,7 +255,10 @@ class Balance(nn.Module):
         # bincount would wait for the device
         counts.scatter_add_(0, chosen, torch.ones_like(chosen))
         if torch.is_grad_enabled() and in_forward():
-            self.load = counts.float() + (0 if self.load is None else self.load)
+            load = counts.float()
+            if self.load is not None:
+                load = load + self.load
+            self.load = load
         return counts
 
     def add_loss(self, x: Tensor, probs: Tensor, index: Tensor, B: int) -> Tensor:
@@ -283,5 +282,7 @@ def load_statistics(loads: Tensor) -> tuple[Tensor, Tensor]:
 
     A row of zeros is a layer without experts, and is skipped.
     """
+    uneven = loads.amax(1) / loads.mean(1).clamp(min=1e-9)  # (layers,)
     total = loads.sum(1, keepdim=True)  # (layers, 1)
-    return (loads.amax(1) / loads.mean(1).clamp(min=1e-9)).max(), ((loads == 0) & (total > 0)).sum()
+    without_token = (loads == 0) & (total > 0)
+    return uneven.max(), without_token.sum()

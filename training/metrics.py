@@ -92,7 +92,9 @@ def to_json(value):
     becomes null."""
     if isinstance(value, torch.Tensor):
         value = value.tolist()
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def read_lines(path: str):
@@ -186,12 +188,10 @@ class Metrics:
         self.device = layout.device
         self.flops_per_token = flops_per_token
         self.step = first_step - 1  # the last finished step
-        peak = (
-            peak_flops(torch.cuda.get_device_name(self.device))
-            if self.device.type == "cuda"
-            else None
-        )
-        self.job_flops = peak and peak * layout.world_size
+        self.job_flops = None
+        if self.device.type == "cuda":
+            peak = peak_flops(torch.cuda.get_device_name(self.device))
+            self.job_flops = peak and peak * layout.world_size
         self.reset_interval()
         self.out = out
         self.rank = layout.rank
@@ -255,10 +255,8 @@ class Metrics:
     def start_step(self, batches):
         """Begin a step: return the next batch, and measure the wait for the batch."""
         if self.step + 1 in self.profiled and self.profiler is None:
-            self.profiler, self.profiled = (
-                torch.profiler.profile(),
-                range(self.step + 1, self.profiled.stop),
-            )
+            self.profiler = torch.profiler.profile()
+            self.profiled = range(self.step + 1, self.profiled.stop)
             self.profiler.start()
         self.step_started = time.perf_counter()
         batch = next(batches)
@@ -276,9 +274,8 @@ class Metrics:
             gc.collect(1)  # young objects only: milliseconds
         self.step_ended = time.perf_counter()
         self.step_time += self.step_ended - self.step_started
-        self.cpu_time += (
-            time.process_time() - self.cpu_started if self.device.type == "cpu" else 0.0
-        )
+        if self.device.type == "cpu":
+            self.cpu_time += time.process_time() - self.cpu_started
         if self.profiler is not None and (
             self.step == self.profiled[-1] or self.step == self.steps
         ):
@@ -292,7 +289,8 @@ class Metrics:
         self.profiler.export_chrome_trace(
             self.trace_file(f"steps-{steps}-rank-{self.rank}.json.gz")
         )
-        self.profiler, self.profiled = None, range(0)
+        self.profiler = None
+        self.profiled = range(0)
 
     def trace_file(self, name: str) -> str:
         os.makedirs(os.path.join(self.out, "trace"), exist_ok=True)
@@ -357,21 +355,16 @@ class Metrics:
             usual = sorted(self.of_ranks)[(len(self.of_ranks) - 1) // 2]
             rank = self.of_ranks.index(worst)
             seconds = (worst - usual) / n_steps
-            late = (
-                dict(slowest_rank=rank, slowest_host=host_of(rank), slowest_by_s=seconds)
-                if seconds > step_time / 5
-                else {}
-            )
-            self.write(
-                line
-                | dict(data_time_s=self.data_time / n_steps, tokens_hash=tokens_hash)
-                | late
-                | (extra or {})
-            )
+            line |= dict(data_time_s=self.data_time / n_steps, tokens_hash=tokens_hash)
+            slow = ""
+            if seconds > step_time / 5:
+                host = host_of(rank)
+                line |= dict(slowest_rank=rank, slowest_host=host, slowest_by_s=seconds)
+                slow = f"  rank {rank} ({host}) is {seconds:.2f} s late"
+            self.write(line | (extra or {}))
             if show:
                 left = timedelta(seconds=int((self.steps - step) * step_time))
                 share = "" if mfu is None else f"MFU {mfu:.1%}  "
-                slow = "  rank {} ({}) is {:.2f} s late".format(*late.values()) if late else ""
                 print(
                     f"step {step}/{self.steps}  loss {loss:.4f}  grad_norm {grad_norm:.3f}  "
                     f"lr {lr:.2e}  {speed:,.0f} tok/s  {share}mem {memory:.2f} GiB  "
@@ -388,13 +381,11 @@ class Metrics:
         val_loss_by_part: of the parts of a mixture."""
         if self.rank0:
             numbers = {"val_loss": val_loss, "val_bits_per_byte": val_bits_per_byte}
+            line = {"step": step, **numbers}
             parts = val_loss_by_part or {}
-            by_part = (
-                {"val_loss_by_part": {name: to_json(loss) for name, loss in parts.items()}}
-                if parts
-                else {}
-            )
-            self.write({"step": step, **numbers, **by_part})
+            if parts:
+                line["val_loss_by_part"] = {name: to_json(loss) for name, loss in parts.items()}
+            self.write(line)
             known = [f" {name} {n:.4f}" for name, n in (numbers | parts).items() if n is not None]
             print(f"step {step}/{self.steps}", *known, flush=True)
 
@@ -404,11 +395,10 @@ class Metrics:
         line = {key: to_json(value) for key, value in line.items()}
         self.file.write(json.dumps(line) + "\n")
         self.file.flush()
-        numbers = {
-            key: value
-            for key, value in line.items()
-            if type(value) in (int, float) and key != "step"
-        }
+        numbers = {}
+        for key, value in line.items():
+            if type(value) in (int, float) and key != "step":
+                numbers[key] = value
         for write in self.writers:
             write(line["step"], numbers)
 
@@ -433,7 +423,11 @@ def loss_curve(lines) -> str:
     train, val, rewards, val_rewards = points_of(
         lines, "loss", "val_loss", "reward_mean", "eval_reward"
     ).values()
-    name, train, val = ("reward", rewards, val_rewards) if rewards else ("loss", train, val)
+    name = "loss"
+    if rewards:
+        name = "reward"
+        train = rewards
+        val = val_rewards
     if len(train) < 2:
         return "no loss curve: fewer than two training steps were logged"
     steps, losses = zip(*train + val)
@@ -449,16 +443,13 @@ def loss_curve(lines) -> str:
         for column, group in by_column.items():
             height = (sum(group) / len(group) - low) / (high - low or 1)
             grid[round(11 * (1 - height))][column] = mark
-    rows = [
-        f"{high - (high - low) * i / 11:9.3f} |{''.join(row).rstrip()}"
-        for i, row in enumerate(grid)
-    ]
-    legend = f"{name:>9}   . training" + "   o validation" * bool(val)
-    return "\n".join(
-        [
-            legend,
-            *rows,
-            " " * 10 + "+" + "-" * 60,
-            f"{'step':>9}  {first}{last:>{60 - len(str(first))}}",
-        ]
-    )
+    legend = f"{name:>9}   . training"
+    if val:
+        legend += "   o validation"
+    rows = [legend]
+    for i, row in enumerate(grid):
+        height = high - (high - low) * i / 11
+        rows.append(f"{height:9.3f} |{''.join(row).rstrip()}")
+    rows.append(" " * 10 + "+" + "-" * 60)
+    rows.append(f"{'step':>9}  {first}{last:>{60 - len(str(first))}}")
+    return "\n".join(rows)

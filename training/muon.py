@@ -11,7 +11,7 @@ whole matrices and nothing travels. With more FSDP ranks than experts some ranks
 wait. --etp cuts every matrix, and is refused.
 """
 
-from itertools import groupby
+from collections import defaultdict
 
 import torch
 import torch.distributed as dist
@@ -55,26 +55,31 @@ class Muon(torch.optim.Muon):
                 if self.found_inf is not None:
                     torch.where(self.found_inf.bool(), buffer, grad, out=grad)
                 buffer.lerp_(grad, 1 - group["momentum"])
-            for stack in [p for p in params if p.dim() == 3]:
-                self.step_stack(stack, group)
             # the same order on all ranks, equal shapes together: one exchange serves one matrix per
             # rank
-            matrices = sorted([p for p in params if p.dim() == 2], key=lambda p: tuple(p.shape))
-            for _, same_shape in groupby(matrices, key=lambda p: p.shape):
-                self.step_same_shape(list(same_shape), group)
+            matrices = defaultdict(list)  # shape -> parameters
+            for p in params:
+                if p.dim() == 3:
+                    self.step_stack(p, group)
+                elif p.dim() == 2:
+                    matrices[tuple(p.shape)].append(p)
+            for shape in sorted(matrices):
+                self.step_same_shape(matrices[shape], group)
 
     def step_stack(self, p, group):
         """Each rank treats the experts that it holds; nothing travels."""
-        weights, grads, buffers = (
-            local_tensor(t) for t in (p, p.grad, self.state[p]["momentum_buffer"])
-        )
+        weights = local_tensor(p)
+        grads = local_tensor(p.grad)
+        buffers = local_tensor(self.state[p]["momentum_buffer"])
         assert weights.shape[1:] == p.shape[1:], (weights.shape, p.shape)
         at_once = max(1, AT_ONCE // p.shape[1:].numel())
         for first in range(0, len(weights), at_once):
-            weight, grad, buffer = (t[first : first + at_once] for t in (weights, grads, buffers))
-            update = grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+            some = slice(first, first + at_once)
+            update = buffers[some]
+            if group["nesterov"]:
+                update = grads[some].lerp(update, group["momentum"])
             part = self.rescale(p, self.orthogonalize(update, group), first)
-            self.move(weight, part, p.shape[1:], group)
+            self.move(weights[some], part, p.shape[1:], group)
 
     def step_same_shape(self, params, group):
         ranks = 1
@@ -89,8 +94,10 @@ class Muon(torch.optim.Muon):
             mine = torch.zeros(chunk[0].shape, dtype=torch.bfloat16, device=chunk[0].device)
             for i, p in enumerate(chunk):
                 buffer = self.state[p]["momentum_buffer"]
-                momentum = group["momentum"]
-                update = p.grad.lerp(buffer, momentum) if group["nesterov"] else buffer.clone()
+                if group["nesterov"]:
+                    update = p.grad.lerp(buffer, group["momentum"])
+                else:
+                    update = buffer.clone()  # torch's Newton-Schulz divides in place
                 # the dtype of Newton-Schulz, and half the bytes
                 update = whole_tensor(update.bfloat16())
                 if i == rank:
@@ -104,10 +111,8 @@ class Muon(torch.optim.Muon):
                 dist.all_gather(results, mine.contiguous(), group=process_group)
             for p, result in zip(chunk, results, strict=False):
                 shape, offset = local_slice(p)
-                part = self.rescale(p, result)[
-                    tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
-                ]
-                self.move(local_tensor(p), part, p.shape, group)
+                here = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+                self.move(local_tensor(p), self.rescale(p, result)[here], p.shape, group)
 
     def move(self, local, part, shape, group):
         """Update this rank's part of a parameter. shape: of the whole matrix, which sets the step

@@ -41,11 +41,18 @@ def check_optimizer(cfg) -> None:
 def set_lr(optimizers, lr: float) -> float:
     """Set the learning rate of all parameter groups, and return the rate. A group made with half of
     the optimizer's rate keeps half."""
-    for optimizer, group in ((o, group) for o in optimizers for group in o.param_groups):
+    for optimizer in optimizers:
         usual = float(optimizer.defaults["lr"])
-        share = group.setdefault("lr_share", float(group["lr"]) / usual if usual else 1.0)
-        # torchao's compiled step wants a tensor
-        group["lr"] = torch.tensor(lr * share) if isinstance(group["lr"], Tensor) else lr * share
+        for group in optimizer.param_groups:
+            if "lr_share" not in group:
+                group["lr_share"] = 1.0
+                if usual:
+                    group["lr_share"] = float(group["lr"]) / usual
+            share = group["lr_share"]
+            rate = lr * share
+            if isinstance(group["lr"], Tensor):  # torchao's compiled step wants a tensor
+                rate = torch.tensor(rate)
+            group["lr"] = rate
     return lr
 
 
@@ -55,8 +62,11 @@ def adamw(groups, lr: float, betas, eps: float, kind: str):
     that small steps survive."""
     if kind != "adamw_sr":
         return torch.optim.AdamW(groups, lr, betas, eps, fused=True)
-    if any(isinstance(local_tensor(p), FakeTensor) for group in groups for p in group["params"]):
-        raise ValueError("--optimizer adamw_sr is compiled, which a dry run cannot be; use adamw")
+    for group in groups:
+        if any(isinstance(local_tensor(p), FakeTensor) for p in group["params"]):
+            raise ValueError(
+                "--optimizer adamw_sr is compiled, which a dry run cannot be; use adamw"
+            )
     # or torchao lists its kernels for other versions of Python
     logging.getLogger("torchao").setLevel(logging.ERROR)
     from torch._functorch import config
@@ -79,13 +89,11 @@ class Guard:
 
     def __init__(self, optimizers, layout: Layout, cfg, start: list[tuple]):
         """cfg: on_nan, out, compile. start: of check_replicas."""
-        self.optimizers, self.layout, self.cfg, self.start, self.random = (
-            optimizers,
-            layout,
-            cfg,
-            start,
-            random_state(),
-        )
+        self.optimizers = optimizers
+        self.layout = layout
+        self.cfg = cfg
+        self.start = start
+        self.random = random_state()
         self.norms: dict[int, Tensor] = {}  # step -> norm, of the steps since the last report
         self.found = None  # by look_at_gradients, for look_at_weights
 
@@ -102,19 +110,18 @@ class Guard:
             self.look_at_weights()
         # waits for the device, as log lines do anyway
         norms = torch.stack([*self.norms.values()]).tolist()
-        bad = [
-            (skipped, norm)
-            for skipped, norm in zip(self.norms, norms, strict=True)
-            if not math.isfinite(norm)
-        ]
+        steps = [*self.norms]
         self.norms.clear()
-        for skipped, norm in bad:
+        for skipped, norm in zip(steps, norms, strict=True):
+            if math.isfinite(norm):
+                continue
             if self.cfg.on_nan == "stop":
-                good = next((path for _, path in step_folders(self.cfg.out)), "none yet")
+                folders = step_folders(self.cfg.out)
+                newest = folders[0][1] if folders else "none yet"
                 raise RuntimeError(
                     f"step {skipped}: gradient norm {norm}, weights unchanged by it, noticed "
                     f"after step {step}; "
-                    f"last checkpoint: {good}"
+                    f"last checkpoint: {newest}"
                 )
             if self.layout.rank == 0:
                 print(f"step {skipped}: the gradient norm is {norm}; step skipped")
@@ -135,22 +142,22 @@ class Guard:
             )
         if not math.isfinite(grad_norm):
             return [], [], []  # the step changes nothing
+        lrs = {}
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                lrs |= dict.fromkeys(group["params"], float(group["lr"]))
+        reached = []
+        unreached = []
         moving = []
-        reached, unreached = (
-            [fqn for fqn, p, _ in self.start if (p.grad is None) == none] for none in (False, True)
-        )
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        lrs = {id(p): float(group["lr"]) for group in groups for p in group["params"]}
         for fqn, p, total in self.start:
-            grad, weight = (
-                0.0
-                if t is None or not local_tensor(t).numel()
-                else local_tensor(t).detach().abs().max().item()
-                for t in (p.grad, p)
-            )
+            if p.grad is None:
+                unreached.append(fqn)
+                continue
+            reached.append(fqn)
             # An update is about as large as lr. An update lost in the rounding of the weights is no
             # mistake of the model.
-            if grad and lrs.get(id(p), math.inf) > 8 * torch.finfo(p.dtype).eps * weight:
+            rounding = 8 * torch.finfo(p.dtype).eps * largest(p)
+            if largest(p.grad) and lrs.get(p, math.inf) > rounding:
                 moving.append((fqn, p, total))
         return reached, unreached, moving
 
@@ -158,20 +165,33 @@ class Guard:
         """Let rank 0 name the parameters without a gradient, and the parameters with a gradient
         that did not move."""
         reached, unreached, moving = self.found
-        plain = numbers_in_state(self.optimizers, self.start) if self.cfg.checkpoint_every else []
+        plain = []
+        if self.cfg.checkpoint_every:
+            plain = numbers_in_state(self.optimizers, self.start)
         self.start = None
-        everyone = [None] * self.layout.world_size
         still = [fqn for fqn, p, total in moving if bits_sum(p) == total]
         drew = self.random != random_state()
+        everyone = [None] * self.layout.world_size
         dist.all_gather_object(everyone, (reached, still, unreached, plain, drew))
-        for *_, plain, _ in everyone:
+
+        reached_anywhere = set()
+        unreached_anywhere = set()
+        first_rank = {}  # parameter that did not move -> the lowest such rank
+        drew_anywhere = False
+        for rank, (reached, still, unreached, plain, drew) in enumerate(everyone):
             if plain:
                 raise ValueError(
                     f"{plain[0]}: no checkpoint holds it; make it a tensor, torch.tensor(0.0)"
                 )
+            reached_anywhere.update(reached)
+            unreached_anywhere.update(unreached)
+            for fqn in still:
+                first_rank.setdefault(fqn, rank)
+            drew_anywhere = drew_anywhere or drew
+
         # adamw_sr, by chance
         rounds = any("torchao" in type(optimizer).__module__ for optimizer in self.optimizers)
-        if any(drew for *_, drew in everyone) and not (rounds or self.cfg.compile):
+        if drew_anywhere and not rounds and not self.cfg.compile:
             raise ValueError(
                 "numbers are drawn between the gradients and the end of the optimizer's step: a "
                 "continued run "
@@ -179,20 +199,27 @@ class Guard:
             )
         if self.layout.rank > 0:
             return
-        reached = {fqn for names, *_ in everyone for fqn in names}
-        if names := sorted({fqn for _, _, names, *_ in everyone for fqn in names} - reached):
+        # a parameter may have a gradient on one rank and none on another
+        unused = sorted(unreached_anywhere - reached_anywhere)
+        if unused:
             print(
-                f"no gradient reaches {brief(names)}: nothing trains what is not used in the loss"
+                f"no gradient reaches {brief(unused)}: nothing trains what is not used in the loss"
             )
-        if still := {
-            fqn: rank for rank, part in reversed([*enumerate(everyone)]) for fqn in part[1]
-        }:
+        if first_rank:
             print(
-                f"the first step has not moved {brief(sorted(still))} on rank "
-                f"{min(still.values())}, though there is a "
+                f"the first step has not moved {brief(sorted(first_rank))} on rank "
+                f"{min(first_rank.values())}, though there is a "
                 "gradient: is every parameter in an optimizer, and changed in place? (p.data = "
                 "... changes no shard)"
             )
+
+
+def largest(tensor: Tensor) -> float:
+    """The largest absolute number of this rank's part; 0.0 for an empty part."""
+    part = local_tensor(tensor).detach()
+    if part.numel() == 0:
+        return 0.0
+    return part.abs().max().item()
 
 
 def numbers_in_state(optimizers, trained: list[tuple]) -> list[str]:
@@ -231,7 +258,7 @@ def skip_if_not_finite(optimizers, grad_norm: Tensor, on_host: bool = False) -> 
 def random_state() -> list:
     """State of the global generators of torch, Python and NumPy: every number drawn without a
     generator changes one."""
-    states = [torch.get_rng_state()] + (
-        [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
-    )
-    return [*(state.tolist() for state in states), random.getstate(), str(np.random.get_state())]
+    states = [torch.get_rng_state().tolist()]
+    if torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state().tolist())
+    return [*states, random.getstate(), str(np.random.get_state())]

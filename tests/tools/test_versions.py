@@ -19,7 +19,7 @@ FLAGS += ["--data", "text.jsonl", "--cache_dir", "cache", "--check_parity"]
 # what changes nothing, in files that runs load and in others
 NOTED = ("models/llama3.py", "README.md", "parallel.py", "docs/numerics.md", "data.py")
 # the planted mistake: every learning rate is 5 % too large
-MISTAKE = ("training/optim.py", "else lr * share", "else lr * share * 1.05")
+MISTAKE = ("training/optim.py", "rate = lr * share", "rate = lr * share * 1.05")
 
 
 def git(repo: Path, *words: str) -> str:
@@ -90,7 +90,7 @@ def test_a_commit_that_changes_the_numbers_is_named(repo):
     text = told(repo, "--bisect", "HEAD~4..HEAD")
     assert f"{bad[:7]}  A little faster  (A. Student, 2" in text, text
     assert "step 2 differs first in the update of" in text
-    assert "+        group[" in text and "lr * share * 1.05" in text and "note" not in text
+    assert "+            rate = " in text and "lr * share * 1.05" in text and "note" not in text
     assert "commits left, about 2 steps" in text
 
 

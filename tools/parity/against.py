@@ -40,7 +40,7 @@ def our_model(main, cfg, folder: str) -> nn.Module:
     # the classes that the recipe passes
     (_, Model, usual, *_), _ = stop_main(main, replace(cfg), "claim_run", **skipped)
     config = override_fields(read_hf_config(folder, type(usual)), cfg.model_args, "--model_args")
-    if getattr(config, "mtp_depth", 0):
+    if hasattr(config, "mtp_depth"):
         config = replace(config, mtp_depth=0)  # transformers has none
     with torch.device("meta"):
         model = Model(config).float()
@@ -74,24 +74,24 @@ def pair_modules(keys: dict) -> dict[str, str]:
     inside_ours = defaultdict(set)
     inside_theirs = defaultdict(set)
     for ours, theirs in keys.items():
-        for name in [theirs] if isinstance(theirs, str) else theirs:
+        names = [theirs] if isinstance(theirs, str) else theirs
+        for name in names:
             for parent in parents(ours):
                 inside_ours[parent].add(name)
             for parent in parents(name):
                 inside_theirs[parent].add(name)
-    outermost = {
-        frozenset(held): module for module, held in sorted(inside_theirs.items(), reverse=True)
-    }
-    pairs = {
-        module: outermost[frozenset(held)]
-        for module, held in inside_ours.items()
-        if frozenset(held) in outermost
-    }
+    outermost = {}
+    for module, held in sorted(inside_theirs.items(), reverse=True):
+        outermost[frozenset(held)] = module
+    pairs = {}
+    for module, held in inside_ours.items():
+        if frozenset(held) in outermost:
+            pairs[module] = outermost[frozenset(held)]
     # the module around our experts returns the weighted sum over experts; in DeepSeek with the
     # shared experts
-    around = (
-        "" if any(".shared_experts." in str(theirs) for theirs in keys.values()) else ".experts"
-    )
+    around = ".experts"
+    if any(".shared_experts." in str(theirs) for theirs in keys.values()):
+        around = ""
     for ours, theirs in keys.items():
         if isinstance(theirs, list):
             pairs[ours.rpartition(".experts.")[0]] = theirs[0].split(".experts.")[0] + around
@@ -110,18 +110,27 @@ def forward_of(
     model: nn.Module, modules: dict[str, str], tokens: Tensor
 ) -> tuple[dict[str, Tensor], Tensor]:
     """({name, or name + " input": the first tensor}, logits). modules: {path in the model: name}."""
-    found, names = {}, {model.get_submodule(path): name for path, name in modules.items()}
+    found = {}
+    names = {model.get_submodule(path): name for path, name in modules.items()}
 
     def note(module, values, what=""):
         tensors = tensors_in(values)
         if module in names and tensors and tensors[0].is_floating_point():
             found[names[module] + what] = tensors[0].clone()
 
-    before = register_module_forward_pre_hook(lambda module, args: note(module, args, " input"))
-    after = register_module_forward_hook(lambda module, args, out: note(module, out))
+    def note_input(module, args):
+        note(module, args, " input")
+
+    def note_output(module, args, out):
+        note(module, out)
+
+    before = register_module_forward_pre_hook(note_input)
+    after = register_module_forward_hook(note_output)
     with before, after:
         out = model(tokens)
-    return found, out if isinstance(out, Tensor) else out.logits
+    if not isinstance(out, Tensor):
+        out = out.logits
+    return found, out
 
 
 def compare(phase: str, name: str, got: Tensor | None, want: Tensor, lost: str = "") -> Seam:
@@ -132,9 +141,8 @@ def compare(phase: str, name: str, got: Tensor | None, want: Tensor, lost: str =
     if got.numel() != want.numel():
         return Seam(phase, name, 0, math.nan, APART[phase])
     got = got.reshape(want.shape)
-    return Seam(
-        phase, name, 0, distance(got, want, want), APART[phase], factor=factor_of([(got, want)])
-    )
+    error = distance(got, want, want)
+    return Seam(phase, name, 0, error, APART[phase], factor=factor_of([(got, want)]))
 
 
 def compare_with_transformers(ours, theirs) -> tuple[list[Seam], dict]:
@@ -143,22 +151,20 @@ def compare_with_transformers(ours, theirs) -> tuple[list[Seam], dict]:
     config = ours.config
     keys = ours.hf_keys()
     T = min(LENGTH, config.max_seq_len)
-    tokens, labels = (
-        torch.randint(0, config.vocab_size, (BATCH, T), generator=g) for _ in range(2)
-    )
+    tokens = torch.randint(0, config.vocab_size, (BATCH, T), generator=g)
+    labels = torch.randint(0, config.vocab_size, (BATCH, T), generator=g)
     head = theirs.get_output_embeddings()  # returns the logits, a seam of their own
-    pairs = {
-        name: path
-        for name, path in pair_modules(keys).items()
-        if theirs.get_submodule(path) is not head
-    }
+    pairs = pair_modules(keys)
+    for name, path in list(pairs.items()):
+        if theirs.get_submodule(path) is head:
+            del pairs[name]
     mine, logits = forward_of(ours, {name: name for name in pairs}, tokens)
-    other, their_logits = forward_of(theirs, {path: name for name, path in pairs.items()}, tokens)
-    seams = [
-        compare("forward", name, mine.get(name), want, "never called here")
-        for name, want in other.items()
-        if name in mine or name in pairs
-    ]
+    our_names = {path: name for name, path in pairs.items()}
+    other, their_logits = forward_of(theirs, our_names, tokens)
+    seams = []
+    for name, want in other.items():
+        if name in mine or name in pairs:
+            seams.append(compare("forward", name, mine.get(name), want, "never called here"))
 
     loss = ours(tokens, labels=labels, loss_denom=labels.numel())
     their_loss = F.cross_entropy(theirs(tokens).logits.flatten(0, 1), labels.flatten())
@@ -170,10 +176,10 @@ def compare_with_transformers(ours, theirs) -> tuple[list[Seam], dict]:
     ]
     their_parameters = dict(theirs.named_parameters())
     for fqn, p in reversed(list(ours.named_parameters())):
-        if isinstance(name := keys.get(fqn), str) and name in their_parameters:
-            seams.append(
-                compare("gradient", fqn, p.grad, their_parameters[name].grad, "no gradient arrives")
-            )
+        name = keys.get(fqn)
+        if isinstance(name, str) and name in their_parameters:
+            want = their_parameters[name].grad
+            seams.append(compare("gradient", fqn, p.grad, want, "no gradient arrives"))
     return seams, pairs
 
 
@@ -185,11 +191,9 @@ def report_against(seams: list[Seam], pairs: dict, theirs: str) -> tuple[str, in
         if module != first.name:
             # what the module is given, and the gradient, are the caller's work
             module = module_around(module)
-        return (
-            f"the forward of {module}; there it is {pairs[module]} of {theirs}"
-            if module in pairs
-            else "the model's forward"
-        )
+        if module not in pairs:
+            return "the model's forward"
+        return f"the forward of {module}; there it is {pairs[module]} of {theirs}"
 
     return report_seams(seams, f" from {theirs}", look)
 
@@ -197,9 +201,11 @@ def report_against(seams: list[Seam], pairs: dict, theirs: str) -> tuple[str, in
 def check_against(main, cfg, folder: str) -> int:
     """--check_parity --where --against FOLDER of the running recipe; returns the exit status: 0
     equal, 1 different."""
-    if axes := [
-        f"--{axis} {vars(cfg)[axis]}" for axis in (*AXES, "ep", "etp") if vars(cfg).get(axis, 1) > 1
-    ]:
+    axes = []
+    for axis in (*AXES, "ep", "etp"):
+        if axis in vars(cfg) and vars(cfg)[axis] > 1:  # a dense model has no --ep
+            axes.append(f"--{axis} {vars(cfg)[axis]}")
+    if axes:
         raise ValueError(
             "--against compares the model on one process with transformers'; leave "
             f"{', '.join(axes)} out"

@@ -209,7 +209,7 @@ def room_of(cfg, options) -> float:
     """-1 for equal bits, else the factor of the tolerances after the first update."""
     if options.expect == "bits":
         return -1
-    return parity.LATER.get(vars(cfg).get("optimizer", "adamw"), parity.OTHERS)
+    return parity.room_after_update(cfg)
 
 
 def narrow(search: Search, between: list[str], last: Result) -> dict[int, Result]:

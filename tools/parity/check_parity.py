@@ -9,9 +9,7 @@ from distributed.agree import brief
 from distributed.layout import AXES
 from tools.parity.compare import (
     BF16,
-    LATER,
     MOVED,
-    OTHERS,
     SAME_LAYOUT,
     Limits,
     Run,
@@ -20,6 +18,7 @@ from tools.parity.compare import (
     compared_fqns,
     limits_of,
     read_run,
+    room_after_update,
     widen,
 )
 from tools.parity.halves import Half, Halves, run_half, run_on_one_process
@@ -45,13 +44,12 @@ def check_parity(main, cfg, through: str = "") -> int:
     parts = max(2, len(layouts) + 1)
     steps = cfg.steps if is_typed("steps") else PART * parts
     save_at = steps_to_save(cfg, steps, parts, through)
-    halves = Halves(
-        main,
-        cfg,
-        steps=steps,
-        checkpoint_every=1 if save_at else 0,  # tools/parity/steps.py leaves the others out
-        val_every=steps if vars(cfg).get("val_every", 0) else 0,
-    )
+    common = dict(steps=steps, checkpoint_every=0, val_every=0)
+    if save_at:
+        common["checkpoint_every"] = 1  # tools/parity/steps.py leaves the others out
+    if hasattr(cfg, "val_every") and cfg.val_every:
+        common["val_every"] = steps
+    halves = Halves(main, cfg, **common)
     told = set()
     with tempfile.TemporaryDirectory() as folder:
         one = Half("one process", halves.one_process(os.path.join(folder, "one_process")))
@@ -67,7 +65,7 @@ def check_parity(main, cfg, through: str = "") -> int:
         if status:
             return status
         runs = [read_run(half.flags["out"]) for half in (one, layout)]
-        later = LATER.get(vars(cfg).get("optimizer", "adamw"), OTHERS)
+        later = room_after_update(cfg)
         problem = print_comparison(*runs, later)
         for half, step, status in zip(continued, save_at, statuses):
             problem = problem or judge_continued(half, step, status, *runs[:1] * 2, None)
@@ -97,11 +95,12 @@ def steps_to_save(cfg, steps: int, parts: int, through: str) -> list[int]:
     after an odd number of steps and one after an even: what a loop does every second step would
     begin anew just in time. [] for a run that saves nothing."""
     part = steps // parts
-    saves = vars(cfg).get("checkpoint_every", 1) and not vars(cfg).get("load_only")
+    every = cfg.checkpoint_every if hasattr(cfg, "checkpoint_every") else 1
+    saves = every and not cfg.load_only
     if through and not (part and saves):
         raise ValueError(
             f"--through needs {parts} steps or more, and checkpoints: --steps {steps}, "
-            f"--checkpoint_every {vars(cfg).get('checkpoint_every')}"
+            f"--checkpoint_every {every}"
         )
     if not saves:
         return []

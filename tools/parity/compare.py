@@ -32,6 +32,13 @@ MOVED = {"loss": 1e-3, "norm": 0.02, "gradient": 0.1, "update": 0.2}
 BF16 = {"loss": 1e-3, "norm": 5e-3, "gradient": 0.01}
 
 
+def room_after_update(cfg) -> float:
+    """The factor of the tolerances after the first update of a run, see LATER."""
+    if not hasattr(cfg, "optimizer"):  # a fork with AdamW and no choice
+        return LATER["adamw"]
+    return LATER.get(cfg.optimizer, OTHERS)
+
+
 @dataclass
 class Step:
     """A step of one run, of all its ranks together. Dicts have an entry per fqn."""

@@ -41,8 +41,9 @@ def degrees_of(cfg) -> dict[str, int]:
     """The degree of each axis; what is left to dp_shard is 1, or the ranks of the experts."""
     degrees = {axis: getattr(cfg, axis) for axis in AXES}
     if degrees["dp_shard"] == -1:
-        # the experts use these ranks again
-        degrees["dp_shard"] = vars(cfg).get("ep", 1)
+        degrees["dp_shard"] = 1
+        if hasattr(cfg, "ep"):  # the experts use these ranks again
+            degrees["dp_shard"] = cfg.ep
     return degrees
 
 
@@ -63,7 +64,8 @@ class Halves:
         # a copy: main writes the batch size into cfg
         (_, self.model_config), _ = stop_main(main, replace(cfg), "check_layout")
         facts = collect_facts(cfg, self.model_config, self.degrees, runs_on_cuda(cfg.device))
-        if unused := no_effect(cfg, facts):
+        unused = no_effect(cfg, facts)
+        if unused:
             raise ValueError("; ".join(unused))
         self.degrees = {axis: max(n, 1) for axis, n in self.degrees.items()}
         self.both = dict(
@@ -82,9 +84,10 @@ class Halves:
         )
         # else both halves read the size from --config, and find a fitting local batch
         if "global_batch_size" not in FROM_FILE:
-            local = cfg.local_batch_size * self.degrees["dp_replicate"] * self.degrees["dp_shard"]
-            asked = cfg.global_batch_size
-            self.both["global_batch_size"] = local if asked == -1 else asked
+            self.both["global_batch_size"] = cfg.global_batch_size
+            if cfg.global_batch_size == -1:
+                ranks = self.degrees["dp_replicate"] * self.degrees["dp_shard"]
+                self.both["global_batch_size"] = cfg.local_batch_size * ranks
         self.batch = self.both.get("global_batch_size", cfg.global_batch_size)
 
     def layout(self, out: str) -> dict:
@@ -116,9 +119,11 @@ def choose_another_cut(cfg, n: int, data_ranks: int) -> int:
     tp ranks add up to as much. And where the layout has one forward in a step, the one process has
     several, or what counts forwards would count the same."""
     # on the layout, and on others
-    here, other = cfg.local_batch_size, cfg.pp_microbatch_size
+    here = cfg.local_batch_size
+    other = cfg.pp_microbatch_size
     if cfg.pp > 1:
-        here, other = other, here
+        here = cfg.pp_microbatch_size
+        other = cfg.local_batch_size
     accumulates = n // (here * data_ranks) > 1
     ranks = {1, cfg.cp, cfg.tp, cfg.cp * cfg.tp}
     for avoided in (
@@ -255,7 +260,10 @@ def report_half(processes: int, status: int, stdout: str, stderr: str, told) -> 
     lines = stderr.splitlines()
     errors = [line for line in lines if line.startswith("error")]
     is_refused = bool(errors) and errors[0].startswith("error: ")
-    print("\n".join(errors[:1] if is_refused else errors or lines[-20:]), file=sys.stderr)
+    shown = errors or lines[-20:]
+    if is_refused:
+        shown = errors[:1]
+    print("\n".join(shown), file=sys.stderr)
     if processes == 1:
         return status
     return 2 if is_refused else 1  # torchrun's own status is always 1
@@ -269,7 +277,8 @@ def run_both_halves(main, cfg, read, where=False, **common) -> tuple[int, list]:
     with tempfile.TemporaryDirectory() as folder:
         for name, make in {"one process": halves.one_process, "layout": halves.layout}.items():
             half = Half(name, make(os.path.join(folder, name.replace(" ", "_"))))
-            if status := run_half(half, where):
+            status = run_half(half, where)
+            if status:
                 return status, []
             found.append(read(half.flags["out"]))
         return 0, found

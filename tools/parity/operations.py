@@ -10,12 +10,12 @@ Neither model nor recipe is changed: hooks are put on the modules when the step 
 parallelisation, so they see exactly the tensors that the next module gets.
 """
 
+import fnmatch
 import hashlib
 import inspect
 import os
 from collections import Counter
 from contextlib import ExitStack, contextmanager
-from fnmatch import fnmatch
 from functools import partial
 from unittest import mock
 
@@ -48,7 +48,10 @@ class Seams:
         self.records = []
         self.rows = []
         self.about = {}
-        self.micro, self.path, self.calls, self.hooks = 0, [], Counter(), ExitStack()
+        self.micro = 0
+        self.path = []  # of the modules that run
+        self.calls = Counter()
+        self.hooks = ExitStack()
         self.gradients_seen = set()
 
     def add(self, phase: str, name: str, tensor: Tensor, stage=0, call=0, rows=None, offset=None):
@@ -99,7 +102,10 @@ class Seams:
         """Record the inputs of attend (after rotation) and the output: the single seam of
         models/attention.py."""
         make = model.make_attend
-        recorded = lambda *args, **kwargs: partial(self.attend, make(*args, **kwargs), stage)  # noqa: E731
+
+        def recorded(*args, **kwargs):
+            return partial(self.attend, make(*args, **kwargs), stage)
+
         self.hooks.enter_context(mock.patch.object(model, "make_attend", recorded))
 
     def attend(self, attend, stage, q, k, v, *rest, **options):
@@ -117,17 +123,15 @@ class Seams:
         """Record the rank's part of every parameter and buffer, or of every gradient (zeros for a
         missing gradient), with the part's offset in the whole."""
         for stage in stages:
-            for fqn, tensor in [
-                *stage.named_parameters(),
-                *([] if gradients else stage.named_buffers()),
-            ]:
-                value = (
-                    tensor
-                    if not gradients
-                    else torch.zeros_like(tensor)
-                    if tensor.grad is None
-                    else tensor.grad
-                )
+            tensors = dict(stage.named_parameters())
+            if not gradients:
+                tensors |= dict(stage.named_buffers())
+            for fqn, tensor in tensors.items():
+                value = tensor
+                if gradients:
+                    value = tensor.grad
+                    if value is None:
+                        value = torch.zeros_like(tensor)
                 self.add(phase, fqn, value, stage.index, offset=local_slice(tensor)[1])
 
     def found(self) -> dict:
@@ -137,27 +141,32 @@ class Seams:
 def describe_layout(stages, layout) -> dict:
     """Facts about a rank for the report: the layout, and the styles of the modules that
     tensor_parallel has split."""
-    names = [name for stage in stages for name, _ in stage.named_modules()]
-    plan = stages[0].tp_plan() if layout.tp > 1 and hasattr(stages[0], "tp_plan") else {}
-    styles = {
-        name: style for pattern, style in plan.items() for name in names if fnmatch(name, pattern)
-    }
-    attends = [
-        stage.make_attend.func.__name__
-        for stage in stages
-        if isinstance(getattr(stage, "make_attend", None), partial)
-    ]
-    recomputes = any(
-        isinstance(block.forward, partial)
-        for stage in stages
-        for block in all_blocks(stage).values()
-    )
-    facts = {
-        name: getattr(layout, name)
-        for name in ("rank", "ep", "etp", "schedule", "reshards", "loss_parallel")
-    }
-    return facts | dict(
-        degrees=layout.degrees, styles=styles, attends=attends, recomputes=recomputes
+    plan = {}
+    if layout.tp > 1 and hasattr(stages[0], "tp_plan"):
+        plan = stages[0].tp_plan()
+    names = []
+    attends = []
+    recomputes = False
+    for stage in stages:
+        names += [name for name, _ in stage.named_modules()]
+        if hasattr(stage, "make_attend") and isinstance(stage.make_attend, partial):
+            attends.append(stage.make_attend.func.__name__)
+        for block in all_blocks(stage).values():
+            recomputes = recomputes or isinstance(block.forward, partial)
+    styles = {}
+    for pattern, style in plan.items():
+        styles |= dict.fromkeys(fnmatch.filter(names, pattern), style)
+    return dict(
+        rank=layout.rank,
+        ep=layout.ep,
+        etp=layout.etp,
+        schedule=layout.schedule,
+        reshards=layout.reshards,
+        loss_parallel=layout.loss_parallel,
+        degrees=layout.degrees,
+        styles=styles,
+        attends=attends,
+        recomputes=recomputes,
     )
 
 
@@ -184,7 +193,8 @@ def seams_of_a_step(folder: str = ""):
                 os.makedirs(folder, exist_ok=True)
                 torch.save(seams.found(), file)
             return real["forward_backward"](stages, batch, layout)
-        state["stages"], seams.finish = stages, partial(seams.add_tensors, "after", stages)
+        state["stages"] = stages
+        seams.finish = partial(seams.add_tensors, "after", stages)
         seams.about = describe_layout(stages, layout) | {"seq_len": batch.tokens.shape[-1]}
         keys = sequence_keys(batch.tokens, batch.labels)
         size = layout.microbatch_size if layout.pp > 1 else batch.tokens.shape[1]
@@ -205,10 +215,9 @@ def seams_of_a_step(folder: str = ""):
         found = real["inputs"](stage, batch, a, layout)
         if state["stages"] and torch.is_grad_enabled() and "norm" not in state:
             seams.micro = a or 0
+            rows = sum(seams.rows, []) if a is None else seams.rows[a]
             for name, x in found.items():
-                seams.add(
-                    "inputs", name, x, rows=sum(seams.rows, []) if a is None else seams.rows[a]
-                )
+                seams.add("inputs", name, x, rows=rows)
         return found
 
     def count_tokens(labels, layout):

@@ -58,8 +58,10 @@ class Recorder:
         self.rows = [keys[i : i + size] for i in range(0, len(keys), size)]
         self.micro = 0
         self.choices = []
-        parameters = [p for stage in stages for p in stage.parameters()]
-        self.fp32 = all(p.dtype == torch.float32 for p in parameters)
+        self.fp32 = True
+        for stage in stages:
+            for p in stage.parameters():
+                self.fp32 = self.fp32 and p.dtype == torch.float32
 
     def note_choice(self, balance, scores, index):
         """scores (N, E) with the bias, index (N, k): records (N, 2E), the scores and 1 at every
@@ -77,24 +79,35 @@ class Recorder:
         """Write the file of a step: gradients, complete and not yet scaled, and weights, whole, on
         one rank of each pipeline rank; and of every rank buffers, checksums of its own parts of the
         weights, choices and state."""
-        named = {fqn: t for stage in stages for fqn, t in named_tensors(stage).items()}
-        parameters = {fqn: p for fqn, p in named.items() if isinstance(p, nn.Parameter)}
-        step = dict(
-            gradient={fqn: whole(p.grad) for fqn, p in parameters.items() if p.grad is not None},
-            weight={fqn: whole(p) for fqn, p in parameters.items()},
-            trained=[fqn for fqn, p in parameters.items() if p.requires_grad],
-        )
-        if layout.rank % (layout.world_size // layout.pp):
-            step = {}
-        step["buffer"] = {fqn: whole(t) for fqn, t in named.items() if fqn not in parameters}
-        step["sums"] = {(fqn, local_slice(p)): bits_sum(p) for fqn, p in parameters.items()}
+        gradient = {}
+        weight = {}
+        trained = []
+        buffer = {}
+        sums = {}
+        has_experts = False
+        for stage in stages:
+            for fqn, tensor in named_tensors(stage).items():
+                if not isinstance(tensor, nn.Parameter):
+                    buffer[fqn] = whole(tensor)
+                    continue
+                if tensor.grad is not None:
+                    gradient[fqn] = whole(tensor.grad)
+                weight[fqn] = whole(tensor)
+                if tensor.requires_grad:
+                    trained.append(fqn)
+                sums[fqn, local_slice(tensor)] = bits_sum(tensor)
+            for module in stage.modules():
+                has_experts = has_experts or isinstance(module, moe.Experts)
+        step = dict(buffer=buffer, sums=sums)
+        if layout.rank % (layout.world_size // layout.pp) == 0:
+            step |= dict(gradient=gradient, weight=weight, trained=trained)
         step["about"] = dict(
             rank=layout.rank,
             degrees=layout.degrees,
             choices=self.choices,
             state=self.state,
             rounds=self.rounds,
-            has_experts=any(isinstance(m, moe.Experts) for s in stages for m in s.modules()),
+            has_experts=has_experts,
         )
         os.makedirs(self.folder, exist_ok=True)
         torch.save(step, os.path.join(self.folder, f"{self.step}-{layout.rank}.pt"))
@@ -168,7 +181,9 @@ def find_module(name: str, attribute: str = ""):
         module = importlib.import_module(name)
     except ImportError:
         return None
-    return getattr(module, attribute, None) if attribute else module
+    if attribute:
+        return getattr(module, attribute, None)
+    return module
 
 
 def record_beginning(real, recorder):

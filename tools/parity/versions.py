@@ -32,10 +32,10 @@ from tools.parity.where import (
     TOLERANCES,
     Piece,
     Seam,
-    factor_of,
     pieces_of,
     report_seams,
-    which_ranks,
+    seam_of,
+    without_advice,
 )
 
 
@@ -174,18 +174,22 @@ def run_version(
 ) -> Failure | None:
     """Train some steps of a version, and record them beside `out`. kind: of version_half.py."""
     n = processes_of(cfg)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(n)]
+    torchrun = []
+    if n > 1:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(n)]
     half = os.path.join(os.path.dirname(os.path.abspath(__file__)), "version_half.py")
     flags = [f"--{name}={spell(x)}" for name, x in flags_of_version(cfg, out, steps).items()]
     recipe = os.path.join(version.tree, version.recipe)
-    command = [sys.executable, *(torchrun if n > 1 else []), half, kind, out + RECORD]
+    command = [sys.executable, *torchrun, half, kind, out + RECORD]
     command += [version.tree, recipe, *words, *flags]
     done = subprocess.run(command, capture_output=True, text=True)
     if not done.returncode:
         return None
     lines = done.stderr.splitlines()
     errors = [line for line in lines if line.startswith("error")] or lines[-1:]
-    text = errors[0].removeprefix("error: ") if errors else "it said nothing"
+    text = "it said nothing"
+    if errors:
+        text = errors[0].removeprefix("error: ")
     return Failure(done.returncode, text)
 
 
@@ -207,14 +211,14 @@ def read_seams(out: str) -> list[dict]:
 
 def compare_ranks(theirs: list[dict], ours: list[dict]) -> list[Seam]:
     """All seams of two runs on one layout, in the order of execution."""
-    rows = [[part["rows"] for part in side] for side in (theirs, ours)]
-    seams = [Seam("sequences", "", 0, float(rows[0] != rows[1]), TOLERANCES["sequences"])]
-    if rows[0] != rows[1]:
+    differ = [part["rows"] for part in theirs] != [part["rows"] for part in ours]
+    seams = [Seam("sequences", "", 0, float(differ), TOLERANCES["sequences"])]
+    if differ:
         return seams
     degrees = ours[0]["degrees"]
     here = pieces_of(ours)
     there = pieces_of(theirs)
-    for key in [*there, *(key for key in here if key not in there)]:
+    for key in there | here:
         seams.append(compare_pieces(key, there.get(key, []), here.get(key, []), degrees))
     phases = list(TOLERANCES)
     return sorted(seams, key=lambda seam: phases.index(seam.phase))
@@ -223,20 +227,15 @@ def compare_ranks(theirs: list[dict], ours: list[dict]) -> list[Seam]:
 def compare_pieces(key: tuple, theirs: list[Piece], ours: list[Piece], degrees: dict) -> Seam:
     """Compare a seam rank by rank; error nan if the two runs have different parts."""
     phase, name, call = key
-    tolerance = TOLERANCES[phase]
     if [about(piece) for piece in theirs] != [about(piece) for piece in ours]:
-        return Seam(phase, name, call, math.nan, tolerance)
+        return Seam(phase, name, call, math.nan, TOLERANCES[phase])
     errors = {}
     pairs = []
     for piece, other in zip(ours, theirs, strict=True):
         error = distance(piece.tensor, other.tensor, other.tensor)
         errors[piece.rank] = max(errors.get(piece.rank, 0.0), error)
         pairs.append((piece.tensor, other.tensor))
-    ranks = sorted(rank for rank, error in errors.items() if not error <= tolerance)
-    if not ranks:
-        return Seam(phase, name, call, max(errors.values()), tolerance)
-    where = which_ranks(ranks, sorted(errors), degrees)
-    return Seam(phase, name, call, max(errors.values()), tolerance, where, factor_of(pairs))
+    return seam_of(phase, name, call, errors, pairs, degrees)
 
 
 def about(piece: Piece) -> tuple:
@@ -278,11 +277,13 @@ def compare_versions(cfg, options) -> int:
                 f"check_parity: a step of {version.name} ({n} process{'es' * (n > 1)}) ...",
                 flush=True,
             )
-            if failed := run_version(version, "seams", words, cfg, out, steps=2):
+            failed = run_version(version, "seams", words, cfg, out, steps=2)
+            if failed:
                 print(f"error: {version.name} does not run: {failed.text}", file=sys.stderr)
                 return 2 if failed.status == 2 else 1
-        loaded = {name for out in outs for name in read_loaded(out)}
-        ours, theirs = (read_seams(out) for out in outs)
+        loaded = set(read_loaded(outs[0])) | set(read_loaded(outs[1]))
+        ours = read_seams(outs[0])
+        theirs = read_seams(outs[1])
         for version, parts in ((working_tree(root, recipe), ours), (other, theirs)):
             if not parts:
                 raise RuntimeError(
@@ -290,19 +291,14 @@ def compare_versions(cfg, options) -> int:
                     "to compare"
                 )
         seams = compare_ranks(theirs, ours)
-        text, status = report_seams(
-            seams, f" from {other.name}", partial(look_at, seams=seams, layout=ours)
-        )
+        look = partial(look_at, seams=seams, layout=ours)
+        text, status = report_seams(seams, f" from {other.name}", look)
         if not options.advice:
             text = without_advice(text)
         print(text, flush=True)
         if status:
             print_changed_files(root, commit, sorted(loaded))
     return status
-
-
-def without_advice(text: str) -> str:
-    return "\n".join(line for line in text.splitlines() if not line.startswith("look at: "))
 
 
 def print_changed_files(root: str, commit: str, loaded: list[str]) -> None:

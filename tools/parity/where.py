@@ -7,7 +7,7 @@ further away than rounding, with the function that computes the seam on the layo
 """
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import partial
 from itertools import product
 from typing import NamedTuple
@@ -133,19 +133,27 @@ def module_around(module: str) -> str:
 def pieces_of(parts: list[dict]) -> dict[tuple, list[Piece]]:
     """{(phase, name, call): pieces of all ranks}, in the order of execution."""
     # {name: {stage: calls}}, to count on over the stages
-    calls = defaultdict(lambda: defaultdict(int))
-    records = [(part["rank"], *record) for part in parts for record in part["records"]]
-    for _, phase, name, stage, call, *_ in records:
-        if phase == "forward":
-            calls[name][stage] = max(calls[name][stage], call + 1)
-    found = defaultdict(list)
-    for rank, phase, name, stage, call, *piece in records:
-        earlier = sum(n for other, n in calls[name].items() if other < stage)
-        found[phase, name, call + earlier if phase in ("forward", "backward") else 0].append(
-            Piece(rank, *piece)
-        )
-    # stable: recorded order within a phase
-    return dict(sorted(found.items(), key=lambda item: PHASES.index(item[0][0])))
+    calls = defaultdict(Counter)
+    for part in parts:
+        for phase, name, stage, call, *_ in part["records"]:
+            if phase == "forward":
+                calls[name][stage] = max(calls[name][stage], call + 1)
+    found = {phase: defaultdict(list) for phase in PHASES}
+    for part in parts:
+        for phase, name, stage, call, *piece in part["records"]:
+            number = 0
+            if phase in ("forward", "backward"):
+                number = call + calls_before(calls[name], stage)
+            found[phase][phase, name, number].append(Piece(part["rank"], *piece))
+    in_order = {}
+    for pieces in found.values():
+        in_order |= pieces
+    return in_order
+
+
+def calls_before(calls: Counter, stage: int) -> int:
+    """How often the stages before this one call the module. calls: {stage: calls}."""
+    return sum(n for other, n in calls.items() if other < stage)
 
 
 def as_rows(piece: Piece) -> Tensor | None:
@@ -165,14 +173,22 @@ def placements(whole, local, cp: int, tp: int, T: int) -> list[tuple]:
     """All (dim cut by cp or None, dim cut by tp or None) that cut the shape `whole` down to the
     shape `local`."""
     dims = range(1, len(whole))
-    options = product(
-        [None, *(d for d in dims if cp > 1 and whole[d] == T)], [None, *(dims if tp > 1 else ())]
-    )
-
-    def cut(cp_dim, tp_dim):
-        return [whole[d] / (cp if d == cp_dim else 1) / (tp if d == tp_dim else 1) for d in dims]
-
-    return [option for option in options if cut(*option) == list(local[1:])]
+    cp_dims = [None]
+    if cp > 1:
+        cp_dims += [d for d in dims if whole[d] == T]
+    tp_dims = [None]
+    if tp > 1:
+        tp_dims += dims
+    found = []
+    for cp_dim, tp_dim in product(cp_dims, tp_dims):
+        cut = list(whole)
+        if cp_dim is not None:
+            cut[cp_dim] /= cp
+        if tp_dim is not None:
+            cut[tp_dim] /= tp
+        if cut[1:] == list(local[1:]):
+            found.append((cp_dim, tp_dim))
+    return found
 
 
 def part_of(whole: Tensor, place: tuple, at: dict, degrees: dict) -> Tensor:
@@ -180,20 +196,24 @@ def part_of(whole: Tensor, place: tuple, at: dict, degrees: dict) -> Tensor:
     pieces."""
     cp_dim, tp_dim = place
     if cp_dim is not None:
-        whole = whole.index_select(
-            cp_dim, sequence_index(whole.shape[cp_dim], degrees["cp"], at["cp"])
-        )
-    return whole if tp_dim is None else whole.chunk(degrees["tp"], tp_dim)[at["tp"]]
+        index = sequence_index(whole.shape[cp_dim], degrees["cp"], at["cp"])
+        whole = whole.index_select(cp_dim, index)
+    if tp_dim is not None:
+        whole = whole.chunk(degrees["tp"], tp_dim)[at["tp"]]
+    return whole
 
 
 def factor_of(pairs: list[tuple[Tensor, Tensor]]) -> float | None:
     """c with got = c * want in all pairs, or None."""
-    got, want = (torch.cat([x.flatten().double() for x in xs]) for xs in zip(*pairs, strict=True))
+    got = torch.cat([x.flatten().double() for x, _ in pairs])
+    want = torch.cat([x.flatten().double() for _, x in pairs])
     square = (want @ want).item()
     if not square or not got.isfinite().all():
         return None
     c = (got @ want).item() / square
-    return c if (got - c * want).norm() <= 1e-3 * want.norm() * max(abs(c), 1e-3) else None
+    if (got - c * want).norm() <= 1e-3 * want.norm() * max(abs(c), 1e-3):
+        return c
+    return None
 
 
 def compare_parts(one: list[Piece], layout: list[Piece]):
@@ -202,12 +222,11 @@ def compare_parts(one: list[Piece], layout: list[Piece]):
     whole = one[0].tensor
     pairs = []
     for piece in layout:
-        part = tuple(
-            slice(o, o + n) for o, n in zip(piece.offset or (), piece.tensor.shape, strict=False)
-        )
-        pairs.append((piece.tensor, whole[part]))
-        if piece.tensor.shape != whole[part].shape:
+        sizes = zip(piece.offset or (), piece.tensor.shape, strict=False)
+        part = whole[tuple(slice(first, first + size) for first, size in sizes)]
+        if piece.tensor.shape != part.shape:
             return None
+        pairs.append((piece.tensor, part))
     return errors_by_rank(pairs, layout, whole), pairs
 
 
@@ -216,12 +235,13 @@ def compare_rows(one: list[Piece], layout: list[Piece], degrees: dict, T: int, i
     placement fits the shapes."""
     parts = [as_rows(p) for p in one]
     locals_ = [as_rows(p) for p in layout]
-    if any(
-        x is None or x.shape[1:] != side[0].shape[1:] for side in (parts, locals_) for x in side
-    ):
+    if not same_rows(parts) or not same_rows(locals_):
         return None
     whole = torch.cat(parts)
-    index = {key: i for i, key in enumerate(key for p in one for key in p.rows)}
+    index = {}
+    for piece in one:
+        for key in piece.rows:
+            index[key] = len(index)
     candidates = []
     for place in placements(whole.shape, locals_[0].shape, degrees["cp"], degrees["tp"], T):
         pairs = []
@@ -231,8 +251,20 @@ def compare_rows(one: list[Piece], layout: list[Piece], degrees: dict, T: int, i
         candidates.append(pairs)
         if is_gradient and place[1] is None and degrees["tp"] > 1:
             candidates.append(sum_over_tp(pairs, layout, degrees["tp"]))
-    found = [(errors_by_rank(pairs, layout, whole), pairs) for pairs in candidates]
-    return min(found, key=lambda errors_and_pairs: max(errors_and_pairs[0].values()), default=None)
+    best = None
+    for pairs in candidates:
+        errors = errors_by_rank(pairs, layout, whole)
+        if best is None or max(errors.values()) < max(best[0].values()):
+            best = errors, pairs
+    return best
+
+
+def same_rows(tensors: list[Tensor | None]) -> bool:
+    """Whether all tensors have rows, of one shape."""
+    for x in tensors:
+        if x is None or x.shape[1:] != tensors[0].shape[1:]:
+            return False
+    return True
 
 
 def sum_over_tp(pairs, layout: list[Piece], tp: int):
@@ -260,56 +292,74 @@ def compare_seams(one: list[dict], layout: list[dict]) -> list[Seam]:
     T = one[0]["seq_len"]
     ours = pieces_of(one)
     theirs = pieces_of(layout)
-    first_of_data = [
-        p
-        for p in layout
-        if all(coordinates(p["rank"], degrees)[axis] == 0 for axis in ("pp", "cp", "tp"))
-    ]
-    sequences, expected = (
-        sorted(key for part in parts for key in part["rows"]) for parts in (first_of_data, one)
-    )
-    seams = [Seam("sequences", "", 0, float(sequences != expected), TOLERANCES["sequences"])]
-    if {key for part in layout for key in part["rows"]} - set(expected):
+    expected = sequences_of(one)
+    first_of_data = []  # of the ranks with the same sequences
+    for part in layout:
+        at = coordinates(part["rank"], degrees)
+        if at["pp"] == at["cp"] == at["tp"] == 0:
+            first_of_data.append(part)
+    seams = []
+    error = float(sequences_of(first_of_data) != expected)
+    seams.append(Seam("sequences", "", 0, error, TOLERANCES["sequences"]))
+    if not set(sequences_of(layout)) <= set(expected):
         return seams
     for (phase, name, call), pieces in ours.items():
         others = theirs.get((phase, name, call), [])
         note = ""
-        tolerance = TOLERANCES[phase]
         if phase == "backward":
-            forward = theirs.get(("forward", name, call), [])
-            have = {(p.rank, tuple(p.rows)) for p in others}  # a missing gradient counts as zero
-            lost = [
-                p._replace(tensor=torch.zeros_like(p.tensor))
-                for p in forward
-                if (p.rank, tuple(p.rows)) not in have
-            ]
-            others = others + lost
-            note = "no gradient arrives" if lost else ""
+            lost = lost_gradients(others, theirs.get(("forward", name, call), []))
+            if lost:
+                others = others + lost
+                note = "no gradient arrives"
         if phase == "loss":  # the sum over ranks, as in reduce_loss
-            pieces, others = (
-                [Piece(0, None, None, sum(p.tensor for p in ps))] for ps in (pieces, others)
-            )
-        compare = compare_parts
-        if phase in ("forward", "backward", "inputs"):
-            compare = partial(compare_rows, degrees=degrees, T=T, is_gradient=phase == "backward")
-        found = compare(pieces, others) if others else None
-        if found is None:
-            missing = (
-                "held by no rank"
-                if not others and phase in ("initial", "gradient", "after")
-                else ""
-            )
-            seams.append(
-                Seam(phase, name, call, math.inf if missing else math.nan, tolerance, note=missing)
-            )
-            continue
-        errors, pairs = found
-        ranks = sorted(rank for rank, error in errors.items() if not error <= tolerance)
-        where, factor = (
-            (which_ranks(ranks, sorted(errors), degrees), factor_of(pairs)) if ranks else ("", None)
-        )
-        seams.append(Seam(phase, name, call, max(errors.values()), tolerance, where, factor, note))
+            pieces = [sum_of(pieces)]
+            others = [sum_of(others)]
+        found = None
+        if others and phase in ("forward", "backward", "inputs"):
+            found = compare_rows(pieces, others, degrees, T, is_gradient=phase == "backward")
+        elif others:
+            found = compare_parts(pieces, others)
+        if found is not None:
+            seams.append(seam_of(phase, name, call, *found, degrees, note))
+        elif not others and phase in ("initial", "gradient", "after"):
+            held_by_none = Seam(phase, name, call, math.inf, TOLERANCES[phase])
+            seams.append(held_by_none._replace(note="held by no rank"))
+        else:
+            seams.append(Seam(phase, name, call, math.nan, TOLERANCES[phase]))
     return sorted(seams, key=lambda seam: PHASES.index(seam.phase))
+
+
+def sequences_of(parts: list[dict]) -> list[str]:
+    """Keys of the sequences of some ranks, sorted."""
+    keys = []
+    for part in parts:
+        keys += part["rows"]
+    return sorted(keys)
+
+
+def lost_gradients(backward: list[Piece], forward: list[Piece]) -> list[Piece]:
+    """Zeros for each piece of the forward without a gradient."""
+    have = {(p.rank, tuple(p.rows)) for p in backward}
+    lost = []
+    for piece in forward:
+        if (piece.rank, tuple(piece.rows)) not in have:
+            lost.append(piece._replace(tensor=torch.zeros_like(piece.tensor)))
+    return lost
+
+
+def sum_of(pieces: list[Piece]) -> Piece:
+    return Piece(0, None, None, sum(p.tensor for p in pieces))
+
+
+def seam_of(phase, name, call, errors: dict[int, float], pairs, degrees, note="") -> Seam:
+    """The comparison in one Seam. errors: of each rank; pairs: of parts."""
+    tolerance = TOLERANCES[phase]
+    seam = Seam(phase, name, call, max(errors.values()), tolerance, note=note)
+    ranks = sorted(rank for rank, error in errors.items() if not error <= tolerance)
+    if ranks:
+        where = which_ranks(ranks, sorted(errors), degrees)
+        seam = seam._replace(where=where, factor=factor_of(pairs))
+    return seam
 
 
 # ---------------------------------------------------------------- the report
@@ -332,33 +382,40 @@ def report_seams(found: list[Seam], than: str, look) -> tuple[str, int]:
 
     than: words after "no difference"; look: function from a seam to a hint.
     """
-    seams = [s for s in found if not math.isnan(s.error)]
-    # of one half only, or with another shape
-    others = sorted({pattern_of(s.name) for s in found if math.isnan(s.error)})
-    rest = [f"not compared: {', '.join(others)}"] * bool(others)
-    first = next((s for s in seams if s.differs), None)
-    if first is None:
+    seams = []
+    not_compared = set()  # of one half only, or with another shape
+    for seam in found:
+        if math.isnan(seam.error):
+            not_compared.add(pattern_of(seam.name))
+        else:
+            seams.append(seam)
+    rest = []
+    if not_compared:
+        rest.append(f"not compared: {', '.join(sorted(not_compared))}")
+    differing = [s for s in seams if s.differs]
+    if not differing:
         worst = max(seams, key=lambda s: s.error / (s.tolerance or 1))
-        largest = (
-            f"the largest is {worst.error:.1e}, {worst.label}"
-            if worst.error
-            else "all are equal to the last bit"
-        )
+        largest = "all are equal to the last bit"
+        if worst.error:
+            largest = f"the largest is {worst.error:.1e}, {worst.label}"
         return "\n".join([f"no difference{than} at {len(seams)} seams; {largest}", *rest]), 0
+    first = differing[0]
     before = seams[: seams.index(first)]
-    after = seams[seams.index(first) + 1 :]
-    factor = (
-        f", {first.factor:.4g} times what it should be"
-        if first.factor and abs(first.factor - 1) > 1e-3
-        else ""
-    )
-    agreement = f"everything before agrees to {max((s.error for s in before), default=0):.0e} ({len(before)} seams)"
+    factor = ""
+    if first.factor and abs(first.factor - 1) > 1e-3:
+        factor = f", {first.factor:.4g} times what it should be"
+    error_before = max((s.error for s in before), default=0)
+    agreement = f"everything before agrees to {error_before:.0e} ({len(before)} seams)"
     lines = [f"first difference: {first.label}{first.where}: {first.size}{factor}; {agreement}"]
-    lines += [f"  agrees   {s.error:.1e}  {s.label}" for s in before[-2:]]
-    lines += [
-        f"  differs  {s.size}  {s.label}" for s in [first, *[s for s in after if s.differs][:2]]
-    ]
+    for seam in before[-2:]:
+        lines.append(f"  agrees   {seam.error:.1e}  {seam.label}")
+    for seam in differing[:3]:
+        lines.append(f"  differs  {seam.size}  {seam.label}")
     return "\n".join([*lines, f"look at: {look(first)}", *rest]), 1
+
+
+def without_advice(text: str) -> str:
+    return "\n".join(line for line in text.splitlines() if not line.startswith("look at: "))
 
 
 def first_difference_of(one: list[dict], layout: list[dict]) -> tuple[str, int]:
@@ -386,10 +443,5 @@ def check_where(main, cfg, advice: bool) -> int:
     status, halves = run_both_halves(main, cfg, read, where=True, steps=2)
     if not status:
         text, status = first_difference_of(*halves)
-        print(
-            "\n".join(
-                line for line in text.splitlines() if advice or not line.startswith("look at: ")
-            ),
-            flush=True,
-        )
+        print(text if advice else without_advice(text), flush=True)
     return status
