@@ -17,8 +17,8 @@ from distributed.layout import pattern_of
 from flags.config import usage_error
 from flags.files import printable
 
-# modules whose SystemExit is meant: --help, wrong usage, a recipe that ends itself, a lost replica
-MAY_EXIT = {"flags.config", "argparse", "__main__", "forks.ft"}
+# rooms whose SystemExit is meant: --help, wrong usage, a recipe that ends itself, a lost replica
+MAY_EXIT = {"flags", "argparse", "__main__", "forks"}
 
 
 def report_error(error: BaseException) -> int:
@@ -56,7 +56,7 @@ def report_exit(error: SystemExit) -> int:
         if frame.f_globals.get("__name__") != "_sitebuiltins":  # of exit() and quit()
             frames.append((frame, line))
     frame, line = frames[-1]
-    if frame.f_globals.get("__name__") in MAY_EXIT:
+    if frame.f_globals.get("__name__", "").split(".")[0] in MAY_EXIT:
         if error.code is None:
             return 0
         return error.code if isinstance(error.code, int) else 1

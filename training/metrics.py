@@ -1,5 +1,6 @@
 """Reports of a run: metrics.jsonl, a line per logged step, a loss curve. And garbage collection."""
 
+import errno
 import gc
 import importlib.util
 import json
@@ -211,7 +212,9 @@ class Metrics:
                 drop_lines_from(self.path, first_step)
             else:
                 set_lines_aside(self.path)
-            self.file = open(self.path, "a")
+            self.file = open(self.path, "ab", buffering=0)
+            self.unwritten = b""
+            self.is_full = False
             if self.profiled and (self.profiled[-1] < first_step or self.profiled[0] > steps):
                 print(
                     f"--profile: step {self.profiled[0]} is none of this run's, {first_step} to "
@@ -393,14 +396,36 @@ class Metrics:
         """Append one line and flush: a reader of the file, or the run that replaces a killed run,
         finds the line whole."""
         line = {key: to_json(value) for key, value in line.items()}
-        self.file.write(json.dumps(line) + "\n")
-        self.file.flush()
+        self.unwritten += json.dumps(line).encode() + b"\n"
+        self.write_lines(line["step"])
         numbers = {}
         for key, value in line.items():
             if type(value) in (int, float) and key != "step":
                 numbers[key] = value
         for write in self.writers:
             write(line["step"], numbers)
+
+    def write_lines(self, step: int):
+        """Append the lines that are not in the file yet. A disk that is full, or away for a while,
+        ends no run: the lines are kept, and written with a later one."""
+        size = os.path.getsize(self.path)
+        try:
+            if self.file.write(self.unwritten) < len(self.unwritten):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            os.truncate(self.path, size)  # no half line
+            if not self.is_full:
+                print(
+                    f"step {step}: {self.path} cannot be written ({error.strerror}): its lines are "
+                    "kept, and written when there is room",
+                    flush=True,
+                )
+            self.is_full = True
+            return
+        if self.is_full:
+            print(f"step {step}: {self.path} is written again, with all lines", flush=True)
+        self.is_full = False
+        self.unwritten = b""
 
     def close(self):
         """On all ranks: write a trace in progress (after a signal), print the loss curve of the
@@ -414,6 +439,8 @@ class Metrics:
             close()
         if self.rank0:
             self.file.close()
+            if self.unwritten:
+                print(f"{self.path} lacks its last lines: {self.unwritten.decode()}", flush=True)
             print(loss_curve(read_lines(self.path)), flush=True)
 
 

@@ -375,3 +375,23 @@ def test_lines_of_a_run_whose_checkpoints_are_gone_are_kept(tmp_path, capsys):
     assert (tmp_path / "metrics.old-2.jsonl").exists()
     make(tmp_path).close()  # no line yet: nothing to keep
     assert not (tmp_path / "metrics.old-3.jsonl").exists()
+
+
+def test_a_full_disk_at_a_log_line_ends_no_run(tmp_path, capsys):
+    """/dev/full answers every write as a full disk does. The lines are written when there is room."""
+    m = make(tmp_path)
+    train(m, [1])
+    whole = m.file
+    m.file = open("/dev/full", "wb", buffering=0)
+    train(m, [2, 3])
+    said = capsys.readouterr().out
+    assert said.count("metrics.jsonl cannot be written (No space left on device)") == 1  # once
+    assert [line["step"] for line in strict_lines(tmp_path)] == [1]
+    m.file = whole
+    train(m, [4])
+    assert "is written again, with all lines" in capsys.readouterr().out
+    assert [line["step"] for line in strict_lines(tmp_path)] == [1, 2, 3, 4]
+    m.file = open("/dev/full", "wb", buffering=0)
+    train(m, [5])
+    m.close()
+    assert 'lacks its last lines: {"step": 5' in capsys.readouterr().out
