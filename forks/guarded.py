@@ -39,9 +39,8 @@ class SpikeGuard(Guard):
         super().before_update(step, grad_norm.where(~spike, math.inf))
 
     def report(self, step):
-        for skipped, (spike, norm, limit) in zip(
-            self.judged, torch.stack([*self.judged.values()]).tolist(), strict=True
-        ):
+        judged = torch.stack([*self.judged.values()]).tolist()
+        for skipped, (spike, norm, limit) in zip(self.judged, judged, strict=True):
             if spike:
                 # reported here, and no reason to stop
                 self.norms[skipped] = torch.zeros_like(self.norms[skipped])
@@ -59,23 +58,28 @@ def replay(stages, batch, layout, loss, step: int, forward_backward):
     ranks if a bit differs on any rank: then a device, its memory or a link is broken, or, on GPUs
     without --deterministic, a kernel adds in any order. A model that counts in its forward, such as
     experts for their balance, would count twice."""
-    params = [
-        named for stage in stages for named in stage.named_parameters() if named[1].grad is not None
-    ]
-    first = [bits_sum(p.grad) for _, p in params] + [bits_sum(loss)]
-    for _, p in params:
+    params = {}
+    for stage in stages:
+        for fqn, p in stage.named_parameters():
+            if p.grad is not None:
+                params[fqn] = p
+    first = [bits_sum(p.grad) for p in params.values()] + [bits_sum(loss)]
+    for p in params.values():
         p.grad = None
     loss = forward_backward(stages, batch, layout)
-    second = [bits_sum(p.grad) for _, p in params] + [bits_sum(loss)]
-    odd = [
-        fqn
-        for fqn, a, b in zip([*(fqn for fqn, _ in params), "the loss"], first, second, strict=True)
-        if a != b
-    ]
+    second = [bits_sum(p.grad) for p in params.values()] + [bits_sum(loss)]
+    odd = []
+    for name, a, b in zip([*params, "the loss"], first, second, strict=True):
+        if a != b:
+            odd.append(name)
     everyone = [None] * layout.world_size
     dist.all_gather_object(everyone, (socket.gethostname(), odd))
-    if wrong := {rank: (host, names) for rank, (host, names) in enumerate(everyone) if names}:
-        rank, (host, names) = min(wrong.items(), key=lambda item: len(item[1][1]))
+    wrong = []  # of each rank with a difference: how many names, rank, host, names
+    for rank, (host, names) in enumerate(everyone):
+        if names:
+            wrong.append((len(names), rank, host, names))
+    if wrong:
+        _, rank, host, names = min(wrong)
         raise RuntimeError(
             f"step {step}, computed twice, differs on {len(wrong)} of {layout.world_size} ranks: "
             f"on rank {rank} "

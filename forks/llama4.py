@@ -112,11 +112,14 @@ class Llama4Config(Qwen3Config):
 
         The tables of names are at the end of this file.
         """
-        tuning = config_json.get("attn_temperature_tuning")  # a published file says 4 for true
-        hf = config_json | ({} if tuning is None else {"attn_temperature_tuning": bool(tuning)})
+        tuning = config_json.get("attn_temperature_tuning")
+        hf = dict(config_json)
+        if tuning is not None:  # a published file says 4 for true
+            hf["attn_temperature_tuning"] = bool(tuning)
         config = config_from_hf(cls, hf, HF_FIELDS, HF_FIXED, STRETCHES)
         for name, usual in config.kinds_of_layers().items():
-            if (found := config_json.get(name)) not in (None, [], usual):
+            found = config_json.get(name)
+            if found not in (None, [], usual):
                 raise ValueError(
                     f"config.json: {name} is {found!r}; forks/llama4.py has only {usual}"
                 )
@@ -124,11 +127,9 @@ class Llama4Config(Qwen3Config):
 
     def to_hf(self) -> dict:
         """The inverse: a config.json for transformers."""
-        rope = (
-            {"rope_type": "llama3", **self.rope_scaling}
-            if self.rope_scaling
-            else {"rope_type": "default"}
-        )
+        rope = {"rope_type": "default"}
+        if self.rope_scaling:
+            rope = {"rope_type": "llama3", **self.rope_scaling}
         return (
             config_to_hf(self, HF_FIELDS, HF_FIXED)
             | self.kinds_of_layers()
@@ -173,13 +174,13 @@ class Attention(Llama3Attention):
         k = self.wk(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, G/tp, T/cp, K)
         v = self.wv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, G/tp, T/cp, K)
         if self.has_rope:
-            q, k = (rotate(t, cos, sin, interleave=True) for t in (q, k))
+            q = rotate(q, cos, sin, interleave=True)
+            k = rotate(k, cos, sin, interleave=True)
         else:
             q = (q * cos).to(q.dtype)
         if self.qk_eps is not None:
-            q, k = (
-                F.rms_norm(t.float(), t.shape[-1:], eps=self.qk_eps).to(t.dtype) for t in (q, k)
-            )
+            q = F.rms_norm(q.float(), q.shape[-1:], eps=self.qk_eps).to(q.dtype)
+            k = F.rms_norm(k.float(), k.shape[-1:], eps=self.qk_eps).to(k.dtype)
         out = attend(q, k, v)  # (B, H/tp, T/cp, K)
         return self.wo(out.transpose(1, 2).flatten(-2))  # (B, T/cp, D), summed over tp
 
@@ -233,14 +234,17 @@ class Block(nn.Module):
         self.attn = Attention(config, config.has_rope(layer))
         self.ffn_norm = RMSNorm(config.dim, eps=config.norm_eps)
         if config.has_experts(layer):
-            self.moe, self.shared = MoE(config), FeedForward(config.dim, config.moe_ffn_dim)
+            self.moe = MoE(config)
+            self.shared = FeedForward(config.dim, config.moe_ffn_dim)
         else:
             self.ffn = FeedForward(config.dim, config.ffn_dim)
 
     def forward(self, h, cos, sin, attend):
         h = h + self.attn(self.attn_norm(h), cos, sin, attend)
         x = self.ffn_norm(h)
-        return h + (self.moe(x) + self.shared(x) if hasattr(self, "moe") else self.ffn(x))
+        if hasattr(self, "moe"):
+            return h + (self.moe(x) + self.shared(x))
+        return h + self.ffn(x)
 
 
 class Llama4(Qwen3):
@@ -271,10 +275,12 @@ class Llama4(Qwen3):
         )
         for i, block in self.blocks.items():
             in_chunk = self.config.has_rope(int(i))
-            attend = (
-                attends[in_chunk] if attends else cache.attend(i, reach=reach if in_chunk else None)
-            )
-            h = block(h, *(rope if in_chunk else factor), attend)
+            if attends:
+                attend = attends[in_chunk]
+            else:
+                attend = cache.attend(i, reach=reach if in_chunk else None)
+            cos, sin = rope if in_chunk else factor
+            h = block(h, cos, sin, attend)
         if self.norm is None:
             return h  # the next pipeline stage goes on from here
         h = self.norm(h)
@@ -309,9 +315,12 @@ class Llama4(Qwen3):
         plan = super().tp_plan()
         # these norms have no weights
         del plan["blocks.*.attn.q_norm"], plan["blocks.*.attn.k_norm"]
-        for ffn in ("shared", "ffn") if self.config.moe_every > 1 else ("shared",):
+        ffns = ["shared"]
+        if self.config.moe_every > 1:
+            ffns.append("ffn")
+        for ffn in ffns:
             plan |= {f"blocks.*.{ffn}": "gather_sequence", f"blocks.*.{ffn}.w2": "rowwise"}
-            plan |= {f"blocks.*.{ffn}.{matrix}": "colwise" for matrix in ("w1", "w3")}
+            plan |= {f"blocks.*.{ffn}.w1": "colwise", f"blocks.*.{ffn}.w3": "colwise"}
         return plan
 
     def hf_keys(self) -> dict[str, str]:
@@ -335,15 +344,12 @@ class Llama4(Qwen3):
             f"shared.{ours}": f"feed_forward.shared_expert.{theirs}" for ours, theirs in ffn.items()
         }
         sparse |= {"moe.router.weight": "feed_forward.router.weight"}
-        sparse |= {
-            f"moe.experts.{name}": f"feed_forward.experts.{name}_proj"
-            for name in ("gate_up", "down")
-        }
+        sparse["moe.experts.gate_up"] = "feed_forward.experts.gate_up_proj"
+        sparse["moe.experts.down"] = "feed_forward.experts.down_proj"
         for i in range(self.config.n_layers):
             table = block | (sparse if self.config.has_experts(i) else dense)
-            names |= {
-                f"blocks.{i}.{ours}": f"model.layers.{i}.{theirs}" for ours, theirs in table.items()
-            }
+            for ours, theirs in table.items():
+                names[f"blocks.{i}.{ours}"] = f"model.layers.{i}.{theirs}"
         return names
 
 

@@ -14,10 +14,10 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     """blocks (..., n, 16) and scales (..., n), both uint8 -> (..., 32 n) fp32. The low half of a
     byte is the first number."""
-    values = torch.tensor([*E2M1, *(-x for x in E2M1)])[
-        torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2).int()
-    ]
-    return torch.ldexp(values, scales[..., None].int() - 127).flatten(-2)
+    positive = torch.tensor(E2M1)
+    table = torch.cat([positive, -positive])
+    halves = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)  # (..., n, 32)
+    return torch.ldexp(table[halves.int()], scales[..., None].int() - 127).flatten(-2)
 
 
 class PackedTensors(HFTensors):
@@ -26,33 +26,33 @@ class PackedTensors(HFTensors):
 
     def __init__(self, folder: str):
         super().__init__(folder)
-        parts = ("blocks", "scales")
-        names = [name.removesuffix("_blocks") for name in self.where if name.endswith("_blocks")]
-        self.packed = {
-            name for name in names if name not in self.where and f"{name}_scales" in self.where
-        }
-        self.files = {
-            f"{name}_{part}": self.where.pop(f"{name}_{part}")
-            for name in self.packed
-            for part in parts
-        }
-        self.where |= {name: self.files[f"{name}_blocks"] for name in self.packed}
+        self.packed = set()
+        self.files = {}  # of the blocks and of the scales
+        for blocks in [*self.where]:
+            name = blocks.removesuffix("_blocks")
+            scales = f"{name}_scales"
+            if not blocks.endswith("_blocks") or name in self.where or scales not in self.where:
+                continue
+            self.packed.add(name)
+            self.files[blocks] = self.where.pop(blocks)
+            self.files[scales] = self.where.pop(scales)
+            self.where[name] = self.files[blocks]
 
     def split_experts(self):
         """The experts of gpt-oss are stacks in the model as well."""
 
     def handles(self, name: str) -> list:
         """safetensors' handles of blocks (E, out, in / 32, 16) and scales (E, out, in / 32)."""
-        parts = [
-            (part, self.open(self.files[part])) for part in (f"{name}_blocks", f"{name}_scales")
-        ]
-        for part, file in parts:
+        handles = []
+        for part in (f"{name}_blocks", f"{name}_scales"):
+            file = self.open(self.files[part])
             if part not in file.keys():
                 raise ValueError(
                     f"{self.folder}: the index says that {part} is in {self.files[part]}, but it "
                     "is not"
                 )
-        return [file.get_slice(part) for part, file in parts]
+            handles.append(file.get_slice(part))
+        return handles
 
     def problem(self, name: str, shape: tuple) -> str:
         if name not in self.packed:
@@ -73,10 +73,13 @@ class PackedTensors(HFTensors):
     def read(self, name: str, offset: tuple, shape: tuple) -> Tensor:
         if name not in self.packed:
             return super().read(name, offset, shape)
-        experts, columns = (slice(offset[i], offset[i] + shape[i]) for i in (0, 2))
+        experts = slice(offset[0], offset[0] + shape[0])
+        columns = slice(offset[2], offset[2] + shape[2])
         # blocks with the wanted rows
         first = offset[1] // BLOCK
         last = -(-(offset[1] + shape[1]) // BLOCK)
-        whole = from_mxfp4(*(part[experts, columns, first:last] for part in self.handles(name)))
+        blocks, scales = self.handles(name)
+        wanted = experts, columns, slice(first, last)
+        whole = from_mxfp4(blocks[wanted], scales[wanted])
         begin = offset[1] - first * BLOCK
         return whole[:, :, begin : begin + shape[1]].transpose(1, 2)

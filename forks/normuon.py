@@ -37,7 +37,6 @@ class NorMuon(Muon):
         moves = 1.0 if self.found_inf is None else 1.0 - self.found_inf
         squares.lerp_(update.square().mean(-1), (1 - BETA2) * moves)
         scaled = update / (squares.sqrt() + 1e-10)[..., None]
-        before, after = (
-            torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) for x in (update, scaled)
-        )
+        before = torch.linalg.vector_norm(update, dim=(-2, -1), keepdim=True)
+        after = torch.linalg.vector_norm(scaled, dim=(-2, -1), keepdim=True)
         return scaled * (before / (after + 1e-10))

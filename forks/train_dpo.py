@@ -149,20 +149,20 @@ class Config(
 def split_pair(record: dict) -> tuple:
     """(prompt, chosen, rejected), each a text or a list of messages. Without a prompt the common
     beginning is the prompt, up to a blank, as TRL's extract_prompt takes it. Raises ValueError."""
-    prompt, chosen, rejected = (record.get(name) for name in ("prompt", "chosen", "rejected"))
+    prompt = record.get("prompt")
+    chosen = record.get("chosen")
+    rejected = record.get("rejected")
     if prompt is None and type(chosen) is type(rejected) and isinstance(chosen, str | list):
-        n = next(
-            (i for i, (a, b) in enumerate(zip(chosen, rejected)) if a != b),
-            min(len(chosen), len(rejected)),
-        )
-        n -= n > 0 and chosen[n - 1] == " "
+        n = 0  # length of the common beginning
+        while n < min(len(chosen), len(rejected)) and chosen[n] == rejected[n]:
+            n += 1
+        if n > 0 and chosen[n - 1] == " ":
+            n -= 1
         prompt = chosen[:n]
         chosen = chosen[n:]
         rejected = rejected[n:]
-    if not all(
-        part and type(part) is type(prompt) and isinstance(part, str | list)
-        for part in (prompt, chosen, rejected)
-    ):
+    same_type = type(prompt) is type(chosen) is type(rejected) and isinstance(prompt, str | list)
+    if not same_type or not (prompt and chosen and rejected):
         raise ValueError(
             'need {"prompt": ..., "chosen": ..., "rejected": ...}, all texts or all lists of '
             "messages, none empty"
@@ -237,12 +237,10 @@ def pairs_of_step(step: int, n: int, cfg: Config) -> list[int]:
     """Numbers of a step's pairs: epochs of n pairs one after the other, each in an order of its
     own. A pure function."""
     places = range((step - 1) * cfg.pairs_per_step, step * cfg.pairs_per_step)
-    orders = {
-        epoch: torch.randperm(
-            n, generator=torch.Generator().manual_seed(cfg.seed * 1_000_003 + epoch)
-        ).tolist()
-        for epoch in {place // n for place in places}
-    }
+    orders = {}  # epoch -> its order
+    for epoch in range(places[0] // n, places[-1] // n + 1):
+        generator = torch.Generator().manual_seed(cfg.seed * 1_000_003 + epoch)
+        orders[epoch] = torch.randperm(n, generator=generator).tolist()
     return [orders[place // n][place % n] for place in places]
 
 
@@ -258,12 +256,11 @@ def score_pairs(trainer: Trainer, pairs: list[list[dict]]) -> torch.Tensor:
     # the last number is for prompts and padding
     table = torch.zeros(2, sum(n) + 1, device=layout.device)
     for _, b in trainer.microbatches(samples):
-        for row, logprobs in zip(
-            table, (forward(trainer.model, b, layout)[0], trainer.reference_logprobs(b))
-        ):
-            row[b["at"]] = logprobs
-    for model in filter(None, (trainer.model, trainer.reference)):
-        reshard(model)
+        table[0, b["at"]] = forward(trainer.model, b, layout)[0]
+        table[1, b["at"]] = trainer.reference_logprobs(b)
+    reshard(trainer.model)
+    if trainer.reference is not None:
+        reshard(trainer.reference)
     if layout.coordinate("tp"):  # all tp ranks have the same numbers
         table.zero_()
     # the rank that trains an answer may not be the rank that scored it; cp ranks share an answer
@@ -288,9 +285,11 @@ def preference_loss(
 
 def update_policy(trainer: Trainer, pairs: list[list[dict]], beta: float, lr: float) -> dict:
     """One step. dpo: advantages are weights of pairs, and the loss is divided by their number."""
-    loss, margin, weight = preference_loss(scores := score_pairs(trainer, pairs), beta)
+    scores = score_pairs(trainer, pairs)
+    loss, margin, weight = preference_loss(scores, beta)
     for (chosen, rejected), w in zip(pairs, weight.tolist()):
-        chosen["advantage"], rejected["advantage"] = w, -w
+        chosen["advantage"] = w
+        rejected["advantage"] = -w
     # the policy that is trained has scored: the ratio is 1, never clipped
     found = trainer.train_on(sum(pairs, []), "dapo")
     trainer.denominator = len(pairs)

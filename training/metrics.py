@@ -225,9 +225,12 @@ class Metrics:
                 from torch.utils.tensorboard import SummaryWriter
 
                 board = SummaryWriter(os.path.join(out, "tb"), purge_step=first_step)
-                self.writers.append(
-                    lambda step, line: [board.add_scalar(k, v, step) for k, v in line.items()]
-                )
+
+                def write_board(step, line):
+                    for name, number in line.items():
+                        board.add_scalar(name, number, step)
+
+                self.writers.append(write_board)
                 self.closers.append(board.close)
             if cfg.wandb:
                 import wandb

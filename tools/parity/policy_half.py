@@ -67,8 +67,10 @@ def prepare_samples(samples: list[dict]) -> None:
         if n_read(s) == longest and longest % 2 == 0 and len(s["ids"]) > 1:
             shorten(s, len(s["ids"]) - 1)
     for s in samples:
-        noise = [rng.gauss(0, MOVED) * (4 if t % 7 == 3 else 1) for t in range(len(s["ids"]))]
-        for t, moved in enumerate(noise):
+        for t in range(len(s["ids"])):
+            moved = rng.gauss(0, MOVED)
+            if t % 7 == 3:  # some ratios clip
+                moved *= 4
             s["logprobs"][t] += moved
     groups = {}
     for s in samples:
@@ -144,7 +146,9 @@ def record_updates(folder: str) -> None:
 
         @wraps(optim_step)
         def step(trainer, *args, **kwargs):
-            about["denominator"] = max(float(vars(trainer).get("denominator", 1.0)), 1.0)
+            about["denominator"] = 1.0
+            if hasattr(trainer, "denominator"):
+                about["denominator"] = max(float(trainer.denominator), 1.0)
             return optim_step(trainer, *args, **kwargs)
 
         @wraps(train_on)

@@ -38,7 +38,7 @@ from storage.manifest import Damaged, read_manifest
 from storage.resume import job_name
 from tools.parity.replay_report import print_replay
 from tools.parity.sequences import Step, compute_sequences, trained
-from tools.reports.stop_main import Stopped
+from tools.reports.stop_main import Stopped, do_nothing
 from training.metrics import Metrics, read_lines
 
 # Flags of a layout that change the numbers beyond rounding
@@ -104,7 +104,9 @@ def open_run(out: str, step: int) -> Run:
     world_size = run["world_size"]
     if after:
         world_size = read_manifest(after)["world_size"]
-    identity = read_json(start or after, "state.json")["identity"] if start or after else run
+    identity = run
+    if start or after:
+        identity = read_json(start or after, "state.json")["identity"]
     words = words_of_layout(flags, world_size)
     path = os.path.join(folder, "config.json")
     return Run(out, step, logged, path, start, first, identity, words, world_size)
@@ -192,10 +194,14 @@ def run_flags(Config, WithReports, run: Run, argv: list[str] | None):
     others = sorted(typed - layout - PLACES)
     in_vain = [name for name in others if name in UNTOLD_FLAGS or name in QUIET]
     if in_vain:
-        verb, them = ("has", "it") if len(in_vain) == 1 else ("have", "them")
+        given = ", ".join(f"--{name}" for name in in_vain)
+        verb = "has"
+        them = "it"
+        if len(in_vain) > 1:
+            verb = "have"
+            them = "them"
         raise ValueError(
-            f"{', '.join(f'--{name}' for name in in_vain)} {verb} no effect with --replay, which "
-            f"writes nothing; leave {them} out"
+            f"{given} {verb} no effect with --replay, which writes nothing; leave {them} out"
         )
     for name in others:
         for _, old, new in changes(saved.get(name, "not set"), getattr(cfg, name)):
@@ -214,12 +220,16 @@ def check_processes(run: Run, cfg, typed: set[str]):
     fixed = math.prod(n for n in degrees if n > 0)
     fits = processes % fixed == 0 if -1 in degrees else processes == fixed
     if not fits and not typed & set(AXES):
-        here = f"{processes} process{'es' * (processes > 1)}"
+        here = "1 process"
+        verb = "is"
+        if processes > 1:
+            here = f"{processes} processes"
+            verb = "are"
+        layout = " ".join(f"--{axis} 1" for axis in AXES if getattr(cfg, axis) > 1)
         raise ValueError(
-            f"{run.out} was trained on {run.layout}, and here {'are' if processes > 1 else 'is'} "
+            f"{run.out} was trained on {run.layout}, and here {verb} "
             f"{here}; start torchrun --nproc_per_node {run.world_size} {sys.argv[0]} --out "
-            f"{run.out} --replay {run.step}, or give a layout for {here}, such as "
-            + " ".join(f"--{axis} 1" for axis in AXES if getattr(cfg, axis) > 1)
+            f"{run.out} --replay {run.step}, or give a layout for {here}, such as {layout}"
         )
 
 
@@ -240,8 +250,9 @@ def temporary_run(run: Run):
     # a folder left by a killed replay belongs to the same step
     what = f"{job_name()} {os.getuid()} {os.path.abspath(run.out)} {run.step} {run.start}"
     mark = hashlib.sha256(what.encode()).hexdigest()[:12]
-    alone = "RANK" not in os.environ
-    folder = os.path.join(tempfile.gettempdir(), f"replay-{os.getpid() if alone else mark}")
+    if "RANK" not in os.environ:
+        mark = os.getpid()  # no other process has to find the folder
+    folder = os.path.join(tempfile.gettempdir(), f"replay-{mark}")
     name = os.path.basename(run.start)
     os.makedirs(os.path.join(folder, "checkpoints"), exist_ok=True)
     if run.start:
@@ -272,12 +283,12 @@ def replay_step(main, Config, WithReports, options, argv=None) -> int:
     run = open_run(out, options.replay)
     cfg = run_flags(Config, WithReports, run, argv)
     begin = f"from {run.start}" if run.start else "from step 0, for no checkpoint is before it"
-    before = run.step - run.first
+    n = run.step - run.first
+    steps = "1 step before it is" if n == 1 else f"{n} steps before it are"
     if own_rank() == 0:
         print(
             f"replay: step {run.step} of {out}, with the flags of {run.flags}, {begin}; "
-            f"{before} step{'s' * (before != 1)} before it {'is' if before == 1 else 'are'} trained "
-            f"again, and nothing is written to {out}",
+            f"{steps} trained again, and nothing is written to {out}",
             flush=True,
         )
     with temporary_run(run) as folder:
@@ -370,11 +381,14 @@ def stop_at(run: Run, cfg):
             if not text.endswith("to the bit"):
                 print(f"replay: {text}", flush=True)
 
+    def evaluate(*_):
+        return math.nan, None, {}
+
     with (
         mock.patch.object(parallel, "forward_backward", forward_backward),
         # no validation: it changes nothing
-        mock.patch.object(parallel, "evaluate", lambda *_: (math.nan, None, {})),
-        mock.patch.object(Metrics, "log_val", lambda *_: None),
+        mock.patch.object(parallel, "evaluate", evaluate),
+        mock.patch.object(Metrics, "log_val", do_nothing),
         mock.patch.object(TokenData, "batches", batches),
         mock.patch.multiple(Metrics, start_step=start_step, end_step=end_step, log=log),
     ):

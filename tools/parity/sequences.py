@@ -104,7 +104,7 @@ def read_sequence(data: TokenData, cursor: int, row: int) -> Sequence:
         return mock.patch.object(part, "windows", windows)
 
     with ExitStack() as stack:
-        for part in getattr(data, "parts", [data]):
+        for part in data.parts if hasattr(data, "parts") else [data]:  # of a mixture
             stack.enter_context(watched(part))
         tokens, labels, *_ = data.sequences(np.array([cursor]))
     [(part, window)] = found
@@ -177,22 +177,23 @@ def batch_of_copies(sequence: Sequence, step: Step) -> Batch:
     layout = step.layout
     arrays = sequence.data.arrays(sequence.data.windows("train", [sequence.window]))
     shape = batch.tokens.shape if layout.pp > 1 else (1, 1, batch.tokens.shape[2])
-    tensors = [
-        a if a is None else torch.from_numpy(a.copy()).to(layout.device).expand(shape).contiguous()
-        for a in arrays
-    ]
+    tensors = []
+    for array in arrays:
+        if array is not None:
+            array = torch.from_numpy(array.copy()).to(layout.device).expand(shape).contiguous()
+        tensors.append(array)
     return Batch(*tensors, batch.samples, batch.hash, first=sequence.cursor)
 
 
 def trained(stages) -> list[Tensor]:
     """The parameters with a gradient. A weight on two stages counts once."""
     copies = {id(tied_copy(stage)) for stage in stages if hasattr(stage, "n_stages")}
-    return [
-        p
-        for stage in stages
-        for p in stage.parameters()
-        if p.grad is not None and id(p) not in copies
-    ]
+    found = []
+    for stage in stages:
+        for p in stage.parameters():
+            if p.grad is not None and id(p) not in copies:
+                found.append(p)
+    return found
 
 
 def inner_product(a: Tensor, b: Tensor) -> Tensor:

@@ -122,10 +122,10 @@ class Recorder:
             for fqn, tensor in named_tensors(stage).items():
                 if isinstance(tensor, nn.Parameter):
                     parameters[fqn] = tensor
-        after = dict(
-            weight={fqn: whole(p) for fqn, p in parameters.items()},
-            sums={(fqn, local_slice(p)): bits_sum(p) for fqn, p in parameters.items()},
-        )
+        after = dict(weight={}, sums={})
+        for fqn, p in parameters.items():
+            after["weight"][fqn] = whole(p)
+            after["sums"][fqn, local_slice(p)] = bits_sum(p)
         if self.layout.rank % (self.layout.world_size // self.layout.pp):
             after["weight"] = {}
         torch.save(after, os.path.join(self.folder, f"after-{self.layout.rank}.pt"))

@@ -87,9 +87,13 @@ RECORDERS = {"seams": record_seams, "gradients": record_gradients}
 
 def write_loaded(folder: str, tree: str):
     """FOLDER/loaded.json: the files of the tree that are imported now."""
-    files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
-    inside = [os.path.realpath(file) for file in files if file]
-    names = {os.path.relpath(file, tree) for file in inside if file.startswith(tree + os.sep)}
+    names = set()
+    for module in list(sys.modules.values()):
+        if not hasattr(module, "__file__") or not module.__file__:
+            continue
+        file = os.path.realpath(module.__file__)
+        if file.startswith(tree + os.sep):
+            names.add(os.path.relpath(file, tree))
     os.makedirs(folder, exist_ok=True)
     with open(os.path.join(folder, "loaded.json"), "w") as file:
         json.dump(sorted(names), file)

@@ -211,7 +211,9 @@ def read_seams(out: str) -> list[dict]:
 
 def compare_ranks(theirs: list[dict], ours: list[dict]) -> list[Seam]:
     """All seams of two runs on one layout, in the order of execution."""
-    differ = [part["rows"] for part in theirs] != [part["rows"] for part in ours]
+    rows_here = [part["rows"] for part in ours]
+    rows_there = [part["rows"] for part in theirs]
+    differ = rows_here != rows_there
     seams = [Seam("sequences", "", 0, float(differ), TOLERANCES["sequences"])]
     if differ:
         return seams
@@ -227,7 +229,7 @@ def compare_ranks(theirs: list[dict], ours: list[dict]) -> list[Seam]:
 def compare_pieces(key: tuple, theirs: list[Piece], ours: list[Piece], degrees: dict) -> Seam:
     """Compare a seam rank by rank; error nan if the two runs have different parts."""
     phase, name, call = key
-    if [about(piece) for piece in theirs] != [about(piece) for piece in ours]:
+    if list(map(about, theirs)) != list(map(about, ours)):
         return Seam(phase, name, call, math.nan, TOLERANCES[phase])
     errors = {}
     pairs = []
