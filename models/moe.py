@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-grouped_mm = F.grouped_mm  # None: a matmul per expert
+# None where torch has neither: a matmul per expert
+grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
 
 def kernel_fits(x: Tensor, weight: Tensor) -> bool:

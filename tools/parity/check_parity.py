@@ -96,7 +96,7 @@ def steps_to_save(cfg, steps: int, parts: int, through: str) -> list[int]:
     begin anew just in time. [] for a run that saves nothing."""
     part = steps // parts
     every = cfg.checkpoint_every if hasattr(cfg, "checkpoint_every") else 1
-    saves = every and not cfg.load_only
+    saves = every and not (hasattr(cfg, "load_only") and cfg.load_only)
     if through and not (part and saves):
         raise ValueError(
             f"--through needs {parts} steps or more, and checkpoints: --steps {steps}, "
