@@ -265,7 +265,7 @@ class Checkpoints:
         self.writer.close()
         if not export or not self.cfg.export_hf:
             return
-        from storage.hf import save_hf
+        from storage.hf_write import save_hf
 
         try:
             save_hf(

@@ -15,18 +15,9 @@ from flags.config import Parser, usage_error
 from flags.files import read_json, step_folders
 from storage.changes import changes, describe_changes
 from storage.dcp import read_table, read_tensor
-from storage.hf import (
-    HF_DTYPES,
-    check_export,
-    check_same_model,
-    class_of,
-    file_kinds,
-    load_hf_model,
-    read_hf_config,
-    save_hf,
-    say_lost,
-    write_hf,
-)
+from storage.hf import HF_DTYPES, load_hf_model
+from storage.hf_config import check_same_model, class_of, read_hf_config
+from storage.hf_write import check_export, file_kinds, save_hf, say_lost, write_hf
 from storage.manifest import Damaged, read_manifest, verify
 from storage.newest import candidates, has_adapters
 from storage.peft import export_peft

@@ -42,7 +42,7 @@ def claim_run(cfg, Model, model_config, data, lr_at=None, lora: dict | None = No
             raise ValueError(
                 f"--no-init_model_only: {cfg.init_from} holds weights and no more; leave it out"
             )
-        from storage.hf import check_hf_config
+        from storage.hf_config import check_hf_config
 
         check_hf_config(model_config, cfg.init_from)
     seen = step_folders(cfg.out)
@@ -66,7 +66,8 @@ def identify_run(
     )
     check_run(cfg.out, identity, cfg, lr_at)
     if cfg.export_hf and all(step < cfg.steps for step, _ in step_folders(cfg.out)):
-        from storage.hf import check_export, check_same_model
+        from storage.hf_config import check_same_model
+        from storage.hf_write import check_export
 
         check_same_model(Model, model_config)
         check_export(cfg.export_hf)
