@@ -1,6 +1,6 @@
 """Reads Hugging Face folders: load_hf fills a model in any layout, and each rank reads only its slices.
-storage/hf_config.py reads config.json and storage/hf_write.py writes folders; their functions can be
-imported from here, too."""
+storage/hf_config.py reads config.json and storage/hf_write.py writes folders; __all__ lists the names
+that other rooms import from here."""
 
 import math
 import os

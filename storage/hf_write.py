@@ -167,7 +167,12 @@ def write_hf(
     temporary = on_rank_0(make_temporary, group)
     everyone = gather(kinds, group)
     rank = rank_in(group)
-    writing = []
+    writing = []  # this rank's files, under way
+
+    def finish_files():
+        for future in writing:
+            future.result()
+
     try:
         plan = fail_together(lambda: plan_files(names, everyone, max_shard_gb * 1e9), group)
         files = name_files(plan)
@@ -185,7 +190,7 @@ def write_hf(
                     wait(writing[-1:])
                     path = os.path.join(temporary, title)
                     writing.append(pool.submit(write_safetensors, path, entries, tensors))
-        fail_together(lambda: [future.result() for future in writing], group)
+        fail_together(finish_files, group)
         written = {title: entries for title, (_, _, entries) in files.items()}
         size = on_rank_0(
             lambda: commit_export(
