@@ -104,9 +104,9 @@ def loaded_later(cfg):
     ours = resume_source(cfg.out, cfg)
     # a Hugging Face folder, whose files may lack multi-token prediction
     others = cfg.init_from if ours is None else ""
-    kept = [name.removeprefix("model.") for name in cfg.exclude_from_loading] + ["mtp"] * bool(
-        others
-    )
+    kept = [name.removeprefix("model.") for name in cfg.exclude_from_loading]
+    if others:
+        kept.append("mtp")
     return lambda fqn: bool(ours or others) and not matches(kept, f"model.{fqn}")
 
 
@@ -163,7 +163,9 @@ class Checkpoints:
             self.code = local_code()
         saves = config.get("checkpoint_every") and not cfg.load_only
         check_machines(self.code, out if saves else "", partial(gather, group=self.group))
-        git = git_commit(code_roots()[0], [*self.code]) if self.code else {}
+        git = {}
+        if self.code:
+            git = git_commit(code_roots()[0], [*self.code])
         self.made_from = summarize_code(git, self.code)  # for config.json
         beside = self.read_tokenizer(learnt)
         beside |= {"config.json": json_bytes(config), "recipe.py": source.encode()}
@@ -172,7 +174,7 @@ class Checkpoints:
         if git:
             beside["provenance.json"] = json_bytes(git)
         layout = layout_in_manifest(config)
-        self.writer = Writer(cfg, out, self.group, beside, layout, lambda text: self.say(text))
+        self.writer = Writer(cfg, out, self.group, beside, layout, self.say)
         for optimizer in optimizers:
             # No weight may change during a copy. The optimizer waits by itself, so no training loop
             # has to.
@@ -181,18 +183,21 @@ class Checkpoints:
     def read_tokenizer(self, learnt) -> dict[str, bytes]:
         """The files of the tokenizer on rank 0, for every checkpoint, and its special ids. Read
         before training, so that errors in these files appear before."""
-        file = self.tokenizer_file
-        reads = self.rank == 0 and file and not self.cfg.load_only
-        beside = fail_together(lambda: tokenizer_and_beside(file) if reads else {}, self.group)
+        file = None  # read by rank 0, in a run that saves
+        if self.rank == 0 and self.tokenizer_file and not self.cfg.load_only:
+            file = self.tokenizer_file
+        beside = fail_together(lambda: tokenizer_and_beside(file) if file else {}, self.group)
         self.begins, self.generation, new = on_rank_0(
-            lambda: ids_of_run(self.out, self.cfg, file if reads else None, learnt), self.group
+            lambda: ids_of_run(self.out, self.cfg, file, learnt), self.group
         )
-        if self.generation is not None and reads:
+        if self.generation is not None and file:
             beside["generation_config.json"] = json_bytes(self.generation)
         if new:
-            self.say(describe_ends(file, new))
-        if reads and self.begins and (line := describe_beginning(file)):
-            self.say(line)
+            self.say(describe_ends(self.tokenizer_file, new))
+        if file and self.begins:
+            line = describe_beginning(file)
+            if line:
+                self.say(line)
         return beside
 
     # --- save ---
@@ -265,7 +270,7 @@ class Checkpoints:
         self.writer.close()
         if not export or not self.cfg.export_hf:
             return
-        from storage.hf import save_hf
+        from storage.hf_write import save_hf
 
         try:
             save_hf(
@@ -361,8 +366,12 @@ class Checkpoints:
                 wanted[key] = saved
         about = read_json(folder, "state.json")
         if with_optimizer:
-            moments = {key: t for key, t in wanted.items() if key.startswith("optimizer.")}
-            fqns = {key.removeprefix("optimizer.").rpartition(".")[0] for key in moments}
+            moments = {}
+            fqns = set()
+            for key, saved in wanted.items():
+                if key.startswith("optimizer."):
+                    moments[key] = saved
+                    fqns.add(key.removeprefix("optimizer.").rpartition(".")[0])
             fail_together(lambda: self.run.create_optimizer_state(fqns), self.group)
             self.run.create_late_state(moments, about.get("late", []))
         tensors = {}
@@ -389,8 +398,10 @@ class Checkpoints:
         if differ and not everything:
             changed = f"; {describe_changes(differ)}"
         self.say(f"{what} {folder} (written by {manifest['world_size']} rank(s)){changed}")
-        if self.code and (text := changed_code(folder, self.code)):
-            self.say(text)
+        if self.code:
+            text = changed_code(folder, self.code)
+            if text:
+                self.say(text)
 
     def say(self, text):
         if self.rank == 0:

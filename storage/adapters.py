@@ -29,21 +29,20 @@ def is_frozen(fqn: str) -> bool:
 def lora_names(module, patterns: list[str]) -> list[str]:
     """fqns of the linears of a model, or of a pipeline stage, that get adapters: linears of the
     blocks whose fqn, or the last part of the fqn, fits a pattern of --lora_on."""
-    ends = {fqn: (fqn, fqn.rpartition(".")[2]) for fqn in block_linears(module)}
-    return [
-        fqn
-        for fqn in ends
-        if any(fnmatch(end, pattern) for end in ends[fqn] for pattern in patterns)
-    ]
+    found = []
+    for fqn in block_linears(module):
+        ends = (fqn, fqn.rpartition(".")[2])
+        if any(fnmatch(end, pattern) for end in ends for pattern in patterns):
+            found.append(fqn)
+    return found
 
 
 def block_linears(module) -> list[str]:
-    found = [
-        fqn
-        for fqn, m in module.named_modules()
-        if isinstance(m, nn.Linear) and fqn.startswith("blocks.")
-    ]
-    return [fqn for fqn in found if not is_adapter(f"{fqn}.")]
+    found = []
+    for fqn, m in module.named_modules():
+        if isinstance(m, nn.Linear) and fqn.startswith("blocks.") and not is_adapter(f"{fqn}."):
+            found.append(fqn)
+    return found
 
 
 def merged_weight(w, a, b, scale: float):
@@ -60,38 +59,38 @@ def base_hash(modules, group=None) -> str:
     In bfloat16, because the weights are kept in the compute dtype: fp32 on one machine, bfloat16 on
     the next.
     """
-    frozen = [
-        (fqn, t) for module in modules for fqn, t in named_tensors(module).items() if is_frozen(fqn)
-    ]
-    mine, sums = {(fqn, local_slice(t)): placed_sum(t) for fqn, t in frozen}, Counter()
-    for (fqn, _), value in {
-        key: value for part in gather(mine, group) for key, value in part.items()
-    }.items():
+    mine = {}
+    for module in modules:
+        for fqn, t in named_tensors(module).items():
+            if is_frozen(fqn):
+                mine[fqn, local_slice(t)] = placed_sum(t)
+    parts = {}  # a part that several ranks hold counts once
+    for of_rank in gather(mine, group):
+        parts |= of_rank
+    sums = Counter()
+    for (fqn, _), value in parts.items():
         sums[fqn] += value
-    return hashlib.sha256(
-        json.dumps({fqn: sums[fqn] % 2**64 for fqn in sorted(sums)}).encode()
-    ).hexdigest()[:16]
+    text = json.dumps({fqn: sums[fqn] % 2**64 for fqn in sorted(sums)})
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def placed_sum(t) -> int:
     """Sum of bits * (1 + place in the whole tensor) over this rank's part of a tensor, modulo
     2**64."""
-    (shape, offset), whole = local_slice(t), tuple(t.shape)
+    shape, offset = local_slice(t)
+    whole = tuple(t.shape)
+    local = local_tensor(t.detach())
+    device = local.device
     # place within a row of the first dimension
-    columns = torch.zeros(1, dtype=torch.int64, device=local_tensor(t).device)
+    columns = torch.zeros(1, dtype=torch.int64, device=device)
     for n, first, size in zip(shape[1:], offset[1:], whole[1:], strict=True):
-        columns = (
-            columns[:, None] * size + torch.arange(first, first + n, device=columns.device)
-        ).flatten()
-    local, total = (
-        local_tensor(t.detach()),
-        torch.zeros((), dtype=torch.int64, device=columns.device),
-    )
+        along = torch.arange(first, first + n, device=device)
+        columns = (columns[:, None] * size + along).flatten()
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    n_columns = math.prod(whole[1:])
     for i, rows in enumerate(local.reshape(len(local), math.prod(shape[1:])).split(256)):
         first = offset[0] + 256 * i
-        starts = torch.arange(first, first + len(rows), device=columns.device) * math.prod(
-            whole[1:]
-        )
+        starts = torch.arange(first, first + len(rows), device=device) * n_columns
         bits = rows.to(torch.bfloat16).view(torch.int16).long()
         total += (bits.sum(1) * starts).sum() + (bits.sum(0) * (columns + 1)).sum()
     return total.item()
@@ -104,11 +103,10 @@ def lora_of(path: str) -> dict:
 
 def read_adapters(table, path: str) -> dict[str, torch.Tensor]:
     """{fqn: the whole tensor}: adapters are small."""
-    found = {
-        key: torch.empty(kind.size, dtype=kind.dtype)
-        for key, kind in table.items()
-        if key.startswith("model.")
-    }
+    found = {}
+    for key, kind in table.items():
+        if key.startswith("model."):
+            found[key] = torch.empty(kind.size, dtype=kind.dtype)
     read_tensors(found, path, table)
     return {key.removeprefix("model."): t for key, t in found.items()}
 
@@ -127,7 +125,8 @@ def base_of(path: str) -> str:
 def check_base(path: str, modules: list[nn.Module], group=None) -> str:
     """The hash of the frozen weights of the modules. Raises ValueError if the adapters of a step
     folder were trained with other weights. path: the step folder; "": none."""
-    found, there = base_hash(modules, group), read_json(path, "state.json")["base"] if path else {}
+    found = base_hash(modules, group)
+    there = read_json(path, "state.json")["base"] if path else {}
     if there.get("hash", found) != found:
         raise ValueError(
             f"{path} holds adapters of {there['folder']}, whose hash was {there['hash']}, and the "
@@ -141,11 +140,17 @@ def check_base(path: str, modules: list[nn.Module], group=None) -> str:
 def add_adapters_of(path: str, table, modules: list[nn.Module]):
     """Add a step folder's adapters to the weights of a whole model, or to this rank's rows and
     columns of each weight."""
-    adapters, scale = read_adapters(table, path), lora_of(path)["alpha"] / lora_of(path)["rank"]
-    for fqn, p in [item for module in modules for item in module.named_parameters()]:
-        name = fqn.removesuffix(".weight")
-        if (a := adapters.get(f"{name}.lora_a.weight")) is not None:
-            local, (shape, (row, column)) = local_tensor(p), local_slice(p)
+    adapters = read_adapters(table, path)
+    lora = lora_of(path)
+    scale = lora["alpha"] / lora["rank"]
+    for module in modules:
+        for fqn, p in module.named_parameters():
+            name = fqn.removesuffix(".weight")
+            a = adapters.get(f"{name}.lora_a.weight")
+            if a is None:
+                continue
+            local = local_tensor(p)
+            shape, (row, column) = local_slice(p)
             a = a[:, column : column + shape[1]].to(local.device)
             b = adapters[f"{name}.lora_b.weight"][row : row + shape[0]].to(local.device)
             local.copy_(merged_weight(local, a, b, scale))

@@ -36,21 +36,25 @@ UNTOLD_FLAGS = set(
 def changes(old, new, name=""):
     """Yields (name, old value, new value) where two nested dicts differ."""
     if isinstance(old, dict) and isinstance(new, dict):
-        for key in [*new, *(key for key in old if key not in new)]:
-            inner = key if name in ("", "model") else f"{name}.{key}"  # n_layers, but data.seq_len
+        for key in dict.fromkeys([*new, *old]):
+            inner = key  # n_layers, but data.seq_len
+            if name not in ("", "model"):
+                inner = f"{name}.{key}"
             yield from changes(old.get(key, "not set"), new.get(key, "not set"), inner)
     elif json_bytes(old) != json_bytes(new):  # as JSON: a saved tuple comes back as a list
-        yield (
-            name,
-            *(
-                f"{value}" if len(f"{value}") <= 40 else f"{value}"[:16] + "..."
-                for value in (old, new)
-            ),
-        )
+        yield name, shorten_value(old), shorten_value(new)
+
+
+def shorten_value(value) -> str:
+    text = f"{value}"
+    if len(text) <= 40:
+        return text
+    return text[:16] + "..."
 
 
 def describe_changes(differ: list[tuple]) -> str:
-    return ", ".join({name: f"{name} {old} -> {new}" for name, old, new in differ}.values())
+    texts = {name: f"{name} {old} -> {new}" for name, old, new in differ}
+    return ", ".join(texts.values())
 
 
 def compare_start(path: str, source, own: bool, identity: dict, cfg) -> list[tuple]:
@@ -61,75 +65,73 @@ def compare_start(path: str, source, own: bool, identity: dict, cfg) -> list[tup
     is the run's own, and nothing may differ. source: result of resume_source. Raises ValueError for
     changes that are not allowed.
     """
-    saved, flags = read_json(path, "state.json"), read_json(path, "config.json")
-    # a stranger may have written anything
-    if not (there := saved.get("identity", {})).get("model"):
+    saved = read_json(path, "state.json")
+    flags = read_json(path, "config.json")
+    there = saved.get("identity", {})
+    if not there.get("model"):  # a stranger may have written anything
         raise ValueError(
             f"{path}/state.json names no model for its weights; give a checkpoint as a recipe "
             "saves it"
         )
-    fields, free = there["model"].keys() | identity["model"].keys(), FREE_FIELDS | {"data"}
+    fields = there["model"].keys() | identity["model"].keys()
+    free = FREE_FIELDS | {"data"}
     if set(cfg.exclude_from_loading) - {"optimizer"}:
         free |= EXCLUDED_FIELDS
-    differ = [(name.split(".")[0], name, old, new) for name, old, new in changes(there, identity)]
-    # a checkpoint of before a model had a field knows nothing of it: False or None is what the
-    # model did then
-    differ = [
-        change for change in differ if change[2:] not in (("not set", "False"), ("not set", "None"))
-    ]
-    differ = [change for change in differ if source.everything or change[0] in fields]
-    # of a fork's new field
-    free |= {change[0] for change in differ if "not set" in change} & fields
-    wrong = [change[1:] for change in differ if own or change[0] not in free]
+    differ = []
+    for name, old, new in changes(there, identity):
+        field = name.split(".")[0]
+        # a checkpoint of before a model had a field knows nothing of it: False or None is what the
+        # model did then
+        if old == "not set" and new in ("False", "None"):
+            continue
+        if not source.everything and field not in fields:
+            continue
+        differ.append((name, old, new))
+        if field in fields and "not set" in (old, new):
+            free.add(field)  # of a fork's new field
+    wrong = []
+    for name, old, new in differ:
+        if own or name.split(".")[0] not in free:
+            wrong.append(f"{name} is {new} but {source.folder} was trained with {old}")
     if wrong:
-        advice = "use --out NEW to train another model, or give the old values to continue"
-        if not own:
-            advice = (
-                "give the old values"
-                + ", or leave out --no-init_model_only to take only the weights" * source.everything
-            )
-        text = "; ".join(
-            f"{name} is {new} but {source.folder} was trained with {old}"
-            for name, old, new in wrong
-        )
-        raise ValueError(f"{text}; {advice}")
+        if own:
+            advice = "use --out NEW to train another model, or give the old values to continue"
+        else:
+            advice = "give the old values"
+            if source.everything:
+                advice += ", or leave out --no-init_model_only to take only the weights"
+        raise ValueError(f"{'; '.join(wrong)}; {advice}")
     if source.everything and saved["model_only"]:
         raise ValueError(
             f"{path} holds only the weights; start a new run from them with --init_from {path} "
             "--out NEW"
         )
-    known = [
-        name
-        for name in SCHEDULE_FLAGS
-        if name in flags and hasattr(cfg, name) and source.everything and not own
-    ]
-    return [change[1:] for change in differ] + [
-        c for name in known for c in changes(flags[name], getattr(cfg, name), name)
-    ]
+    if source.everything and not own:
+        for name in SCHEDULE_FLAGS:
+            if name in flags and hasattr(cfg, name):
+                differ += changes(flags[name], getattr(cfg, name), name)
+    return differ
 
 
 def describe_start(path: str, differ: list[tuple], cfg, lr_at=None) -> str:
     """One line with all flags of `cfg` that differ from a step folder's, and with the resulting
     learning rate. Empty when nothing differs or no step is left to train. differ: result of
     compare_start()."""
-    step, old, new = (
-        read_json(path, "manifest.json")["step"],
-        read_json(path, "config.json"),
-        asdict(cfg),
-    )
-    told = [name for name in new if name in old and name not in UNTOLD_FLAGS]
-    flags = [change for name in told for change in changes(old[name], new[name], name)]
+    step = read_json(path, "manifest.json")["step"]
+    old = read_json(path, "config.json")
+    new = asdict(cfg)
+    flags = []
+    for name in new:
+        if name in old and name not in UNTOLD_FLAGS:
+            flags += changes(old[name], new[name], name)
     if differ:
-        same = (
-            ""
-            if any(name.startswith("data.") for name, _, _ in differ)
-            else "; the same data come in the same order again"
-        )
-        told = [
-            (name.removeprefix("data."), *values)
-            for name, *values in [*differ, *flags]
-            if name != "model_args"
-        ]
+        told = []
+        same = "; the same data come in the same order again"
+        for name, before, now in [*differ, *flags]:
+            if name != "model_args":
+                told.append((name.removeprefix("data."), before, now))
+        if any(name.startswith("data.") for name, _, _ in differ):
+            same = ""
         return (
             f"a new phase: weights and optimizer state of {path}, while step, data and schedule "
             "begin at 0; what differs: "
@@ -141,12 +143,11 @@ def describe_start(path: str, differ: list[tuple], cfg, lr_at=None) -> str:
     if lr_at:
         other = copy.copy(cfg)  # a copy: lr_at of a fork may call what its Config defines
         vars(other).update(old)
-        usual, now = (flags.lr * lr_at(step + 1, flags) for flags in (other, cfg))
+        usual = other.lr * lr_at(step + 1, other)
+        now = cfg.lr * lr_at(step + 1, cfg)
         if not math.isclose(usual, now, rel_tol=1e-6):
             text += f"; the learning rate of step {step + 1} is {now:.2e}, not {usual:.2e}"
-            if (
-                old["steps"] != cfg.steps
-                and old.get("schedule_steps") == new.get("schedule_steps") == -1
-            ):
+            by_steps = old.get("schedule_steps") == new.get("schedule_steps") == -1
+            if by_steps and old["steps"] != cfg.steps:
                 text += f"; --schedule_steps {old['steps']} keeps the length of the schedule"
     return text

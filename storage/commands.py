@@ -15,18 +15,9 @@ from flags.config import Parser, usage_error
 from flags.files import read_json, step_folders
 from storage.changes import changes, describe_changes
 from storage.dcp import read_table, read_tensor
-from storage.hf import (
-    HF_DTYPES,
-    check_export,
-    check_same_model,
-    class_of,
-    file_kinds,
-    load_hf_model,
-    read_hf_config,
-    save_hf,
-    say_lost,
-    write_hf,
-)
+from storage.hf import HF_DTYPES, load_hf_model
+from storage.hf_config import check_same_model, class_of, read_hf_config
+from storage.hf_write import check_export, file_kinds, save_hf, say_lost, write_hf
 from storage.manifest import Damaged, read_manifest, verify
 from storage.newest import candidates, has_adapters
 from storage.peft import export_peft
@@ -41,11 +32,12 @@ def ls(run: str):
         try:
             manifest = read_manifest(path)
             size = sum(size for size, _ in manifest["files"].values())
-            layout = [
-                f"{manifest['world_size']} rank(s)",
-                *(f"{axis} {degree}" for axis, degree in manifest["layout"].items()),
-            ]
-            status = "complete (bytes not read)" + ", only the weights" * manifest["model_only"]
+            layout = [f"{manifest['world_size']} rank(s)"]
+            for axis, degree in manifest["layout"].items():
+                layout.append(f"{axis} {degree}")
+            status = "complete (bytes not read)"
+            if manifest["model_only"]:
+                status += ", only the weights"
             print(f"{name:13} {size / 1e6:10.1f} MB   {', '.join(layout):34} {status}")
         except Damaged as error:
             print(f"{name:13} {'?':>10} MB   {'':34} DAMAGED: {error}")
@@ -54,11 +46,9 @@ def ls(run: str):
 def verify_command(folder: str) -> int:
     """Returns 0 only if every byte of a step folder, or of all step folders of a run, is unchanged
     since the save."""
-    of_run = (
-        [path for _, path in step_folders(folder)]
-        if not os.path.lexists(os.path.join(folder, "manifest.json"))
-        else []
-    )
+    of_run = []
+    if not os.path.lexists(os.path.join(folder, "manifest.json")):
+        of_run = [path for _, path in step_folders(folder)]
     if not of_run and os.path.isdir(os.path.join(folder, "checkpoints")):
         print(f"{folder} holds no checkpoint")
         return 1
@@ -66,11 +56,8 @@ def verify_command(folder: str) -> int:
     for path in of_run or [folder]:
         try:
             files = verify(path)["files"]
-            print(
-                f"{path} is good: {len(files)} files, "
-                f"{sum(size for size, _ in files.values()) / 1e6:.1f} MB",
-                flush=True,
-            )
+            mb = sum(size for size, _ in files.values()) / 1e6
+            print(f"{path} is good: {len(files)} files, {mb:.1f} MB", flush=True)
         except Damaged as error:
             print(f"{path} is DAMAGED: {error}", flush=True)
             status = 1
@@ -88,8 +75,7 @@ def to_hf(folder: str, out: str, dtype="bfloat16", max_shard_gb=5.0, adapter=Fal
     check_same_model(type(model), model.config)
     if adapter and not has_adapters(path):
         raise ValueError(f"--adapter: {folder} was trained without --lora_rank; leave it out")
-    file = os.path.join(path, "tokenizer.json")
-    tokenizer_file = file if os.path.isfile(file) else None
+    tokenizer_file = tokenizer_of_step(path)
     if adapter:
         beside = tokenizer_and_beside(tokenizer_file) if tokenizer_file else {}
         export_peft(out, path, table, model, beside)
@@ -122,6 +108,11 @@ def to_hf(folder: str, out: str, dtype="bfloat16", max_shard_gb=5.0, adapter=Fal
         tokenizer_file,
         check=compare_export,
     )
+
+
+def tokenizer_of_step(path: str) -> str | None:
+    file = os.path.join(path, "tokenizer.json")
+    return file if os.path.isfile(file) else None
 
 
 TOKENS = 24  # of the comparison with transformers
@@ -234,27 +225,27 @@ def mean_of_steps(run: str, out: str, last=0, steps=()):
         )
     opened = [open_saved(found[step]) for step in wanted]
     newest, model, _ = opened[0]
-    saved, file = read_json(newest, "state.json"), os.path.join(newest, "tokenizer.json")
+    saved = read_json(newest, "state.json")
     for path, *_ in opened:
         if has_adapters(path):
             raise ValueError(
                 f"{path} holds adapters, whose mean is no mean of their products; merge each with "
                 "to_hf"
             )
-        if different := [
-            *changes(read_json(path, "state.json")["identity"]["model"], saved["identity"]["model"])
-        ]:
+        its_model = read_json(path, "state.json")["identity"]["model"]
+        different = list(changes(its_model, saved["identity"]["model"]))
+        if different:
             raise ValueError(
                 f"{path} and {newest} hold different models: {describe_changes(different)}"
             )
     model.to_empty(device="cpu")
     for fqn, mean in named_tensors(model).items():
-        key, total = f"model.{fqn}", 0
+        total = 0
         for path, _, table in opened:
-            total = total + read_tensor(key, path, table).float()
+            total = total + read_tensor(f"model.{fqn}", path, table).float()
         mean.detach().copy_(total / len(opened))
     state = saved["state"] | {"step": wanted[0], "mean_of_steps": wanted}
-    return model, saved["identity"], state, file if os.path.isfile(file) else None
+    return model, saved["identity"], state, tokenizer_of_step(newest)
 
 
 def average(run: str, out: str, last=0, steps=()):
@@ -265,18 +256,23 @@ def average(run: str, out: str, last=0, steps=()):
 def diff(a: str, b: str) -> int:
     """Compares two step folders, with one pair of tensors in memory at a time; by bits, so NaN
     equals NaN."""
-    tables = [read_table(folder, verify(folder)["files"]) for folder in (a, b)]
-    differ, relative, keys = {}, {}, sorted({key for table in tables for key in table})
+    in_a = read_table(a, verify(a)["files"])
+    in_b = read_table(b, verify(b)["files"])
+    differ = {}  # key: in what
+    relative = {}
+    keys = sorted(in_a.keys() | in_b.keys())
     for key in keys:
-        kinds = [table.get(key) for table in tables]
-        if None in kinds:
-            differ[key] = f"only in {a if kinds[0] else b}"
-        elif kinds[0].size != kinds[1].size or kinds[0].dtype != kinds[1].dtype:
-            differ[key] = " / ".join(f"{tuple(kind.size)} {kind.dtype}" for kind in kinds)
+        kind = in_a.get(key)
+        other = in_b.get(key)
+        if other is None:
+            differ[key] = f"only in {a}"
+        elif kind is None:
+            differ[key] = f"only in {b}"
+        elif kind.size != other.size or kind.dtype != other.dtype:
+            differ[key] = f"{tuple(kind.size)} {kind.dtype} / {tuple(other.size)} {other.dtype}"
         else:
-            x, y = (
-                read_tensor(key, folder, table).reshape(-1) for folder, table in zip((a, b), tables)
-            )
+            x = read_tensor(key, a, in_a).reshape(-1)
+            y = read_tensor(key, b, in_b).reshape(-1)
             if not torch.equal(x.view(torch.uint8), y.view(torch.uint8)):
                 far = (x.double() - y.double()).abs()
                 relative[key] = (far.norm() / x.double().norm().clamp(min=1e-300)).item()
@@ -284,13 +280,20 @@ def diff(a: str, b: str) -> int:
                     f"{int((far != 0).sum())} of {far.numel()} elements, by up to {far.max():.3g}, "
                     f"{relative[key]:.1e} relative"
                 )
-    states = [read_json(folder, "state.json")["state"] for folder in (a, b)]
-    for name, old, new in changes(*states):
+    old_state = read_json(a, "state.json")["state"]
+    new_state = read_json(b, "state.json")["state"]
+    for name, old, new in changes(old_state, new_state):
         print(f"state.json: {name} is {old} / {new}")
+    most = ", most of all:" if differ else ""
+    print(f"{len(differ)} of {len(keys)} tensors differ{most}")
     far = sorted(differ, key=lambda key: -relative.get(key, math.inf))  # other shapes first
-    print(f"{len(differ)} of {len(keys)} tensors differ" + (", most of all:" if differ else ""))
-    print("".join(f"  {key}: {differ[key]}\n" for key in far[:5]), end="")
+    for key in far[:5]:
+        print(f"  {key}: {differ[key]}")
     return int(bool(differ))
+
+
+def step_list(text: str) -> list[int]:
+    return [int(step) for step in text.split(",")]
 
 
 def main(argv: list[str], about: str = "") -> int:
@@ -317,7 +320,7 @@ def main(argv: list[str], about: str = "") -> int:
     )
     which.add_argument(
         "--steps",
-        type=lambda text: [*map(int, text.split(","))],
+        type=step_list,
         default=(),
         help="these: 100,200,300",
     )

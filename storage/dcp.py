@@ -73,7 +73,9 @@ def write_tensors(
     staged: all tensors are in CPU
     memory already. process: this rank's writer process, for the writing.
     """
-    dcp, is_first, plans = import_dcp(), rank_in(group) == 0, []
+    dcp = import_dcp()
+    is_first = rank_in(group) == 0
+    plans = []
     # With copy_ahead DCP asks for a CUDA stream; in a background thread every rank would get a
     # stream of GPU 0.
     writer = dcp.FileSystemWriter(
@@ -90,30 +92,33 @@ def write_tensors(
         plans.extend(writer.prepare_global_plan(planner.create_global_plan(ranks)[0]))
 
     def write():
-        if not (final := planner.finish_plan(plan.final)).items:
+        final = planner.finish_plan(plan.final)
+        if not final.items:
             # a rank without tensors: DCP would leave an empty file, which no manifest lists
             return []
         if process is None:
             return writer.write_data(final, planner).value()
+        contents = {item.index: planner.resolve_data(item) for item in final.items}
         try:
-            return process.submit(
-                write_apart, folder, final, {x.index: planner.resolve_data(x) for x in final.items}
-            ).result()
+            return process.submit(write_apart, folder, final, contents).result()
         except BrokenProcessPool:
             raise ChildProcessError("the writer process has died") from None
 
     mine = fail_together(plan_alone, group)
-    if is_new := holds_on_any_rank(plan.items != mine.items, group):
+    is_new = holds_on_any_rank(plan.items != mine.items, group)
+    if is_new:
         on_rank_0(plan_for_all, group, mine)
-        plan.items, plan.final, plan.written = mine.items, scatter(plans, group), None
+        plan.items = mine.items
+        plan.final = scatter(plans, group)
+        plan.written = None
     written = fail_together(write, group)
     if holds_on_any_rank(plan.written != written, group):
         if not is_new:  # the same tensors, in other bytes than at the last save
             plan.items = None
             return write_tensors(tensors, folder, group, plan, staged, process)
-        plan.written, plan.table = (
-            written,
-            on_rank_0(lambda results: table_bytes(planner.metadata, results), group, written),
+        plan.written = written
+        plan.table = on_rank_0(
+            lambda results: table_bytes(planner.metadata, results), group, written
         )
     if is_first:
         write_file(Path(folder, TABLE), plan.table)
@@ -146,16 +151,16 @@ def end_with_parent():
 def write_apart(folder: str, plan, tensors: dict) -> list:
     """In the writer process: writes this plan of DCP's. Returns DCP's results."""
     writer = import_dcp().FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0)
-    return writer.write_data(
-        plan, SimpleNamespace(resolve_data=lambda item: tensors[item.index])
-    ).value()
+    planner = SimpleNamespace(resolve_data=lambda item: tensors[item.index])
+    return writer.write_data(plan, planner).value()
 
 
 def read_tensors(tensors: dict[str, Tensor], folder: str, table: dict):
     """Overwrites `tensors` (plain or DTensor, any layout) with the folder's tensors of the same
     keys, each rank by itself.
     table: from read_table(). Raises ValueError."""
-    dcp, found = import_dcp(), find_shards(tensors, table, folder)
+    dcp = import_dcp()
+    found = find_shards(tensors, table, folder)
 
     class Reader(dcp.FileSystemReader):
         def read_metadata(self):  # DCP's version unpickles .metadata, and a pickle can run any code
@@ -177,18 +182,19 @@ def read_tensors(tensors: dict[str, Tensor], folder: str, table: dict):
 def pack_column(column: np.ndarray) -> int | dict | list:
     """A column as 7 for 7, 7, 7; as {"rule": [first, step, repeat, count]}, such as [0, 64, 2, 3]
     for 0, 0, 64, 64, 128, 128, 0, 0 ..., or as a list."""
-    if not len(changes := np.flatnonzero(np.diff(column))):
+    changes = np.flatnonzero(np.diff(column))
+    if len(changes) == 0:
         return int(column[0])
     repeat = int(changes[0]) + 1
     # after `count` values the first comes again
     again = np.flatnonzero(column[repeat:] == column[0])
-    count = int(again[0]) // repeat + 1 if len(again) else len(column)
+    count = len(column)
+    if len(again):
+        count = int(again[0]) // repeat + 1
     packed = {"rule": [int(column[0]), int(column[repeat] - column[0]), repeat, count]}
-    return (
-        packed
-        if np.array_equal(unpack_column(packed, np.arange(len(column))), column)
-        else column.tolist()
-    )
+    if np.array_equal(unpack_column(packed, np.arange(len(column))), column):
+        return packed
+    return column.tolist()
 
 
 def unpack_column(packed: int | dict | list, at: np.ndarray) -> np.ndarray:
@@ -196,40 +202,36 @@ def unpack_column(packed: int | dict | list, at: np.ndarray) -> np.ndarray:
     if isinstance(packed, dict):
         first, step, repeat, count = packed["rule"]
         return first + step * (at // max(repeat, 1) % max(count, 1))
-    return np.full(len(at), packed) if isinstance(packed, int) else np.array(packed, np.int64)[at]
+    if isinstance(packed, int):
+        return np.full(len(at), packed)
+    return np.array(packed, np.int64)[at]
 
 
 def table_bytes(metadata, results) -> bytes:
     """The content of tensors.json, from DCP's metadata on rank 0 and the write results of all
     ranks."""
-    where = {
-        (written.index.fqn, written.index.offset): written.storage_data
-        for part in results
-        for written in part
-    }
-    files = {
-        name: i
-        for i, name in enumerate(dict.fromkeys(info.relative_path for info in where.values()))
-    }
-
-    def columns(key, chunks):
-        at = [where[key, chunk.offsets] for chunk in chunks]
-        rows = [
-            [files[i.relative_path], i.offset, i.length, *chunk.offsets, *chunk.sizes]
-            for i, chunk in zip(at, chunks)
-        ]
-        return [pack_column(column) for column in np.array(rows).T]
-
-    tensors = {
-        key: dict(
-            dtype=str(t.properties.dtype)[6:],
-            shape=t.size,
-            n=len(t.chunks),
-            shards=columns(key, t.chunks),
-        )
-        for key, t in metadata.state_dict_metadata.items()
-    }
-    return json.dumps(dict(files=[*files], tensors=tensors), separators=(",", ":")).encode()
+    where = {}  # (key, offsets of a shard): its place in a file
+    files = {}  # name: index
+    for part in results:
+        for written in part:
+            info = written.storage_data
+            where[written.index.fqn, written.index.offset] = info
+            files.setdefault(info.relative_path, len(files))
+    tensors = {}
+    for key, t in metadata.state_dict_metadata.items():
+        rows = []
+        for chunk in t.chunks:
+            info = where[key, chunk.offsets]
+            file = files[info.relative_path]
+            rows.append([file, info.offset, info.length, *chunk.offsets, *chunk.sizes])
+        tensors[key] = {
+            "dtype": str(t.properties.dtype).removeprefix("torch."),
+            "shape": t.size,
+            "n": len(rows),
+            "shards": [pack_column(column) for column in np.array(rows).T],
+        }
+    table = {"files": list(files), "tensors": tensors}
+    return json.dumps(table, separators=(",", ":")).encode()
 
 
 class SavedTensor(NamedTuple):
@@ -246,14 +248,14 @@ class SavedTensor(NamedTuple):
         """(index of the file, first byte, bytes, offsets (n, dims), sizes (n, dims)) of the shards
         that overlap with this part of the tensor. Raises ValueError when one lies outside of its
         file or of the tensor, or when some are missing: DCP would leave the rest as it was."""
-        at, dims, ends = np.arange(self.n), len(self.size), self.files[1]
+        at = np.arange(self.n)
+        dims = len(self.size)
+        ends = self.files[1]
         # axis by axis, each leaves fewer: of millions only some are looked at in all columns
         for d in range(dims):
-            begin, size = (
-                unpack_column(column, at)
-                for column in (self.shards[3 + d], self.shards[3 + dims + d])
-            )
-            at = at[(begin < first[d] + shape[d]) & (begin + size > first[d])]
+            begin = unpack_column(self.shards[3 + d], at)
+            end = begin + unpack_column(self.shards[3 + dims + d], at)
+            at = at[(begin < first[d] + shape[d]) & (end > first[d])]
         file, start, length, *place = (unpack_column(column, at) for column in self.shards)
         offsets, sizes = np.array(place, np.int64).reshape(2, dims, len(at)).transpose(0, 2, 1)
         common = np.minimum(offsets + sizes, np.add(first, shape)) - np.maximum(offsets, first)
@@ -279,23 +281,22 @@ def read_tensor(key: str, folder: str, table: dict) -> Tensor:
 def read_table(folder: str, files: dict[str, list]) -> dict[str, SavedTensor]:
     """{key: entry} of tensors.json. files: the manifest's. Raises ValueError for shards that cannot
     be: a stranger's checkpoint can have right checksums, too."""
-    table, key = {}, ""
+    table = {}
+    key = ""
     try:
         saved = read_json(folder, TABLE)
         files = saved["files"], np.array([files[name][0] for name in saved["files"]])
         for key, entry in saved["tensors"].items():
-            size, dtype, shards = (
-                torch.Size(entry["shape"]),
-                getattr(torch, entry["dtype"]),
-                entry["shards"],
-            )
+            dtype = getattr(torch, entry["dtype"])
+            shards = entry["shards"]
             if not isinstance(dtype, torch.dtype):
                 raise ValueError(f"{entry['dtype']} is no dtype")
-            if not 0 < (n := entry.get("n", len(shards))) <= MOST_SHARDS:
+            n = entry.get("n", len(shards))
+            if not 0 < n <= MOST_SHARDS:
                 raise ValueError(f"it is said to have {n} shards")
-            table[key] = SavedTensor(
-                size, dtype, files, n, shards if "n" in entry else [*np.array(shards).T]
-            )
+            if "n" not in entry:  # format 2: a row for each shard
+                shards = [*np.array(shards).T]
+            table[key] = SavedTensor(torch.Size(entry["shape"]), dtype, files, n, shards)
     except Exception as error:
         raise ValueError(f"{folder}/{TABLE} is refused: {key}: {reason(error)}") from None
     return table
@@ -308,7 +309,9 @@ def find_shards(tensors: dict[str, Tensor], table: dict[str, SavedTensor], folde
 
     found = metadata.Metadata(state_dict_metadata={}, storage_data={})
     for key, tensor in tensors.items():
-        (shape, first), saved, chunks = local_slice(tensor), table[key], []
+        shape, first = local_slice(tensor)
+        saved = table[key]
+        chunks = []
         shards, error = attempt(saved.read_shards, first, shape)
         if error:
             raise ValueError(f"{folder}/{TABLE} is refused: {key}: {error}")

@@ -58,18 +58,16 @@ def read_manifest(folder: str, is_wanted=None) -> dict:
         named = STEP_FOLDER.fullmatch(os.path.basename(os.path.abspath(folder)))
         if named and int(named[1]) != manifest["step"]:
             raise Damaged(f"its manifest.json is that of step {manifest['step']}")
-        files = {
-            name: entry
-            for name, entry in manifest["files"].items()
-            if is_wanted is None or is_wanted(name)
-        }
-        for name in (
-            sorted(set(os.listdir(folder)) ^ {*files, "manifest.json"}) if is_wanted is None else ()
-        ):
-            if name in files or name.endswith(READ):
-                raise Damaged(
-                    f"{name} is missing" if name in files else f"{name} is not in manifest.json"
-                )
+        files = {}
+        for name, entry in manifest["files"].items():
+            if is_wanted is None or is_wanted(name):
+                files[name] = entry
+        if is_wanted is None:
+            for name in sorted(set(os.listdir(folder)) ^ {*files, "manifest.json"}):
+                if name in files:
+                    raise Damaged(f"{name} is missing")
+                if name.endswith(READ):
+                    raise Damaged(f"{name} is not in manifest.json")
         for name, (size, _) in files.items():
             path = os.path.join(folder, name)
             if os.path.islink(path) or not os.path.isfile(path) or os.path.getsize(path) != size:
@@ -88,19 +86,18 @@ class Progress:
     part. unit: of `total`, as text, and how many make one; say: prints, on one rank."""
 
     def __init__(self, text: str, total: int, say, unit=("GB per rank", 1e9)):
-        self.text, self.total, self.say, self.unit, self.done, self.said = (
-            text,
-            total,
-            say,
-            unit,
-            0,
-            time.perf_counter(),
-        )
+        self.text = text
+        self.total = total
+        self.say = say
+        self.unit = unit
+        self.done = 0
+        self.said = time.perf_counter()
 
     def __call__(self, size: int):
         self.done += size
         if time.perf_counter() - self.said > 5:
-            self.said, (name, scale) = time.perf_counter(), self.unit
+            self.said = time.perf_counter()
+            name, scale = self.unit
             self.say(
                 f"{self.text}: {min(self.done / self.total, 1):.0%} of {self.total / scale:,.4g} "
                 f"{name}"
@@ -116,15 +113,20 @@ def checksums(
     """
 
     def checksum(name):
-        size, crc, buffer = 0, 0, memoryview(bytearray(1 << 22))
+        size = 0
+        crc = 0
+        buffer = memoryview(bytearray(1 << 22))
         with open(os.path.join(folder, name), "rb", buffering=0) as f:
             while n := f.readinto(buffer):
-                size, crc = size + n, zlib.crc32(buffer[:n], crc)
+                size += n
+                crc = zlib.crc32(buffer[:n], crc)
                 progress(n)
         return [size, f"{crc:08x}"]
 
     with ThreadPoolExecutor(4) as pool, ThreadPoolExecutor(4) as disk:
-        synced = disk.map(fsync, [os.path.join(folder, name) for name in names] if sync else [])
+        synced = []
+        if sync:
+            synced = disk.map(fsync, [os.path.join(folder, name) for name in names])
         found = dict(zip(names, pool.map(checksum, names)))
         list(synced)  # raises the errors of fsync
     return found

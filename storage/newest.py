@@ -10,21 +10,23 @@ from flags.files import hub_hint, read_json, step_folders
 from storage.manifest import TABLE, Damaged, check_files, read_manifest
 
 ADAPTER = "adapter_config.json"  # of peft, beside adapter_model.safetensors
+# of Hugging Face folders
+HF_FILES = (
+    ADAPTER,
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
 ABOUT = ("state.json", "config.json")  # files of a step folder read at a start, before the tensors
 
 
 def is_hf_folder(folder: str) -> bool:
     """Whether the folder holds weights in Hugging Face's format, or a PEFT adapter beside such
     weights. Pickled weights (.bin) count, too: a later reader refuses them with the reason."""
-    weights = [
-        f"{stem}{end}"
-        for stem in ("model.safetensors", "pytorch_model.bin")
-        for end in ("", ".index.json")
-    ]
-    ours, *theirs = (
-        os.path.lexists(os.path.join(folder, name)) for name in ("manifest.json", ADAPTER, *weights)
-    )
-    return folder != "" and any(theirs) and not ours
+    if folder == "" or os.path.lexists(os.path.join(folder, "manifest.json")):
+        return False
+    return any(os.path.lexists(os.path.join(folder, name)) for name in HF_FILES)
 
 
 def candidates(folder: str, step: int = -1) -> list[str]:
@@ -39,12 +41,16 @@ def candidates(folder: str, step: int = -1) -> list[str]:
             f"{', '.join(map(str, found)) or 'none'}"
         )
     if not found:
-        what = "holds no checkpoint" if os.path.isdir(folder) else "is no folder"
+        what = "is no folder"
+        if os.path.isdir(folder):
+            what = "holds no checkpoint"
         raise ValueError(
             f"{folder} {what}; give a run folder, or one of its folders "
             f"checkpoints/step-N{hub_hint(folder)}"
         )
-    return [found[step]] if step >= 0 else list(found.values())
+    if step >= 0:
+        return [found[step]]
+    return list(found.values())
 
 
 class Source(NamedTuple):
@@ -58,11 +64,10 @@ class Source(NamedTuple):
 def resume_source(out: str, cfg) -> Source | None:
     """The run folder `out`, if checkpoints exist there; else --init_from. None: no checkpoint of
     ours."""
-    counts = (
-        os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-    )
-    # after a restart: the newest, not the flag's
-    step = -1 if any(count != "0" for count in counts) else cfg.load_step
+    step = cfg.load_step
+    for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
+        if os.environ.get(name, "0") != "0":
+            step = -1  # after a restart: the newest, not the flag's
     if step >= 0 or step_folders(out):
         return Source(out, step, True)
     if cfg.init_from and not is_hf_folder(cfg.init_from):
@@ -84,10 +89,10 @@ def newest_good(folder: str, paths: list[str], check, say) -> tuple[str, dict]:
         except (Damaged, Failed) as error:
             say(f"{path} is DAMAGED: {error}")
             damaged[os.path.basename(path)] = error
-    names, (newest, why) = (
-        ", ".join([*damaged][:3]) + ", ..." * (len(damaged) > 3),
-        next(iter(damaged.items())),
-    )
+    names = ", ".join([*damaged][:3])
+    if len(damaged) > 3:
+        names += ", ..."
+    newest, why = next(iter(damaged.items()))
     raise ValueError(
         f"{folder} has no undamaged checkpoint among {names} ({newest}: {why}); nothing begins "
         "again at step 0 "
@@ -118,11 +123,9 @@ def saved_state(path: str) -> dict:
     """The `state` given to save(). Raises ValueError unless step, samples and tokens are numbers of
     a real run."""
     state = read_json(path, "state.json")["state"]
-    numbers = (
-        [state.get(name, 0) for name in ("step", "samples", "tokens")]
-        if isinstance(state, dict)
-        else [-1]
-    )
+    numbers = [-1]
+    if isinstance(state, dict):
+        numbers = [state.get(name, 0) for name in ("step", "samples", "tokens")]
     if not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
         raise ValueError(f"{path}/state.json: {json.dumps(state)[:100]} is no place in a run")
     return state

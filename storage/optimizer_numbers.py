@@ -25,22 +25,25 @@ TORCHS = SET_ANEW | set(vars(torch.optim.AdamW([torch.zeros(1)], fused=True)))
 def collect_values(optimizer) -> list[dict]:
     """[attributes, first group, second group, ...], as copies by freeze(), without values that need no checkpoint. A learning
     rate not set by set_lr belongs to the optimizer and stays in."""
-    parts = [{name: x for name, x in vars(optimizer).items() if name not in TORCHS}]
+    own = {}
+    for name, x in vars(optimizer).items():
+        if name not in TORCHS:
+            own[name] = freeze(x, (optimizer,))
     # what step() keeps in variables of its module
     around = inspect.getclosurevars(inspect.unwrap(type(optimizer).step))
     for name, x in {**around.globals, **around.nonlocals}.items():
         if isinstance(x, dict | list | Tensor | int | float):
             # no number: there is no place to restore a number to
-            parts[0][name] = {"outside": x, 0: OTHER}
+            own[name] = freeze({"outside": x, 0: OTHER}, (optimizer,))
+    parts = [own]
     for group in optimizer.param_groups:
-        parts.append(
-            {
-                name: x
-                for name, x in group.items()
-                if name not in SET_ANEW or name == "lr" and "lr_share" not in group
-            }
-        )
-    return [{name: freeze(x, (optimizer,)) for name, x in part.items()} for part in parts]
+        part = {}
+        for name, x in group.items():
+            own_lr = name == "lr" and "lr_share" not in group
+            if own_lr or name not in SET_ANEW:
+                part[name] = freeze(x, (optimizer,))
+        parts.append(part)
+    return parts
 
 
 def freeze(x, around: tuple):
@@ -49,29 +52,37 @@ def freeze(x, around: tuple):
     objects around x, not searched again."""
     if isinstance(x, str | int | float | None):
         return x
-    if isinstance(x, Tensor):  # with many numbers: torch counts the changes
-        return x.item() if x.numel() == 1 else f"{OTHER}{id(x)} {x._version}"
+    if isinstance(x, Tensor):
+        if x.numel() == 1:
+            return x.item()
+        return f"{OTHER}{id(x)} {x._version}"  # torch counts the changes of a tensor
     if isinstance(x, list | tuple):
         return [freeze(value, around) for value in x]
     if isinstance(x, dict) and all(isinstance(key, str) for key in x):
         return {key: freeze(value, around) for key, value in x.items()}
+    if any(x is other for other in around):
+        return OTHER
     if isinstance(x, dict):
         inside = [*x.items()]
     elif isinstance(x, torch.Generator):
         inside = x.get_state().tolist()
     elif isinstance(x, torch.optim.Optimizer):
-        # an inner optimizer: saved if it shares the state of the outer
-        inside = [*collect_values(x), {} if x.state is around[0].state else dict(x.state)]
+        inside = collect_values(x)
+        if x.state is not around[0].state:  # an inner optimizer is saved if it shares the state
+            inside.append(dict(x.state))
+    elif hasattr(x, "__dict__") and not isinstance(x, type):
+        inside = vars(x)
     else:
-        inside = vars(x) if hasattr(x, "__dict__") and not isinstance(x, type) else repr(x)
-    return OTHER + (
-        "" if any(x is other for other in around) else repr(freeze(inside, (*around, x)))
-    )
+        inside = repr(x)
+    return OTHER + repr(freeze(inside, (*around, x)))
 
 
 def state_names(optimizer) -> set[str]:
-    states = [state for state in optimizer.state.values() if isinstance(state, dict)]
-    return {name for state in states for name in state}
+    found = set()
+    for state in optimizer.state.values():
+        if isinstance(state, dict):
+            found.update(state)
+    return found
 
 
 def is_json(frozen) -> bool:
@@ -83,7 +94,8 @@ class OptimizerNumbers:
     from flags; none is saved."""
 
     def __init__(self, optimizers, names: dict[int, str]):
-        self.optimizers, self.names = optimizers, names
+        self.optimizers = optimizers
+        self.names = names
         self.first = [collect_values(optimizer) for optimizer in optimizers]
         # {optimizer: names of its state after the first step of this start}
         self.first_state = {}
@@ -114,45 +126,57 @@ class OptimizerNumbers:
                     f"no checkpoint holds the scheduler of torch that counts the steps of {kind}: "
                     "use lr_at(step)"
                 )
-            parts = [
-                {name: x for name, x in part.items() if x != before.get(name)}
-                for part, before in zip(collect_values(optimizer), first, strict=True)
-            ]
-            # not of a parameter
-            state = {repr(key): OTHER for key in optimizer.state if not isinstance(key, Tensor)}
-            for name, x in [item for part in (state, *parts) for item in part.items()]:
-                if not is_json(x):
-                    raise ValueError(
-                        f"{kind} keeps {name} outside of self.state[p], lost to a checkpoint: "
-                        "keep tensors there, "
-                        "shaped like p or of one number; an inner optimizer shares the state"
-                    )
-            for group, part in zip(optimizer.param_groups, parts[1:], strict=True):
-                if parts[0] or part:
-                    found |= {self.names[id(p)]: [parts[0], part] for p in group["params"]}
+            parts = []
+            for part, before in zip(collect_values(optimizer), first, strict=True):
+                parts.append({name: x for name, x in part.items() if x != before.get(name)})
+            # state of no parameter
+            lost = [repr(key) for key in optimizer.state if not isinstance(key, Tensor)]
+            for part in parts:
+                lost += [name for name, x in part.items() if not is_json(x)]
+            if lost:
+                raise ValueError(
+                    f"{kind} keeps {lost[0]} outside of self.state[p], lost to a checkpoint: "
+                    "keep tensors there, "
+                    "shaped like p or of one number; an inner optimizer shares the state"
+                )
+            attributes, *of_groups = parts
+            for group, values in zip(optimizer.param_groups, of_groups, strict=True):
+                if not attributes and not values:
+                    continue
+                for p in group["params"]:
+                    found[self.names[id(p)]] = [attributes, values]
         return found
 
     def restore(self, saved: dict[str, list[dict]]) -> None:
         """Restores changed()'s result on this rank's groups, and first values elsewhere: creating
         the state took a step."""
         for optimizer, first in zip(self.optimizers, self.first, strict=True):
-            groups = [
-                next((saved[n] for p in g["params"] if (n := self.names[id(p)]) in saved), [{}, {}])
-                for g in optimizer.param_groups
-            ]
-            parts = [
-                next((found[0] for found in groups if found[0]), {}),
-                *(found[1] for found in groups),
-            ]
-            for target, values, new in zip(
-                [vars(optimizer), *optimizer.param_groups], first, parts, strict=True
-            ):
-                for name, value in (values | new).items():
-                    if isinstance(target.get(name), Tensor) and is_json(value):
-                        target[name].fill_(value)
-                    elif is_json(value) and freeze(target.get(name), (optimizer,)) != value:
+            attributes = {}
+            of_groups = []
+            for group in optimizer.param_groups:
+                saved_attributes, values = self.saved_of_group(saved, group)
+                attributes = attributes or saved_attributes
+                of_groups.append(values)
+            targets = [vars(optimizer), *optimizer.param_groups]
+            parts = [attributes, *of_groups]
+            for target, before, new in zip(targets, first, parts, strict=True):
+                for name, value in (before | new).items():
+                    if not is_json(value):
+                        continue
+                    present = target.get(name)
+                    if isinstance(present, Tensor):
+                        present.fill_(value)
+                    elif freeze(present, (optimizer,)) != value:
                         # a tuple stays a tuple
                         target[name] = json.loads(json.dumps(value))  # a copy
+
+    def saved_of_group(self, saved: dict[str, list[dict]], group: dict) -> list[dict]:
+        """[attributes of the optimizer, values of the group], found by any parameter of the group."""
+        for p in group["params"]:
+            fqn = self.names[id(p)]
+            if fqn in saved:
+                return saved[fqn]
+        return [{}, {}]
 
 
 def find_copies(tensors: dict[str, Tensor], gather) -> dict[str, Tensor]:
@@ -163,14 +187,16 @@ def find_copies(tensors: dict[str, Tensor], gather) -> dict[str, Tensor]:
         for fqn, t in tensors.items()
         if isinstance(t, nn.Parameter) and not fqn.startswith("blocks.")
     )
-    others = [names for names in gather(mine) if names != mine]
-    return {
-        fqn: t
-        for fqn, t in tensors.items()
-        if not isinstance(t, nn.Parameter)
-        or is_replicated(t)
-        or any(fqn in names for names in others)
-    }
+    elsewhere = set()  # parameters of the other pipeline stages
+    for names in gather(mine):
+        if names != mine:
+            elsewhere.update(names)
+    found = {}
+    for fqn, t in tensors.items():
+        is_buffer = not isinstance(t, nn.Parameter)
+        if is_buffer or fqn in elsewhere or is_replicated(t):
+            found[fqn] = t
+    return found
 
 
 def is_replicated(p: Tensor) -> bool:

@@ -41,18 +41,16 @@ def merge_adapters(source, folder: str, file) -> None:
     """Let the tensors of a base, `source` (storage.hf.HFTensors), be read with the adapters of a
     PEFT folder merged into the weights. file: adapter_model.safetensors, opened. Raises ValueError
     for all but plain LoRA, and for adapters that do not fit the base."""
-    about, keys, adapters = read_hf_json(folder, ADAPTER), set(file.keys()), {}
-    patterns, usual = about.get("alpha_pattern") or {}, about.get("lora_alpha")
-    odd = [
-        f"{name} {value}"
-        for name, value in about.items()
-        if value and name not in HARMLESS and value not in PLAIN.get(name, [])
-    ]
+    about = read_hf_json(folder, ADAPTER)
+    patterns = about.get("alpha_pattern") or {}
+    usual = about.get("lora_alpha")
+    odd = []
+    for name, value in about.items():
+        if value and name not in HARMLESS and value not in PLAIN.get(name, []):
+            odd.append(f"{name} {value}")
     # peft reads the keys of alpha_pattern as regular expressions; we read plain names only
-    are_numbers = isinstance(patterns, dict) and {
-        type(alpha) for alpha in (usual, *patterns.values())
-    } <= {int, float}
-    if not are_numbers or not all(re.fullmatch(r"[\w.]+", end) for end in patterns):
+    is_plain = isinstance(patterns, dict) and all(re.fullmatch(r"[\w.]+", end) for end in patterns)
+    if not is_plain or not {type(alpha) for alpha in (usual, *patterns.values())} <= {int, float}:
         odd.append(f"lora_alpha {usual}, alpha_pattern {patterns}")
     if odd:
         raise ValueError(
@@ -60,23 +58,30 @@ def merge_adapters(source, folder: str, file) -> None:
             "merge_and_unload() of peft "
             "merges the adapter with its base"
         )
+    keys = set(file.keys())  # of matrices that fit no weight
+    adapters = {}
     for name in source.where:
         linear = name.removesuffix(".weight")
-        pair = [f"base_model.model.{linear}.lora_{letter}.weight" for letter in "AB"]
-        if keys.issuperset(pair):
-            a, b = map(file.get_tensor, pair)
-            if source.handle(name).get_shape() == [*b.shape[:1], *a.shape[1:]] and a.shape[
-                :1
-            ] == b.shape[1:] != (0,):
-                alpha = next(
-                    (patterns[end] for end in patterns if f".{linear}".endswith(f".{end}")), usual
-                )
-                adapters[name] = (
-                    a,
-                    b,
-                    alpha / (math.sqrt(len(a)) if about.get("use_rslora") else len(a)),
-                )
-                keys -= {*pair}
+        key_a = f"base_model.model.{linear}.lora_A.weight"
+        key_b = f"base_model.model.{linear}.lora_B.weight"
+        if key_a not in keys or key_b not in keys:
+            continue
+        a = file.get_tensor(key_a)  # (rank, in)
+        b = file.get_tensor(key_b)  # (out, rank)
+        fits_weight = source.handle(name).get_shape() == [*b.shape[:1], *a.shape[1:]]
+        if not fits_weight or not a.shape[:1] == b.shape[1:] != (0,):
+            continue
+        alpha = usual
+        for end, of_end in patterns.items():
+            if f".{linear}".endswith(f".{end}"):
+                alpha = of_end
+                break
+        rank = len(a)
+        if about.get("use_rslora"):
+            adapters[name] = a, b, alpha / math.sqrt(rank)
+        else:
+            adapters[name] = a, b, alpha / rank
+        keys -= {key_a, key_b}
     if keys:
         raise ValueError(
             f"{folder}: {brief(sorted(keys))}: no pair of LoRA matrices that fits a weight of "
@@ -91,17 +96,22 @@ def read_merged(read, adapters: dict[str, tuple], name: str, offset: tuple, shap
     part = read(name, offset, shape)
     if name not in adapters:
         return part
-    (a, b, scale), (row, column), (rows, columns) = adapters[name], offset, shape
+    a, b, scale = adapters[name]
+    row, column = offset
+    rows, columns = shape
     return merged_weight(part, a[:, column : column + columns], b[row : row + rows], scale)
 
 
 def export_peft(out: str, path: str, table, model, beside: dict[str, bytes]) -> None:
     """Write the adapters of a step folder to the folder `out`. path, table: the step folder and its
     tensors; beside: {name: content} of the tokenizer's files."""
-    about, adapters = read_json(path, "state.json"), read_adapters(table, path)
-    lora, base = about["identity"]["lora"], about["base"]["folder"]
+    about = read_json(path, "state.json")
+    adapters = read_adapters(table, path)
+    lora = about["identity"]["lora"]
+    base = about["base"]["folder"]
     # peft reads no run of ours, nor two adapters
-    base = base if is_hf_folder(base) and base == weights_folder(base) else ""
+    if not is_hf_folder(base) or base != weights_folder(base):
+        base = ""
     write_peft(out, adapters, lora["rank"], lora["alpha"], model, base, beside)
     print(
         f"checkpoint: exported {out} ({len(adapters)} tensors of adapters; the weights below "
@@ -115,14 +125,16 @@ def write_peft(
     """Write adapters {fqn: whole tensor} to the folder `out`, in peft's format. model: has
     hf_keys(), and may be on meta; base: the folder of the weights below, "": not named; beside: see
     export_peft."""
-    hf, tensors, chosen = model.hf_keys(), {}, set()  # chosen: their names of the linears
+    names = model.hf_keys()
+    tensors = {}
+    chosen = set()  # the linears, by their names in the files
     for fqn, t in adapters.items():
         linear, _, letter = fqn.removesuffix(".weight").rpartition(".lora_")
-        chosen.add(name := hf[f"{linear}.weight"].removesuffix(".weight"))
+        name = names[f"{linear}.weight"].removesuffix(".weight")
+        chosen.add(name)
         tensors[f"base_model.model.{name}.lora_{letter.upper()}.weight"] = t.contiguous()
-    if getattr(model.config, "n_experts", 0) and (
-        odd := {name.rpartition(".")[2] for name in chosen} & EXPERTS
-    ):
+    odd = {name.rpartition(".")[2] for name in chosen} & EXPERTS
+    if odd and getattr(model.config, "n_experts", 0):
         raise ValueError(
             f"peft takes {brief(sorted(odd))} for weights of experts; leave out --adapter or "
             "--engine_adapters"
@@ -145,11 +157,9 @@ def write_peft(
     )
     temporary = f"{os.path.abspath(out)}.tmp-{os.getpid()}"
     os.makedirs(temporary)
-    weights = save(tensors, {"format": "pt"})
-    for name, content in {
-        **beside,
-        ADAPTER: json_bytes(config),
-        "adapter_model.safetensors": weights,
-    }.items():
+    files = dict(beside)
+    files[ADAPTER] = json_bytes(config)
+    files["adapter_model.safetensors"] = save(tensors, {"format": "pt"})
+    for name, content in files.items():
         write_file(os.path.join(temporary, name), content)
     publish(temporary, out)

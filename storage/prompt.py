@@ -17,11 +17,11 @@ from storage.source_tokenizer import text_folder
 def open_chat(folder: str, cfg: ChatConfig) -> Callable | None:
     """Function text (or messages) -> prompt for the flags; None: the text is the prompt. folder: of
     the model, "" for a new model. Raises ValueError for a flag without effect."""
-    given = [
-        f"--{name} {value}"
-        for name, value in (("system", cfg.system), ("template_args", cfg.template_args))
-        if value
-    ]
+    given = []
+    if cfg.system:
+        given.append(f"--system {cfg.system}")
+    if cfg.template_args:
+        given.append(f"--template_args {cfg.template_args}")
     if given and not (cfg.chat and folder):
         raise ValueError(
             f"{', '.join(given)}: there is no chat template without --chat or in a model that "
@@ -32,8 +32,10 @@ def open_chat(folder: str, cfg: ChatConfig) -> Callable | None:
     if not cfg.chat or not folder or is_default and not read_chat_template(text_folder(folder)):
         return None
     template = read_template(text_folder(folder), "--chat")
-    values, system = read_values(cfg.template_args), unescape(cfg.system)
-    if unknown := sorted(values.keys() - template.names):
+    values = read_values(cfg.template_args)
+    system = unescape(cfg.system)
+    unknown = sorted(values.keys() - template.names)
+    if unknown:
         raise ValueError(
             f"--template_args {cfg.template_args}: {template.name} does not ask for {unknown[0]}; "
             "it asks for "
@@ -41,21 +43,25 @@ def open_chat(folder: str, cfg: ChatConfig) -> Callable | None:
         )
 
     def render(text: str | list[dict], system=system, values=values) -> str:
-        messages = text if isinstance(text, list) else [{"role": "user", "content": text}]
+        messages = [{"role": "user", "content": text}]
+        if isinstance(text, list):
+            messages = text
         if system and messages[0]["role"] == "system":
             raise ValueError(
                 f"--system {system!r}: the prompts have a system message of their own; leave it out"
             )
-        messages = [{"role": "system", "content": system}] * bool(system) + messages
+        if system:
+            messages = [{"role": "system", "content": system}, *messages]
         return remove_marks(template.render(messages, None, True, **values))
 
-    if system and render(PROBE).count(shown := system.strip()) <= render(
-        PROBE, system="", values={}
-    ).count(shown):
-        raise ValueError(
-            f"--system {system!r}: {template.name} does not show it, or shows it anyway; leave it "
-            "out"
-        )
+    if system:
+        shown = system.strip()
+        without = render(PROBE, system="", values={})
+        if render(PROBE).count(shown) <= without.count(shown):
+            raise ValueError(
+                f"--system {system!r}: {template.name} does not show it, or shows it anyway; leave "
+                "it out"
+            )
     for name, value in values.items():
         others = {other: values[other] for other in values if other != name}
         if isinstance(value, str) and render(PROBE) == render(PROBE, values=others):
@@ -69,7 +75,10 @@ def open_chat(folder: str, cfg: ChatConfig) -> Callable | None:
 def read_values(text: str) -> dict:
     """{name: value} of "enable_thinking=false,n=3"."""
     values = {}
-    for item in filter(None, (item.strip() for item in text.split(","))):
+    for item in text.split(","):
+        item = item.strip()
+        if not item:
+            continue
         name, equals, value = (part.strip() for part in item.partition("="))
         if not equals or not name.isidentifier() or name in values:
             raise ValueError(

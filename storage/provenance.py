@@ -23,33 +23,31 @@ from flags.files import read_json
 # the program, and the files of --env and --reward
 MODULES = ("__main__", "nanotitan_env", "nanotitan_reward")
 SOURCES = (".py", ".json", ".tsv", ".html")  # code, and tables beside the code
-GIT_SECONDS, FILE_BYTES = 3.0, 1 << 18  # longest wait for git; most bytes of a source
+GIT_SECONDS = 3.0  # longest wait for git
+FILE_BYTES = 1 << 18  # the most bytes of a source
 
 
 # --- Sources ---
 def code_roots() -> list[str]:
     """The folders of the recipe, of our own files, of --env and --reward, each with a final slash."""
     own = os.path.dirname(__file__)
-    files = [getattr(sys.modules.get(name), "__file__", None) or own for name in MODULES]
-    return [
-        os.path.dirname(os.path.realpath(file)) + os.sep for file in (files[0], own, *files[1:])
-    ]
+    program, *given = [getattr(sys.modules.get(name), "__file__", None) or own for name in MODULES]
+    files = [program, own, *given]
+    return [os.path.dirname(os.path.realpath(file)) + os.sep for file in files]
 
 
 def local_code() -> dict[str, str]:
     """{path: text} of all sources that a run may import, at the start or later in a function: the
     *.py files in code_roots() and beside the loaded modules below, and the packages that they name,
     with their tables."""
-    found, files = (
-        {},
-        [getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())],
-    )
-    # installed libraries are no sources of a run, and to resolve their 3,000 paths would take 0.3 s
-    loaded = {
-        os.path.dirname(os.path.realpath(file))
-        for file in files
-        if isinstance(file, str) and "/lib/python3" not in file
-    }
+    loaded = set()  # folders
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__dict__", {}).get("__file__")
+        # installed libraries are no sources of a run, and to resolve their 3,000 paths would take
+        # 0.3 s
+        if isinstance(file, str) and "/lib/python3" not in file:
+            loaded.add(os.path.dirname(os.path.realpath(file)))
+    found = {}
 
     def add(root: str, paths):
         for path in sorted(paths):
@@ -57,16 +55,17 @@ def local_code() -> dict[str, str]:
                 found.setdefault(str(path.relative_to(root)), path.read_text("utf-8", "replace"))
 
     for root in dict.fromkeys(code_roots()):
-        beside = [folder for folder in loaded if folder.startswith(root)]
-        add(root, [path for folder in (root, *beside) for path in Path(folder).glob("*.py")])
+        paths = [*Path(root).glob("*.py")]
+        for folder in loaded:
+            if folder.startswith(root):
+                paths += Path(folder).glob("*.py")
+        add(root, paths)
         text = "\n".join(found.values())
-        # import NAME
-        named = [
-            file.parent
-            for file in Path(root).glob("*/__init__.py")
-            if f" {file.parent.name}" in text
-        ]
-        add(root, [path for package in named for path in package.rglob("*.*")])
+        packaged = []
+        for file in Path(root).glob("*/__init__.py"):
+            if f" {file.parent.name}" in text:  # import NAME
+                packaged += file.parent.rglob("*.*")
+        add(root, packaged)
     return found
 
 
@@ -76,13 +75,13 @@ def changed_code(path: str, code: dict[str, str]) -> str:
 
     Files are compared as text; no code of a checkpoint is ever run.
     """
-    there = read_json(path, "code.json") if os.path.isfile(os.path.join(path, "code.json")) else {}
+    there = {}
+    if os.path.isfile(os.path.join(path, "code.json")):
+        there = read_json(path, "code.json")
     changed = [file for file in code if there.get(file, code[file]) != code[file]]
-    return (
-        f"code that has changed since {os.path.basename(path)} was written: {brief(changed)}"
-        if changed
-        else ""
-    )
+    if not changed:
+        return ""
+    return f"code that has changed since {os.path.basename(path)} was written: {brief(changed)}"
 
 
 def check_machines(code: dict[str, str], out: str, gather) -> None:
@@ -92,18 +91,17 @@ def check_machines(code: dict[str, str], out: str, gather) -> None:
     mine = None
     if own_rank("LOCAL_RANK") == 0:
         lock = Path(out, ".lock")  # signed by rank 0 before the processes connected
-        signed = lock.read_text(errors="replace") if out and lock.exists() else ""
-        mine = (
-            socket.gethostname(),
-            signed,
-            {"torch": torch.__version__} | summarize_code({}, code)["code"],
-        )
-    (_, (first, signed, sources)), *others = [
-        (rank, found) for rank, found in enumerate(gather(mine)) if found
-    ]
-    for rank, (host, theirs, found) in others:
+        signed = ""
+        if out and lock.exists():
+            signed = lock.read_text(errors="replace")
+        sources = {"torch": torch.__version__} | summarize_code({}, code)["code"]
+        mine = (socket.gethostname(), signed, sources)
+    machines = [(rank, answer) for rank, answer in enumerate(gather(mine)) if answer]
+    _, (first, signed, sources) = machines[0]
+    for rank, (host, theirs, found) in machines[1:]:
         where = f"rank 0 ({first}) and rank {rank} ({host})"
-        if changed := [name for name in found if sources.get(name, found[name]) != found[name]]:
+        changed = [name for name in found if sources.get(name, found[name]) != found[name]]
+        if changed:
             raise ValueError(
                 f"{brief(changed)} is not the same on {where}: every machine needs the same code "
                 "and torch"
@@ -121,11 +119,9 @@ def git_commit(root: str, files: list[str]) -> dict:
     """{"commit"} of the repository around the recipe's folder `root`; {} without git or a
     repository, and if none of `files` is tracked, as in a repository of a whole home folder.
     Changes since the commit are in code.json."""
-    env = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")
-    }
+    env = {**os.environ}
+    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):
+        env.pop(name, None)
 
     def git(*words):
         return subprocess.check_output(
@@ -140,7 +136,7 @@ def git_commit(root: str, files: list[str]) -> dict:
 
 def summarize_code(state: dict, code: dict[str, str]) -> dict:
     """The entries of config.json for a git_commit and the sources."""
-    hashes = {
-        file: hashlib.sha256(text.encode()).hexdigest() for file, text in sorted(code.items())
-    }
+    hashes = {}
+    for file, text in sorted(code.items()):
+        hashes[file] = hashlib.sha256(text.encode()).hexdigest()
     return {**state, "version": VERSION, "torch": torch.__version__, "code": hashes}

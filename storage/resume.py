@@ -42,7 +42,7 @@ def claim_run(cfg, Model, model_config, data, lr_at=None, lora: dict | None = No
             raise ValueError(
                 f"--no-init_model_only: {cfg.init_from} holds weights and no more; leave it out"
             )
-        from storage.hf import check_hf_config
+        from storage.hf_config import check_hf_config
 
         check_hf_config(model_config, cfg.init_from)
     seen = step_folders(cfg.out)
@@ -66,7 +66,8 @@ def identify_run(
     )
     check_run(cfg.out, identity, cfg, lr_at)
     if cfg.export_hf and all(step < cfg.steps for step, _ in step_folders(cfg.out)):
-        from storage.hf import check_export, check_same_model
+        from storage.hf_config import check_same_model
+        from storage.hf_write import check_export
 
         check_same_model(Model, model_config)
         check_export(cfg.export_hf)
@@ -119,7 +120,9 @@ def wait_for_run(out: str):
     until then. Without <out>/.lock nobody has written yet; the folder is made only after all flags
     are checked. Raises ValueError for an address of a store."""
     check_local(out, "--out")
-    lock, rank, job = os.path.join(out, ".lock"), own_rank(), job_name()
+    lock = os.path.join(out, ".lock")
+    rank = own_rank()
+    job = job_name()
     if rank == 0 and os.path.exists(lock):
         lock_run(out)
     deadline = time.monotonic() + 35
@@ -200,10 +203,10 @@ def list_finished(cfg, done: int) -> list[str]:
 def list_warnings(cfg, done: int) -> str:
     """Warnings to print at the start, one per line (run finished, folder exists, warmup too long).
     done: steps so far."""
-    total, lines = (
-        cfg.steps if cfg.schedule_steps == -1 else cfg.schedule_steps,
-        ["", *list_finished(cfg, done)],
-    )
+    total = cfg.schedule_steps
+    if total == -1:
+        total = cfg.steps
+    lines = ["", *list_finished(cfg, done)]
     if cfg.warmup_steps > total:
         lines.append(
             f"--warmup_steps {cfg.warmup_steps} is longer than the schedule; it is clamped to "
@@ -217,15 +220,12 @@ def continued_folder(cfg) -> str | None:
     """The step folder that these flags continue, with weights and optimizer state; None for a new
     or a finished run."""
     source = resume_source(cfg.out, cfg)
-    path = (
-        newest_readable(source.folder, source.step, ABOUT) if source and source.everything else None
-    )
-    return (
-        path
-        if path
-        and (source.folder != cfg.out or read_json(path, "manifest.json")["step"] < cfg.steps)
-        else None
-    )
+    if source is None or not source.everything:
+        return None
+    path = newest_readable(source.folder, source.step, ABOUT)
+    if source.folder == cfg.out and read_json(path, "manifest.json")["step"] >= cfg.steps:
+        return None
+    return path
 
 
 def keep_batch(cfg):
@@ -239,25 +239,31 @@ def keep_batch(cfg):
     --out.
     """
     wait_for_run(cfg.out)
-    processes, others = int(os.environ.get("WORLD_SIZE", 1)), cfg.pp * cfg.cp * cfg.tp
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    others = cfg.pp * cfg.cp * cfg.tp
     if min(cfg.pp, cfg.cp, cfg.tp, cfg.local_batch_size) < 1 or processes % others:
         return cfg  # check_layout reports the error
-    data_ranks, source = processes // others, "--config" if "global_batch_size" in FROM_FILE else ""
+    data_ranks = processes // others
+    source = "--config" if "global_batch_size" in FROM_FILE else ""
     if cfg.global_batch_size == -1:
-        path = continued_folder(cfg)
-        kept = read_json(path, "config.json").get("global_batch_size") if path else None
-        source, cfg = (
-            path if kept else "",
-            replace(cfg, global_batch_size=kept or cfg.local_batch_size * data_ranks),
-        )
-    share, size = cfg.global_batch_size // data_ranks, cfg.pp_microbatch_size if cfg.pp > 1 else 1
+        source = continued_folder(cfg) or ""
+        kept = None
+        if source:
+            kept = read_json(source, "config.json").get("global_batch_size")
+        if not kept:
+            source = ""
+            kept = cfg.local_batch_size * data_ranks
+        cfg = replace(cfg, global_batch_size=kept)
+    share = cfg.global_batch_size // data_ranks
+    size = 1  # sequences of a micro-batch
+    if cfg.pp > 1:
+        size = cfg.pp_microbatch_size
     if not source or size < 1 or cfg.global_batch_size % (cfg.local_batch_size * data_ranks) == 0:
         return cfg
-    fits = [
-        n
-        for n in range(1, min(cfg.local_batch_size, share) + 1)
-        if share % n == 0 and n % size == 0
-    ]
+    fits = []  # values of local_batch_size
+    for n in range(1, min(cfg.local_batch_size, share) + 1):
+        if share % n == 0 and n % size == 0:
+            fits.append(n)
     if cfg.global_batch_size % data_ranks or not fits:
         near = -(-cfg.global_batch_size // (data_ranks * size)) * data_ranks * size
         raise ValueError(

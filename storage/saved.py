@@ -57,13 +57,14 @@ def choose_step(folder: str, step: int, group, say) -> tuple[str, dict, list[str
     """(path, manifest) of the newest undamaged step folder, or of `step`, and the newer step folders,
     which are damaged. One decision for all ranks; each rank checks a share of the files. say: prints
     a line on rank 0."""
-    rank, world_size = rank_in(group), dist.get_world_size(group) if group else 1
+    rank = rank_in(group)
+    world_size = dist.get_world_size(group) if group else 1
 
     def check(path):
         manifest = on_rank_0(lambda: read_manifest(path), group)
-        files = sorted(manifest["files"], key=lambda name: manifest["files"][name])  # by size
-        share = files[rank::world_size]
-        n_bytes = sum(manifest["files"][name][0] for name in share)
+        sizes = {name: size for name, (size, _) in manifest["files"].items()}
+        share = sorted(sizes, key=sizes.get)[rank::world_size]
+        n_bytes = sum(sizes[name] for name in share)
         progress = Progress(f"verifying {path}", n_bytes, say)
         fail_together(lambda: check_files(path, manifest, share, progress), group)
         return manifest
@@ -72,23 +73,29 @@ def choose_step(folder: str, step: int, group, say) -> tuple[str, dict, list[str
     path, manifest = newest_good(folder, paths, check, say)
     listed = {*manifest["files"], "manifest.json"}
     # a note, leftovers of a file system
-    if names := on_rank_0(lambda: sorted(set(os.listdir(path)) - listed), group):
-        say(f"{path} has files that no save has written, and they are not read: {brief(names)}")
+    unlisted = on_rank_0(lambda: sorted(set(os.listdir(path)) - listed), group)
+    if unlisted:
+        say(f"{path} has files that no save has written, and they are not read: {brief(unlisted)}")
     return path, manifest, paths[: paths.index(path)]
 
 
 def split_twins(modules: list[nn.Module]) -> tuple[dict, dict]:
     """({fqn: parameter}, {fqn: its twin}) of this rank. A V-shaped pipeline has its first and last
     stage on one rank: with tied embeddings, two equal parameters of one name."""
-    found = [item for module in modules for item in named_tensors(module).items()]
-    found = [(fqn, tensor) for fqn, tensor in found if isinstance(tensor, nn.Parameter)]
+    found = []
+    for module in modules:
+        for fqn, tensor in named_tensors(module).items():
+            if isinstance(tensor, nn.Parameter):
+                found.append((fqn, tensor))
     params = dict(reversed(found))  # the first of two with one name
     return params, {fqn: tensor for fqn, tensor in found if tensor is not params[fqn]}
 
 
 def model_tensors(modules: list[nn.Module]) -> dict[str, Tensor]:
     """{"model.<fqn>": tensor} of the parameters and saved buffers of this rank."""
-    found = {fqn: t for module in modules for fqn, t in named_tensors(module).items()}
+    found = {}
+    for module in modules:
+        found |= named_tensors(module)
     found |= split_twins(modules)[0]
     return {f"model.{fqn}": tensor.detach() for fqn, tensor in found.items()}
 
@@ -96,7 +103,7 @@ def model_tensors(modules: list[nn.Module]) -> dict[str, Tensor]:
 def check_excluded(patterns: list[str], modules: list[nn.Module], group) -> None:
     """Raises ValueError for a name in --exclude_from_loading that no parameter of the model has."""
     own = [fqn for module in modules for fqn in named_tensors(module)]
-    known = {fqn for part in gather(own, group) for fqn in part}
+    known = set().union(*gather(own, group))
     for pattern in patterns:
         if pattern != "optimizer" and not any(matches([pattern], f"model.{fqn}") for fqn in known):
             raise ValueError(
@@ -122,13 +129,18 @@ def check_fit(tensors: dict[str, Tensor], there: dict, folder: str, same_dtype: 
     known = torch.tensor([key in tensors for key in there], dtype=torch.uint8)
     if group:
         dist.all_reduce(known, dist.ReduceOp.MAX, group)
-    found = {what: [] for what in wrong} | {
-        "unknown": [key for key, n in zip(there, known) if not n]
-    }
-    for of_rank in gather(wrong, group) if holds_on_any_rank(any(wrong.values()), group) else ():
-        found |= {what: list(dict.fromkeys(found[what] + texts)) for what, texts in of_rank.items()}
-    if problems := [f"{what}: {brief(texts)}" for what, texts in found.items() if texts]:
-        fix = "; give the --param_dtype that it was trained with" if found["dtype"] else ""
+    found = wrong
+    if holds_on_any_rank(any(wrong.values()), group):
+        found = {}
+        for of_rank in gather(wrong, group):
+            for what, texts in of_rank.items():
+                found[what] = list(dict.fromkeys(found.get(what, []) + texts))
+    found["unknown"] = [key for key, n in zip(there, known) if not n]
+    problems = [f"{what}: {brief(texts)}" for what, texts in found.items() if texts]
+    if problems:
+        fix = ""
+        if found["dtype"]:
+            fix = "; give the --param_dtype that it was trained with"
         # such as experts, once AdamW's
         if any(key.startswith("optimizer.") for key in found["missing"]):
             fix += "; the optimizer has another state now: --exclude_from_loading optimizer starts it anew"
@@ -165,24 +177,20 @@ def load_weights(modules: list[nn.Module], folder: str, exclude=()) -> None:
 
     path, manifest, _ = choose_step(folder, -1, group, say)
     source = Source(folder, -1, everything=False)
+    excludes = SimpleNamespace(exclude_from_loading=excluded)
     differ = on_rank_0(
-        lambda: compare_start(
-            path,
-            source,
-            False,
-            {"model": model},
-            SimpleNamespace(exclude_from_loading=excluded),
-        ),
-        group,
+        lambda: compare_start(path, source, False, {"model": model}, excludes), group
     )
     table = fail_together(lambda: read_table(path, manifest["files"]), group)
     check_excluded(excluded, modules, group)
-    tensors = {key: t for key, t in model_tensors(modules).items() if not matches(excluded, key)}
-    wanted = {
-        key: saved
-        for key, saved in table.items()
-        if key.startswith("model.") and not matches(excluded, key)
-    }
+    tensors = {}
+    for key, t in model_tensors(modules).items():
+        if not matches(excluded, key):
+            tensors[key] = t
+    wanted = {}
+    for key, saved in table.items():
+        if key.startswith("model.") and not matches(excluded, key):
+            wanted[key] = saved
     check_fit(tensors, wanted, path, False, group)
     fail_together(lambda: read_tensors(tensors, path, table), group)
     params, twins = split_twins(modules)
@@ -214,7 +222,8 @@ def saved_model(path: str) -> tuple[type, object]:
     forks/."""
     try:
         fields = dict(read_json(path, "state.json")["identity"]["model"])
-        module, name = fields.pop("module"), fields.pop("class")
+        module = fields.pop("module")
+        name = fields.pop("class")
         # a file must not decide what is imported
         if not re.fullmatch(r"(models|forks)\.[A-Za-z_]\w*", module):
             raise ValueError(
@@ -238,11 +247,13 @@ def open_saved(folder: str) -> tuple[str, nn.Module, object]:
     say = partial(print, "checkpoint:", file=sys.stderr, flush=True)  # stdout is for sampled text
     path, manifest = newest_good(folder, candidates(folder), verify, say)
     Model, config = saved_model(path)
-    code = local_code().items()
-    if text := changed_code(
-        path, {file: text for file, text in code if file.startswith(("models/", "forks/"))}
-    ):
-        say(text)
+    code = {}  # what computes the model
+    for file, text in local_code().items():
+        if file.startswith(("models/", "forks/")):
+            code[file] = text
+    changed = changed_code(path, code)
+    if changed:
+        say(changed)
     with torch.device("meta"):  # takes memory only once, and in the wanted dtype
         model = Model(config)
     table = read_table(path, manifest["files"])
@@ -251,12 +262,11 @@ def open_saved(folder: str) -> tuple[str, nn.Module, object]:
     if has_adapters(path):
         from storage.adapters import lora_names, lora_of
 
-        names = [
-            f"{name}.lora_{x}.weight"
-            for name in lora_names(model, lora_of(path)["on"])
-            for x in "ab"
-        ]
-    if odd := sorted(there ^ {f"model.{fqn}" for fqn in names}):
+        names = []
+        for name in lora_names(model, lora_of(path)["on"]):
+            names += [f"{name}.lora_a.weight", f"{name}.lora_b.weight"]
+    odd = sorted(there ^ {f"model.{fqn}" for fqn in names})
+    if odd:
         kind = f"{Model.__module__}.{Model.__name__}"
         raise ValueError(
             f"{path} does not fit {kind}: {len(odd)} odd tensors, the first is {odd[0]}"
@@ -276,16 +286,15 @@ def load_model(
     for param in model.parameters():  # not the buffers: an expert's bias stays fp32
         param.data = param.data.to(dtype or param.dtype)
     model.to_empty(device=device)
-    computed = {id(buffer) for buffer in model.buffers()} - {
-        id(t) for t in named_tensors(model).values()
-    }
-    assert not computed, "a buffer that no checkpoint holds is empty now: compute it in forward"
+    saved = {id(t) for t in named_tensors(model).values()}
+    for buffer in model.buffers():
+        assert id(buffer) in saved, (
+            "a buffer that no checkpoint holds is empty now: compute it in forward"
+        )
     if has_adapters(path):
         fill_merged([model], path, table)
     else:
-        read_tensors(
-            {f"model.{fqn}": t.detach() for fqn, t in named_tensors(model).items()}, path, table
-        )
+        read_tensors(model_tensors([model]), path, table)
     return model.eval(), read_json(path, "state.json")["state"]
 
 
@@ -313,7 +322,8 @@ def write_run(
     """Writes a run folder with one checkpoint, of the weights of a plain model alone. generation:
     its generation_config.json, None: that beside the tokenizer. Raises RuntimeError if the folder
     could not be written."""
-    began, step = time.perf_counter(), state["step"]
+    began = time.perf_counter()
+    step = state["step"]
     target = os.path.join(out, "checkpoints", f"step-{step}")
     folder = f"{target}.tmp-{uuid.uuid4().hex[:8]}"
     about = {"step": step, "model_only": True, "identity": identity, "state": state}

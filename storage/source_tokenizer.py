@@ -194,10 +194,12 @@ def source_tokenizer(cfg) -> TextSource:
     begins = begins_as_folder(cfg.out, cfg)
     if cfg.tokenizer or has_new_ids(cfg):
         return TextSource("", begins)
-    source, names = resume_source(cfg.out, cfg), (*ABOUT, "tokenizer.json", *BESIDE)
-    folder = (
-        newest_readable(source.folder, source.step, names) if source else text_folder(cfg.init_from)
-    )
+    source = resume_source(cfg.out, cfg)
+    if source:
+        names = (*ABOUT, "tokenizer.json", *BESIDE)
+        folder = newest_readable(source.folder, source.step, names)
+    else:
+        folder = text_folder(cfg.init_from)
     file = os.path.join(folder, "tokenizer.json")
     if not os.path.lexists(file):
         raise ValueError(
@@ -219,31 +221,24 @@ def has_new_ids(cfg) -> bool:
 # The tokenizer of --init_from
 def check_tokenizer(out: str, identity: dict, cfg):
     """Raises ValueError when the data has other ids than the training of the --init_from weights."""
-    here, source = identity.get("data", {}).get("tokenizer_sha256"), resume_source(out, cfg)
+    here = identity.get("data", {}).get("tokenizer_sha256")
+    source = resume_source(out, cfg)
     if here is None or source and source.folder != cfg.init_from:
         return
-    path, there = (
-        newest_readable(source.folder, source.step, ABOUT)
-        if source
-        else text_folder(cfg.init_from),
-        None,
-    )
+    there = None
     if source:
-        there = (
-            read_json(path, "state.json")
-            .get("identity", {})
-            .get("data", {})
-            .get("tokenizer_sha256")
-        )
+        path = newest_readable(source.folder, source.step, ABOUT)
+        data = read_json(path, "state.json").get("identity", {}).get("data", {})
+        there = data.get("tokenizer_sha256")
+    else:
+        path = text_folder(cfg.init_from)
     if there is None and os.path.lexists(os.path.join(path, "tokenizer.json")):
         there = sha256_file(tokenizer_path(path))
     shards = next((part.path for part in parse_mixture(cfg.data) if is_shards(part.path)), cfg.data)
     if there not in (None, here) and not same_ids(path, cfg.tokenizer or shards):
-        fix = (
-            f"leave out --tokenizer {cfg.tokenizer}"
-            if cfg.tokenizer
-            else f"make the shards with --tokenizer {path}"
-        )
+        fix = f"make the shards with --tokenizer {path}"
+        if cfg.tokenizer:
+            fix = f"leave out --tokenizer {cfg.tokenizer}"
         raise ValueError(
             f"--init_from {cfg.init_from} was trained with another tokenizer (sha256 "
             f"{there[:12]}) than the data "

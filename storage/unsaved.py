@@ -31,7 +31,8 @@ def fingerprint(x):
         return fingerprint(list(x.values()))
     if isinstance(x, list | tuple | deque):
         found = [fingerprint(value) for value in x]
-        return (len(found), *found) if any(value is not None for value in found) else None
+        if found.count(None) < len(found):
+            return len(found), *found
     return None
 
 
@@ -85,8 +86,12 @@ class Unsaved:
 
     def sentences(self, ranks: list[tuple[list[str], list[str]]]) -> list[str]:
         """What the user is told, once: see names(), of all ranks."""
-        changed = {pattern_of(name) for names, _ in ranks for name in names} - self.told
-        carried = {pattern_of(name) for _, names in ranks for name in names}
+        changed = set()
+        carried = set()
+        for of_changed, of_carried in ranks:
+            changed.update(map(pattern_of, of_changed))
+            carried.update(map(pattern_of, of_carried))
+        changed -= self.told
         found = []
         if changed:
             found.append(

@@ -211,7 +211,7 @@ def saved_and_hashed(
         hf.save_hf(stages, f"{out}-merged-{load_number}", torch.float32)
     run.close()
     adapters = {fqn: full(p) for s in stages for fqn, p in s.named_parameters() if is_adapter(fqn)}
-    return run.base["hash"], adapters, [key for key in run.tensors(True) if not is_adapter(key)]
+    return run.base["hash"], adapters, [key for key in run.run.named(True) if not is_adapter(key)]
 
 
 def merged_weights(out, problem, flags) -> dict:

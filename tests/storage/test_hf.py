@@ -31,7 +31,7 @@ from flags.files import printable
 from models.llama3 import FLAVORS, Llama3, Llama3Config
 from rl.datasets import Text
 from storage import commands as checkpoint_commands
-from storage import hf
+from storage import hf, hf_write
 from storage.manifest import verify
 from storage.newest import is_hf_folder
 from storage.prompt import open_chat
@@ -217,7 +217,7 @@ def test_an_export_overwrites_nothing_and_a_failed_one_leaves_nothing(
     (tmp_path / "empty").mkdir()
     hf.save_hf(ours, str(tmp_path / "empty"))
     monkeypatch.setattr(
-        hf, "write_safetensors", Mock(side_effect=OSError(28, "No space left on device"))
+        hf_write, "write_safetensors", Mock(side_effect=OSError(28, "No space left on device"))
     )
     refuses("No space left", hf.save_hf, ours, str(tmp_path / "new"))
     assert sorted(os.listdir(tmp_path)) == ["empty", "used"] and os.listdir(tmp_path / "used") == [
