@@ -67,9 +67,10 @@ def freeze(x, around: tuple):
     elif isinstance(x, torch.Generator):
         inside = x.get_state().tolist()
     elif isinstance(x, torch.optim.Optimizer):
-        inside = collect_values(x)
-        if x.state is not around[0].state:  # an inner optimizer is saved if it shares the state
-            inside.append(dict(x.state))
+        state = {}  # an inner optimizer is saved if it shares the state of the outer
+        if x.state is not around[0].state:
+            state = dict(x.state)
+        inside = [*collect_values(x), state]
     elif hasattr(x, "__dict__") and not isinstance(x, type):
         inside = vars(x)
     else:
