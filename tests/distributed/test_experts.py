@@ -316,7 +316,7 @@ def test_check_parity_gives_one_process_no_expert_axis(tmp_path):
     stdout = run(
         launch(1, *recipe, "--check_parity", "--ep", 2, "--local_batch_size", 2, "--out", tmp_path)
     )
-    assert "3 steps on layout (2 processes)" in stdout and "check_parity: equal" in stdout
+    assert "4 steps on layout (2 processes)" in stdout and "check_parity: equal" in stdout
 
 
 def test_compiled_experts_are_the_experts_with_one_graph_for_all_numbers_of_tokens():
