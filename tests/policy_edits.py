@@ -110,9 +110,21 @@ GRPO = {
     ),
 }
 
-SCORED = '            row[b["at"]] = logprobs\n'
+SCORED = """\
+        table[0, b["at"]] = forward(trainer.model, b, layout)[0]
+        table[1, b["at"]] = trainer.reference_logprobs(b)
+"""
+
+
+def scored_over(count: str) -> str:
+    """The same lines, with all log-probabilities divided by a count."""
+    return SCORED.replace("layout)[0]", f"layout)[0] / {count}").replace(
+        "logprobs(b)", f"logprobs(b) / {count}"
+    )
+
+
 DPO = {
-    "mean_per_answer": Edit("", "", [(SCORED, SCORED.replace("logprobs", 'logprobs / b["n"]'))]),
+    "mean_per_answer": Edit("", "", [(SCORED, scored_over('b["n"]'))]),
     "denominator_of_a_rank": Edit(
         "--dp_shard",
         "",
@@ -131,7 +143,7 @@ DPO = {
     "mean_per_row": Edit(
         "--pack_tokens",
         "",
-        [(SCORED, SCORED.replace("logprobs", 'logprobs / b["mask"].sum(1, keepdim=True)'))],
+        [(SCORED, scored_over('b["mask"].sum(1, keepdim=True)'))],
     ),
 }
 
