@@ -175,8 +175,8 @@ class Limits:
     most: float = 0.0
 
 
-# A run that is continued on its own layout computes the same bits. There is room for numbers that a
-# checkpoint holds in fp32 and the loop in fp64, and for kernels of a GPU that add in any order.
+# A run that is continued on its own layout computes the same bits, on a CPU. There is room for
+# numbers that a checkpoint holds in fp32 and the loop in fp64.
 SAME_LAYOUT = Limits(loss=1e-6, norm=1e-5, gradient=1e-5, weight=1e-6, update=1e-4, buffer=1e-5)
 
 
