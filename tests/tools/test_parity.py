@@ -17,6 +17,7 @@ import train_llama3
 from distributed.refusals import check_layout
 from flags.config import Need, flag, parse_config
 from tools.parity import check_parity as parity
+from tools.parity import loop_state
 from tools.parity.check_parity import check_parity
 from tools.parity.compare import LATER, OTHERS, Run, Step, read_run
 from tools.reports.options import with_report_flags
@@ -248,3 +249,18 @@ def test_a_recipe_without_clip_grad_norm_has_nothing_to_compare(tmp_path):
     (tmp_path / "out" / "metrics.jsonl").write_text(line + "\n")
     with pytest.raises(RuntimeError, match="calls parallel.clip_grad_norm nowhere"):
         read_run(str(tmp_path / "out"))
+
+
+def test_state_that_the_recipe_saves_is_not_called_lost(monkeypatch):
+    """A continued run finds more in `state` than the loop put there: Checkpoints.save adds to it."""
+
+    def state_at(step: int, **saved) -> dict:
+        variables = {"state": {"step": step} | saved, "seen": [0.5] * step}
+        main = SimpleNamespace(f_locals=variables, f_code=SimpleNamespace(co_name="main"))
+        monkeypatch.setattr(loop_state, "frame_of_main", lambda: main)
+        return loop_state.state_of_loop([])
+
+    continued = state_at(0) | state_at(2, bos=True)
+    continued["seen, a variable of main"] = state_at(0)["seen, a variable of main"]
+    lost = loop_state.lost_state(state_at(0), state_at(2), continued)
+    assert lost == ["seen, a variable of main"]

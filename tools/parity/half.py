@@ -56,6 +56,8 @@ def run_recipe(recipe: str, flags: list[str], folder: str, where=False, save_at=
 
 def run_plan(runs: list[dict], recipe: str, flags: list[str]):
     """Run all, up to the first that fails."""
+    import torch  # not at the top: the recipe's folder comes first in sys.path
+
     if "RANK" in os.environ:  # one of several processes, which begin and end together
         (run,) = runs
         return run_recipe(recipe, [*flags, *run["flags"]], run["record"], save_at=run["save_at"])
@@ -71,6 +73,9 @@ def run_plan(runs: list[dict], recipe: str, flags: list[str]):
         child = os.fork()
         if child == 0:
             speak_into(folder)
+            # torch makes the pool of a copy anew when it is asked first; asked by two threads at
+            # once, such as this one and autograd's, one of them would find none
+            torch.set_num_threads(torch.get_num_threads())
             run_recipe(recipe, [*flags, *run["flags"]], folder, save_at=run["save_at"])
             os._exit(0)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

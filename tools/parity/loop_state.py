@@ -18,6 +18,9 @@ from storage.unsaved import state_outside
 # rooms and modules whose objects need no look
 HOUSE = {"models", "flags", "distributed", "parallel", "training", "corpus", "data", "storage"}
 HOUSE |= {"lora", "checkpoint", "sft", "rl", "generate", "tools"}
+# The recipe hands this variable to Checkpoints.save, which adds to it: a continued run begins with
+# what is in the checkpoint.
+SAVED = "state"
 DEPTH = 4  # of objects in objects
 
 
@@ -98,7 +101,8 @@ def state_of_loop(stages) -> dict[str, int]:
     main = frame_of_main()
     if main is not None:
         for name, value in main.f_locals.items():
-            found[f"{name}, a variable of {main.f_code.co_name}"] = digest(value)
+            if name != SAVED:
+                found[f"{name}, a variable of {main.f_code.co_name}"] = digest(value)
     for module in [*sys.modules.values()]:
         file = getattr(module, "__file__", None)
         if not isinstance(file, str) or not is_local(file) or "tools/parity" in file:
