@@ -1,6 +1,7 @@
 """--check_parity: the user compares a layout with a single process; against tools/parity/check_parity.py."""
 
 import json
+import math
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -19,7 +20,15 @@ from flags.config import Need, flag, parse_config
 from tools.parity import check_parity as parity
 from tools.parity import loop_state
 from tools.parity.check_parity import check_parity
-from tools.parity.compare import LATER, OTHERS, Run, Step, read_run
+from tools.parity.compare import (
+    LATER,
+    OTHERS,
+    Run,
+    Step,
+    compare_validation,
+    has_validation,
+    read_run,
+)
 from tools.reports.options import with_report_flags
 
 
@@ -264,3 +273,26 @@ def test_state_that_the_recipe_saves_is_not_called_lost(monkeypatch):
     continued["seen, a variable of main"] = state_at(0)["seen, a variable of main"]
     lost = loop_state.lost_state(state_at(0), state_at(2), continued)
     assert lost == ["seen, a variable of main"]
+
+
+@pytest.mark.parametrize(
+    "one, layout, equal",
+    [
+        (2.0, 2.0, True),
+        (2.0, 2.1, False),
+        (2.0, math.nan, False),
+        (math.nan, 2.0, False),
+        (2.0, None, False),
+        (math.nan, math.nan, True),  # no token has a loss, and the verdict says "no validation"
+        (None, None, True),
+    ],
+)
+def test_a_validation_that_one_side_lacks_is_no_equal_one(one, layout, equal):
+    found = compare_validation(Run({}, one), Run({}, layout), 1e-4)
+    assert (found == []) == equal
+    assert has_validation(Run({}, one)) == (one == 2.0)
+
+
+def test_a_validation_loss_of_null_is_not_a_number(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 4, "val_loss": null}\n')
+    assert math.isnan(read_run(str(tmp_path)).val_loss)

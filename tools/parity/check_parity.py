@@ -17,6 +17,7 @@ from tools.parity.compare import (
     compare_end,
     compare_step,
     compared_fqns,
+    has_validation,
     limits_of,
     read_run,
     room_after_update,
@@ -142,7 +143,7 @@ def print_verdict(one: Run, layout: Run, save_at: list[int]) -> int:
     n = len(one.steps)
     reach = [
         f"{n} step{'s' * (n > 1)} from step 1",
-        "no validation" if one.val_loss is None else "one validation",
+        "one validation" if has_validation(one) else "no validation",
         describe_saves(save_at),
     ]
     rounded = " to the precision of bfloat16, to which the model rounds," * rounds(one)

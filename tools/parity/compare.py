@@ -88,9 +88,10 @@ def read_run(out: str) -> Run:
             step.update = update_between(steps[line["step"] - 1], step)
         steps[line["step"]] = step
     run = Run(steps)
-    values = [line["val_loss"] for line in lines if line.get("val_loss") is not None]
-    if values:
-        run.val_loss = values[-1]
+    for line in lines:
+        if "val_loss" in line:
+            # null: not a number
+            run.val_loss = math.nan if line["val_loss"] is None else line["val_loss"]
     if steps and glob.glob(f"{glob.escape(out + RECORD)}/after-*"):
         run.last = Step(0.0, 0.0, "")
         join_ranks(run.last, read_parts(out, "after", "clip_grad_norm"))
@@ -252,11 +253,18 @@ def compare_end(a: Run, b: Run, limits: Limits) -> list[str]:
 
 def compare_validation(a: Run, b: Run, limit: float) -> list[str]:
     """[] or a sentence on the losses of the validation at the end."""
-    if a.val_loss is None or b.val_loss is None:
+    if not has_validation(a) and not has_validation(b):
         return []
-    if abs(a.val_loss - b.val_loss) <= limit * max(1.0, abs(a.val_loss)):
-        return []
+    if has_validation(a) and has_validation(b):
+        if abs(a.val_loss - b.val_loss) <= limit * max(1.0, abs(a.val_loss)):
+            return []
     return [f"the validation loss, {b.val_loss} instead of {a.val_loss}"]
+
+
+def has_validation(run: Run) -> bool:
+    """Whether the run has a loss of validation that is a number: none is where no token has a
+    loss."""
+    return run.val_loss is not None and not math.isnan(run.val_loss)
 
 
 def compared_fqns(a: Step, b: Step) -> set[str]:
