@@ -56,7 +56,10 @@ def run_recipe(recipe: str, flags: list[str], folder: str, where=False, save_at=
 
 def run_plan(runs: list[dict], recipe: str, flags: list[str]):
     """Run all, up to the first that fails."""
-    import torch  # not at the top: the recipe's folder comes first in sys.path
+    # not at the top: the recipe's folder comes first in sys.path
+    import torch
+
+    from distributed.launch import watch_launcher
 
     if "RANK" in os.environ:  # one of several processes, which begin and end together
         (run,) = runs
@@ -76,6 +79,7 @@ def run_plan(runs: list[dict], recipe: str, flags: list[str]):
             # torch makes the pool of a copy anew when it is asked first; asked by two threads at
             # once, such as this one and autograd's, one of them would find none
             torch.set_num_threads(torch.get_num_threads())
+            watch_launcher()
             run_recipe(recipe, [*flags, *run["flags"]], folder, save_at=run["save_at"])
             os._exit(0)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
