@@ -62,6 +62,7 @@ from rl.answers import (
 )
 from rl.datasets import Line, Text
 from rl.decoding import draw_noise, rollout
+from rl.evaluation import ratio
 from rl.packing import in_rows, lay_out, pieces
 from rl.policy import split_model
 from rl.prompts import check_template, fill_template
@@ -74,8 +75,8 @@ from rl.questions import (
     read_task,
     rolling_windows,
 )
-from rl.rewards import ratio
 from rl.rollouts import gather_samples, lockstep, patient_group, whole_weights
+from rl.sample import Sample
 from storage.adapters import base_of
 from storage.hf import class_of, read_hf_config
 from storage.manifest import Progress
@@ -395,11 +396,10 @@ def score(stages: list[nn.Module], layout: Layout, requests: list[tuple]) -> lis
 @torch.no_grad()
 def complete(
     model, layout: Layout, cfg: Config, text: Text, prompts: list[list[int]]
-) -> list[dict]:
-    """The model's answer to each prompt: dicts(ids, logprobs, text, opened, truncated), on every
-    rank. An answer ends before its first --stop string after its thoughts, or with an id of
-    text.ends, or is truncated. opened: the prompt has begun a thought. Raises ValueError on every
-    rank if the model gives no probabilities."""
+) -> list[Sample]:
+    """The model's answer to each prompt, on every rank. An answer ends before its first --stop
+    string after its thoughts, or with an id of text.ends, or is truncated. Raises ValueError on
+    every rank if the model gives no probabilities."""
     stop = strings_of(cfg)
     new = cfg.max_new_tokens
     group = None
@@ -414,12 +414,12 @@ def complete(
 
     def end_at_stop(s):
         # the last rows run on
-        report(max((s["index"] + 1 - rows) * layout.data_ranks - report.done, 0))
-        last = text.decode(s["ids"][-tail:])  # each id is at least one byte of text
+        report(max((s.index + 1 - rows) * layout.data_ranks - report.done, 0))
+        last = text.decode(s.ids[-tail:])  # each id is at least one byte of text
         if not any(string in last for string in stop):
             return []
-        opened = opened_by(text, s["prompt"])
-        said = cut_at_stop(text.decode(s["ids"]), opened, stop)
+        opened = opened_by(text, s.prompt)
+        said = cut_at_stop(text.decode(s.ids), opened, stop)
         if said is None:
             return []
         return None
@@ -441,15 +441,15 @@ def complete(
             tp_mesh=tp_mesh,
         )
     for i, s in zip(mine, samples):
-        s["index"] = i
-        s["opened"] = opened_by(text, prompts[i])
-        s["text"] = text.decode(s["ids"])
-        said = cut_at_stop(s["text"], s["opened"], stop)
+        s.index = i
+        s.opened = opened_by(text, prompts[i])
+        s.text = text.decode(s.ids)
+        said = cut_at_stop(s.text, s.opened, stop)
         if said is not None:
-            s["text"] = said
+            s.text = said
     everyone = gather_samples(samples, layout, group)
-    check_finite([*chain(*(s["logprobs"] for s in everyone))])
-    return sorted(everyone, key=lambda s: s["index"])
+    check_finite([*chain(*(s.logprobs for s in everyone))])
+    return sorted(everyone, key=lambda s: s.index)
 
 
 def cut_at_stop(text: str, opened: bool, stop: list[str]) -> str | None:
@@ -526,18 +526,18 @@ def exact_match(lines: list[Line], samples: list[dict], answers="auto") -> tuple
     for line, s in zip(lines, samples):
         answer = str(line.fields["answer"])
         kind = kind_of(answers, answer)
-        said = cut_thoughts(s["text"], s.get("opened", False))
-        correct = said is not None and not s["truncated"] and is_right(kind, said, answer)
+        said = cut_thoughts(s.text, s.opened)
+        correct = said is not None and not s.truncated and is_right(kind, said, answer)
         if kind == "number":
             number = final_number(answer)
             if number is not None:
                 answer = number
         item = dict(
             question=line.fields["question"],
-            prediction=s["text"],
+            prediction=s.text,
             answer=answer,
-            tokens=len(s["ids"]),
-            truncated=s["truncated"],
+            tokens=len(s.ids),
+            truncated=s.truncated,
             correct=int(correct),
         )
         items.append(item)
@@ -564,7 +564,7 @@ def say_judged(cfg: Config, lines: list[Line], samples: list[dict]) -> None:
             f"--answers auto: {n:,} answers are numbers; {len(kinds) - n:,} are not, and only the "
             "same text is right (for all: --answers number, exact or math)"
         )
-    in_thought = [cut_thoughts(s["text"], s.get("opened", False)) is None for s in samples]
+    in_thought = [cut_thoughts(s.text, s.opened) is None for s in samples]
     if any(in_thought):
         print(
             f"{sum(in_thought):,} of {len(samples):,} texts end in a thought, and are wrong: raise "

@@ -91,7 +91,7 @@ def generate(
         top_k=top_k,
         top_p=top_p,
     )
-    return [s["ids"] for s in samples]
+    return [s.ids for s in samples]
 
 
 # ---------------------------------------------------------------- text

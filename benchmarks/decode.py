@@ -109,7 +109,7 @@ def main():
             replay.Replays = known if name == "off" else lambda advance: advance
             with gathered(model):
                 began = time.thread_time(), time.perf_counter()
-                ids = [s["ids"] for s in sample()]
+                ids = [s.ids for s in sample()]
                 spent = time.thread_time() - began[0], time.perf_counter() - began[1]
             found.setdefault(name, []).append((*spent, ids))
     if layout.rank == 0:

@@ -46,9 +46,11 @@ def train_seconds(lengths: list[int], seq_len: int, **flags) -> tuple[float, flo
     import torch.distributed as dist
 
     from distributed.refusals import check_layout
-    from grpo import FLAVORS, Config, Trainer, build_policy
+    from grpo import Config, Trainer
     from models.llama3 import Llama3
     from parallel import make_mesh
+    from rl.policy import FLAVORS, build_policy
+    from rl.sample import Sample
 
     torch.set_num_threads(1)
     if not dist.is_initialized():
@@ -66,15 +68,14 @@ def train_seconds(lengths: list[int], seq_len: int, **flags) -> tuple[float, flo
     )
     layout = make_mesh(layout)
     trainer = Trainer(cfg, layout, build_policy(cfg, layout, Llama3, FLAVORS["debug"]))
-    samples = [
-        dict(
-            prompt=[1] * 6, ids=[2] * n, logprobs=[-1.0] * n, mask=[1.0] * n, advantage=(-1.0) ** n
-        )
-        for n in lengths
-    ]
+    samples = []
+    for n in lengths:
+        sample = Sample(prompt=[1] * 6, ids=[2] * n, logprobs=[-1.0] * n, mask=[1.0] * n)
+        sample.advantage = (-1.0) ** n
+        samples.append(sample)
     trainer.train_on(samples)
     begin = time.process_time()
-    padding = [trainer.train_on(samples)["padding"] for _ in range(3)][0]
+    padding = [trainer.train_on(samples).padding for _ in range(3)][0]
     return (time.process_time() - begin) / 3, padding
 
 

@@ -116,7 +116,7 @@ def sampler(variant: str, folder: str, device: str, new: int, ragged=False):
     model, _ = load_hf_model(folder, device, dtype)
     if ragged:
         lengths = drawn_lengths()
-        ends = lambda s: None if len(s["ids"]) >= lengths[s["index"]] else []  # noqa: E731
+        ends = lambda s: None if len(s.ids) >= lengths[s.index] else []  # noqa: E731
         noise = torch.rand(1024, 4, 1000, generator=torch.Generator().manual_seed(0))
         return lambda prompts: rollout(
             model,

@@ -49,16 +49,14 @@ def theirs(pairs, policy, reference):
         sys.exit(f"{error}; install it: pip install trl")
     dpo.disable_gradient_checkpointing = lambda *args, **options: contextlib.nullcontext()
     rows = [pair[0] for pair in pairs] + [pair[1] for pair in pairs]
-    ids = torch.zeros(
-        len(rows), max(len(s["prompt"]) + len(s["ids"]) for s in rows), dtype=torch.long
-    )
+    ids = torch.zeros(len(rows), max(len(s.prompt) + len(s.ids) for s in rows), dtype=torch.long)
     attended = torch.zeros_like(ids)
     completion = torch.zeros_like(ids)
     for row, s in enumerate(rows):
-        n = len(s["prompt"])
-        end = len(s["prompt"]) + len(s["ids"])
+        n = len(s.prompt)
+        end = len(s.prompt) + len(s.ids)
         ids[row, :end], attended[row, :end], completion[row, n:end] = (
-            torch.tensor(s["prompt"] + s["ids"]),
+            torch.tensor(s.prompt + s.ids),
             1,
             1,
         )

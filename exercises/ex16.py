@@ -9,6 +9,7 @@ import torch
 from feedback import Wrong, alone, on_ranks
 
 import grpo
+from rl.sample import Sample
 
 LOW = 0.2
 HIGH = 0.28
@@ -43,10 +44,11 @@ def token_losses(lp, old, advantages, mask):
     )
 
 
-def denominators(kind: str, samples: list) -> list[float]:
+def denominators(divisor: str, samples: list) -> list[float]:
     """loss_denominator() of all samples, and of each by itself."""
     return [
-        float(grpo.loss_denominator(kind, some, 10)) for some in (samples, *([s] for s in samples))
+        float(grpo.loss_denominator(divisor, some, 10))
+        for some in (samples, *([s] for s in samples))
     ]
 
 
@@ -148,17 +150,14 @@ def check_rows():
 
 def check_denominator():
     masks = [[1.0] * 3, [0.0] * 4, [1.0, 0.0, 1.0, 1.0, 1.0]]
-    samples = [dict(mask=mask, ids=mask, prompt=[1], advantage=0.5) for mask in masks]
+    samples = [Sample(mask=mask, ids=mask, prompt=[1], advantage=0.5) for mask in masks]
     said = "3 samples with 3, 0 and 4 trained tokens, max_new_tokens 10"
-    for kind, want in (
-        ("grpo", 2),
-        ("gspo", 2),
-        ("dr_grpo", 20),
-        ("dapo", 7),
-        ("cispo", 7),
-        ("sft", 7),
+    for divisor, want in (
+        ("samples", 2),
+        ("max_new_tokens", 20),
+        ("tokens", 7),
     ):
-        got, *each = alone(denominators, kind, samples)
+        got, *each = alone(denominators, divisor, samples)
         if abs(got - want) > 1e-6:
             guess = next(
                 (
@@ -184,13 +183,13 @@ def check_denominator():
                 "count again what this loss divides by",
             )
             raise Wrong(
-                f"loss_denominator('{kind}', ...) gives {got:g} for {said}, and should give "
+                f"loss_denominator('{divisor}', ...) gives {got:g} for {said}, and should give "
                 f"{want}: {guess}"
             )
         parts = sum(each)
         if abs(parts - want) > 1e-6:
             raise Wrong(
-                f"loss_denominator('{kind}', ...) gives {want} for {said}, and {parts:g} when "
+                f"loss_denominator('{divisor}', ...) gives {want} for {said}, and {parts:g} when "
                 "they are given one by "
                 "one and added up, as ranks and micro-batches do: it must be a sum over samples"
             )
@@ -200,39 +199,41 @@ def trained(micro: int) -> dict:
     """Gradients of grpo.py's trainer with the student's two functions, on this process. micro:
     local_batch_size."""
 
-    def losses(kind, lp, old, mu, advantage, mask, n, clip, tis=0.0, sequence_sum=None):
-        return hand16.token_losses(lp, old, advantage[:, :1], mask, *clip), torch.zeros_like(mask)
+    def objective(t, low, high):
+        losses = hand16.token_losses(t.lp, t.old, t.advantage[:, :1], t.mask, low, high)
+        return -losses, torch.zeros_like(t.mask)
 
-    usual = grpo.policy_loss
-    grpo.policy_loss = losses
+    usual = grpo.LOSSES["dapo"]
+    grpo.LOSSES["dapo"] = usual._replace(objective=objective)
     try:
         trainer = policy.trainer_of(loss="dapo", local_batch_size=micro)
         trainer.train_on(samples())
         scale = 1 / trainer.denominator
         return {fqn: g * scale for fqn, g in policy.gradients(trainer).items()}
     finally:
-        grpo.policy_loss = usual
+        grpo.LOSSES["dapo"] = usual
 
 
 def samples():
     # the sampler's weights differ from the trained model's
     found = policy.samples_of(policy.sharp_model(seed=1))
     for i, s in enumerate(found):
-        s.setdefault("mask", [1.0] * len(s["ids"]))
-        s["mask"] = [0.0 if i % 3 == 0 and t % 4 == 3 else x for t, x in enumerate(s["mask"])]
+        s.mask = [0.0 if i % 3 == 0 and t % 4 == 3 else x for t, x in enumerate(s.mask)]
     return found
 
 
 def check_trainer():
     """Compare a whole step with plain torch: sample after sample, no micro-batches, no ranks."""
-    model, low, high = policy.sharp_model(), *grpo.CLIP["dapo"]
+    model = policy.sharp_model()
+    low = grpo.LOSSES["dapo"].low
+    high = grpo.LOSSES["dapo"].high
     total = 0.0
     tokens = 0.0
     for s in samples():
         lp = policy.full_logprobs(model, s)
-        mask = torch.tensor(s["mask"])
-        A = s["advantage"]
-        ratio = (lp - torch.tensor(s["logprobs"])).exp()
+        mask = torch.tensor(s.mask)
+        A = s.advantage
+        ratio = (lp - torch.tensor(s.logprobs)).exp()
         total = total - (torch.minimum(ratio * A, ratio.clamp(1 - low, 1 + high) * A) * mask).sum()
         tokens += mask.sum()
     (total / tokens).backward()

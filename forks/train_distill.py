@@ -21,7 +21,6 @@ with the files of grpo.py.
 """
 
 import os
-import string
 import sys
 from dataclasses import dataclass, replace
 
@@ -31,6 +30,7 @@ import grpo
 from distributed.refusals import check_layout
 from flags.config import given_flags
 from rl.datasets import Text, open_task
+from rl.environments import alphabet_of
 from rl.policy import build_policy, model_of
 from storage.saved import load_weights
 from tools.run import run
@@ -89,16 +89,13 @@ class Trainer(grpo.Trainer):
 def main(cfg: Config):
     if not cfg.teacher:
         raise ValueError("distillation needs a teacher: --teacher FOLDER")
-    alphabet = getattr(open_task(cfg), "ALPHABET", string.printable)
-    ours, theirs = (
-        Text(source, cfg.out, alphabet).tokenizer.get_vocab()
-        for source in (cfg.init_from, cfg.teacher)
-    )
+    alphabet = alphabet_of(open_task(cfg))
+    ours = Text(cfg.init_from, cfg.out, alphabet).tokenizer.get_vocab()
+    theirs = Text(cfg.teacher, cfg.out, alphabet).tokenizer.get_vocab()
     if ours != theirs:
         raise ValueError(
             f"--teacher {cfg.teacher} has another vocabulary, {len(theirs):,} tokens, than the "
-            "policy, "
-            f"{len(ours):,}: a token's number would mean another text; choose a teacher with the "
+            f"policy, {len(ours):,}: a token's number would mean another text; choose a teacher with the "
             "same tokenizer"
         )
     return grpo.main(cfg, Trainer)

@@ -46,16 +46,17 @@ from corpus.chat import prepare_message, read_template, remove_marks
 from distributed.checks import check_replicas
 from distributed.experts import balance_experts
 from distributed.launch import LaunchConfig, StopSignal, connect, disconnect, set_timeouts
-from distributed.layout import ExpertConfig, ParallelConfig, reshard
+from distributed.layout import ExpertConfig, ParallelConfig, n_experts_of, reshard
 from distributed.refusals import check_layout, refuse
 from flags.config import Need, check_range, flag, save_config
 from flags.files import step_folders
-from grpo import ROWS, Trainer, lr_at
+from grpo import LOSSES, ROWS, Trainer, lr_at
 from lora.lora import LoraConfig, claim_adapters, lora_counts
 from parallel import make_mesh
 from rl.datasets import Text
-from rl.packing import n_read, pieces
+from rl.packing import pieces
 from rl.policy import build_policy, forward, keep_reference, model_of
+from rl.sample import Sample, n_read
 from sft.base import load_base
 from storage.adapters import is_frozen
 from storage.resume import check_run, lock_run, wait_for_run
@@ -170,7 +171,7 @@ def split_pair(record: dict) -> tuple:
     return prompt, chosen, rejected
 
 
-def pair_of(record: dict, text: Text, template) -> list[dict]:
+def pair_of(record: dict, text: Text, template) -> list[Sample]:
     """[chosen, rejected] as grpo.py's samples. template: of the folder, for messages; plain texts end with the end token."""
     prompt, *answers = split_pair(record)
     if isinstance(prompt, str):
@@ -188,19 +189,16 @@ def pair_of(record: dict, text: Text, template) -> list[dict]:
             )
         begin = text.ids(written)
         ends = [text.ids(full[len(written) :]) for full in whole]
-    return [
-        dict(
-            prompt=begin or [text.eot],
-            ids=ids,
-            logprobs=[0.0] * len(ids),
-            mask=[1.0] * len(ids),
-            advantage=0.0,
-        )
-        for ids in ends
-    ]
+    pair = []
+    for ids in ends:
+        n = len(ids)
+        answer = Sample(prompt=begin or [text.eot], ids=ids, logprobs=[0.0] * n, mask=[1.0] * n)
+        answer.advantage = 0.0
+        pair.append(answer)
+    return pair
 
 
-def read_pairs(cfg: Config) -> tuple[list[list[dict]], Text, str]:
+def read_pairs(cfg: Config) -> tuple[list[list[Sample]], Text, str]:
     """(pairs that fit into --seq_len, tokenizer, hash of the pairs). Raises ValueError naming the
     line."""
     text = Text(cfg.init_from)
@@ -230,7 +228,16 @@ def read_pairs(cfg: Config) -> tuple[list[list[dict]], Text, str]:
             f"--seq_len {cfg.seq_len}, left out"
         )
     text.tokenizer.encode_special_tokens = template is None
-    return kept, text, hashlib.sha256(json.dumps(kept).encode()).hexdigest()[:16]
+    return kept, text, hash_of(kept)
+
+
+def hash_of(pairs: list[list[Sample]]) -> str:
+    """A run continues with the same pairs only."""
+    names = ("prompt", "ids", "logprobs", "mask", "advantage")
+    content = []
+    for pair in pairs:
+        content.append([{name: vars(s)[name] for name in names} for s in pair])
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
 def pairs_of_step(step: int, n: int, cfg: Config) -> list[int]:
@@ -246,13 +253,13 @@ def pairs_of_step(step: int, n: int, cfg: Config) -> list[int]:
 
 # ---------------------------------------------------------------- the algorithm
 @torch.no_grad()
-def score_pairs(trainer: Trainer, pairs: list[list[dict]]) -> torch.Tensor:
+def score_pairs(trainer: Trainer, pairs: list[list[Sample]]) -> torch.Tensor:
     """(2, 2 * pairs) fp64: log-likelihood of each answer under the policy and under the reference,
     the same on every rank. The answers keep the policy's log-probabilities, as samples keep their
     sampler's."""
     samples = sum(pairs, [])
     layout = trainer.layout
-    n = [len(s["ids"]) for s in samples]
+    n = [len(s.ids) for s in samples]
     # the last number is for prompts and padding
     table = torch.zeros(2, sum(n) + 1, device=layout.device)
     for _, b in trainer.microbatches(samples):
@@ -267,7 +274,7 @@ def score_pairs(trainer: Trainer, pairs: list[list[dict]]) -> torch.Tensor:
     dist.all_reduce(table)
     policy, reference = (row[:-1].split(n) for row in table.cpu())
     for s, logprobs in zip(samples, policy):
-        s["logprobs"] = logprobs.tolist()
+        s.logprobs = logprobs.tolist()
     return torch.tensor(
         [[part.double().sum().item() for part in row] for row in (policy, reference)],
         dtype=torch.float64,
@@ -283,25 +290,22 @@ def preference_loss(
     return -F.logsigmoid(margin), margin, beta * torch.sigmoid(-margin)
 
 
-def update_policy(trainer: Trainer, pairs: list[list[dict]], beta: float, lr: float) -> dict:
+def update_policy(trainer: Trainer, pairs: list[list[Sample]], beta: float, lr: float) -> dict:
     """One step. dpo: advantages are weights of pairs, and the loss is divided by their number."""
     scores = score_pairs(trainer, pairs)
     loss, margin, weight = preference_loss(scores, beta)
     for (chosen, rejected), w in zip(pairs, weight.tolist()):
-        chosen["advantage"] = w
-        rejected["advantage"] = -w
+        chosen.advantage = w
+        rejected.advantage = -w
     # the policy that is trained has scored: the ratio is 1, never clipped
-    found = trainer.train_on(sum(pairs, []), "dapo")
+    found = trainer.train_on(sum(pairs, []), LOSSES["dapo"])
     trainer.denominator = len(pairs)
-    return (
-        found
-        | trainer.optim_step(lr)
-        | numbers_of(loss, margin)
-        | dict(
-            logprob_chosen=scores[0, ::2].mean().item(),
-            logprob_rejected=scores[0, 1::2].mean().item(),
-        )
-    )
+    line = vars(found) | numbers_of(loss, margin)
+    line["grad_norm"] = trainer.optim_step(lr)
+    line["policy_version"] = trainer.policy_version
+    line["logprob_chosen"] = scores[0, ::2].mean().item()
+    line["logprob_rejected"] = scores[0, 1::2].mean().item()
+    return line
 
 
 def numbers_of(loss, margin) -> dict:
@@ -417,14 +421,11 @@ def main(cfg: Config):
         batch = metrics.start_step(iter([[pairs[i] for i in pairs_of_step(step, len(pairs), cfg)]]))
         lr = cfg.lr * lr_at(step, cfg)
         line = update_policy(trainer, batch, cfg.beta, lr)
-        line |= (
-            balance_experts([model], layout, "none", 0.0)
-            if getattr(model_config, "n_experts", 0)
-            else {}
-        )
+        if n_experts_of(model_config):
+            line |= balance_experts([model], layout, "none", 0.0)
         metrics.end_step(sum(n_read(s) + 1 for pair in batch for s in pair))
         tokens_hash = hashlib.sha256(
-            json.dumps([s["ids"] for pair in batch for s in pair]).encode()
+            json.dumps([s.ids for pair in batch for s in pair]).encode()
         ).hexdigest()[:16]
         metrics.log(
             step,

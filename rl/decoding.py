@@ -11,6 +11,7 @@ import hashlib
 import math
 from collections import deque
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, count, groupby
 
@@ -22,6 +23,7 @@ from distributed.layout import AllGather
 from models.attention import sdpa
 from models.loss import NEVER, log_normalizer
 from parallel import whole_vocab
+from rl.sample import Sample
 
 # prompt tokens per forward: activations of a whole long prompt would need more memory than its
 # cache
@@ -154,10 +156,32 @@ def repeat_last(x: Tensor, n: int) -> Tensor:
     return torch.cat([x, x[:, :, -1:].expand(-1, -1, n, -1)], 2)
 
 
-def length(sample: dict | None) -> int:
-    if sample:
-        return len(sample["prompt"]) + len(sample["ids"])
-    return 0
+@dataclass
+class Row:
+    """A sample while it is drawn."""
+
+    sample: Sample
+    noise: list[float]  # the uniform number of each token
+    room: int  # most ids
+    unread: deque[int] = field(default_factory=deque)  # ids of a reply that the model has to read
+    reply: Future | None = None  # the sample waits for it
+    done: bool = False  # it has ended by itself
+
+    def length(self) -> int:
+        return len(self.sample.prompt) + len(self.sample.ids)
+
+    def last_id(self) -> int:
+        return (self.sample.ids or self.sample.prompt)[-1]
+
+    def is_over(self) -> bool:
+        return self.reply is None and (self.done or len(self.sample.ids) >= self.room)
+
+
+def length(row: Row | None) -> int:
+    """Tokens of a row; 0 for a free row."""
+    if row is None:
+        return 0
+    return row.length()
 
 
 def noise_seed(name: str) -> int:
@@ -341,9 +365,8 @@ def rollout(
     tp_mesh=None,
     batch_invariant=False,
     agree=lambda *numbers: numbers,
-) -> list[dict]:
-    """G samples of each of P prompts, as dicts(ids, logprobs, mask, truncated), samples of a prompt
-    next to each other.
+) -> list[Sample]:
+    """G samples of each of P prompts, samples of a prompt next to each other.
 
     noise (P, G, max_new_tokens), on the host: uniform numbers, one per token. A sample depends only
     on the weights, its prompt and its noise, not on its row, its neighbours or the number of
@@ -354,9 +377,8 @@ def rollout(
 
     reply(sample) -> ids for the model to read, with mask 0; [] for nothing to read, None to end the
     sample; or a Future of one of these, and other rows go on until it has come. Asked after each
-    token of the model, not after tokens of a reply. The sample is a dict with its `index`, its
-    `ids` so far, and `begin`, the place of the first id after the last reply. After an `eot` a
-    sample goes on only if there is something to read.
+    token of the model, not after tokens of a reply. The sample has its ids so far. After an `eot`
+    a sample goes on only if there is something to read.
     ended(index, ids, truncated): called for each sample at its end, while others go on.
     model.unknown_ids: ids that are never sampled, or None.
     tp_mesh: for a tensor parallel model. All its ranks get the same arguments and sample the same.
@@ -377,10 +399,10 @@ def rollout(
         width = tp_mesh.size()
     cache = new_cache(max(G, min(rows // G, P) * G), max_len + width, batch_invariant)
     n_rows = cache.rows
-    samples = new_samples(prompts, noise, max_len)
+    drawn = new_rows(prompts, noise, max_len)
     waiting = deque(range(P))
-    # the sample of each row; None: a free row, whose output is ignored
-    running: list[dict | None] = [None] * n_rows
+    # None: a free row, whose output is ignored
+    running: list[Row | None] = [None] * n_rows
 
     def choose(logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         if hasattr(model, "unknown_ids") and model.unknown_ids is not None:
@@ -409,7 +431,7 @@ def rollout(
         # 2. Free the rows of ended samples. Give free rows to new prompts, in whole groups, and to
         # several groups at once, because each refill is a forward.
         free_rows(running, ended)
-        n_busy = sum(s is not None for s in running)
+        n_busy = sum(row is not None for row in running)
         n = min((len(running) - n_busy) // G, len(waiting))
         if n < min(len(waiting), n_rows // G // 4):
             n = 0
@@ -420,14 +442,14 @@ def rollout(
             running = sort_rows(running, cache, len(running), device)
         new = [waiting.popleft() for _ in range(n)]
         for i, p in enumerate(new):
-            running[i * G : (i + 1) * G] = samples[p * G : (p + 1) * G]
+            running[i * G : (i + 1) * G] = drawn[p * G : (p + 1) * G]
         new_prompts = [prompts[p] for p in new]
         longest, goes_on = agree(max(map(len, new_prompts), default=0), n_busy > 0)
         if not longest and not goes_on:
             break
 
         # 3. The next token of each row: one forward for the busy rows, and one for the new prompts.
-        going = [(row, s) for row, s in enumerate(running) if s is not None and not s["reply"]]
+        going = [(i, row) for i, row in enumerate(running) if row is not None and not row.reply]
         u = noise_of_rows(going, len(running)).to(device)
         tokens = [0] * len(running)
         logprobs = [0.0] * len(running)
@@ -444,10 +466,11 @@ def rollout(
             logprobs[: n * G] = scores.tolist()
 
         # 4. Add the token to the row's sample, unless the sample waits for a reply.
-        for row, s in going:
-            add_token(s, tokens[row], logprobs[row], reply, ends)
-    kept = ("ids", "logprobs", "mask")
-    return [{name: s[name] for name in kept} | {"truncated": not s["done"]} for s in samples]
+        for i, row in going:
+            add_token(row, tokens[i], logprobs[i], reply, ends)
+    for row in drawn:
+        row.sample.truncated = not row.done
+    return [row.sample for row in drawn]
 
 
 def new_cache(n_rows: int, n_places: int, batch_invariant: bool) -> RowCache:
@@ -457,74 +480,56 @@ def new_cache(n_rows: int, n_places: int, batch_invariant: bool) -> RowCache:
     return RowCache(n_rows, -(-n_places // KEY_BUCKET) * KEY_BUCKET)
 
 
-def new_samples(prompts: list[list[int]], noise: Tensor, max_len: int) -> list[dict]:
+def new_rows(prompts: list[list[int]], noise: Tensor, max_len: int) -> list[Row]:
     """G samples of each prompt, in which nothing is said yet: see rollout()."""
     P, G, max_new = noise.shape
-    samples = []
+    rows = []
     for p in range(P):
         room = max(1, min(max_new, max_len - len(prompts[p])))
         for g in range(G):
-            sample = dict(
-                prompt=prompts[p],
-                ids=[],
-                logprobs=[],
-                mask=[],
-                said=deque(),  # ids of a reply that the model has not read yet
-                begin=0,
-                index=p * G + g,
-                reply=None,  # a Future
-                done=False,
-                noise=noise[p, g].tolist(),
-                room=room,  # most ids
-            )
-            samples.append(sample)
-    return samples
+            sample = Sample(prompt=prompts[p], index=p * G + g)
+            rows.append(Row(sample, noise[p, g].tolist(), room))
+    return rows
 
 
-def last_tokens(running: list[dict | None], device) -> tuple[list[int], Tensor, Tensor]:
+def last_tokens(running: list[Row | None], device) -> tuple[list[int], Tensor, Tensor]:
     """(keys of each row, its last token (R,), that token's position (R,)), for advance()."""
-    last = torch.tensor([last_id(s) for s in running], device=device)
-    at = [max(length(s) - 1, 0) for s in running]
+    # a free row reads token 0
+    last = torch.tensor([row.last_id() if row else 0 for row in running], device=device)
+    at = [max(length(row) - 1, 0) for row in running]
     # rows are sorted; a row that has ended is like its neighbour
     keys = [*accumulate((n + 1 for n in at), max)]
     return keys, last, torch.tensor(at, device=device)
 
 
-def last_id(sample: dict | None) -> int:
-    """The last id of a row; 0 for a free row."""
-    if not sample:
-        return 0
-    return (sample["ids"] or sample["prompt"])[-1]
+def free_rows(running: list[Row | None], ended) -> None:
+    for i, row in enumerate(running):
+        if row is not None and row.is_over():
+            ended(row.sample.index, row.sample.ids, not row.done)
+            running[i] = None
 
 
-def free_rows(running: list[dict | None], ended) -> None:
-    for row, s in enumerate(running):
-        if s and not s["reply"] and (s["done"] or len(s["ids"]) >= s["room"]):
-            ended(s["index"], s["ids"], not s["done"])
-            running[row] = None
-
-
-def sort_rows(running: list[dict | None], cache: RowCache, n_kept: int, device) -> list:
+def sort_rows(running: list[Row | None], cache: RowCache, n_kept: int, device) -> list:
     """The n_kept longest rows: free rows come first, and rows of about equal length become
     neighbours, see RowCache.place."""
-    order = sorted(range(len(running)), key=lambda row: length(running[row]))
+    order = sorted(range(len(running)), key=lambda i: length(running[i]))
     order = order[len(running) - n_kept :]
     cache.keep(torch.tensor(order, device=device))
-    return [running[row] for row in order]
+    return [running[i] for i in order]
 
 
 def noise_of_rows(going: list[tuple], n_rows: int) -> Tensor:
     """The uniform number (R,) of each row for its next token."""
     u = torch.zeros(n_rows, dtype=torch.float64)
-    for row, s in going:
-        u[row] = s["noise"][len(s["ids"])]
+    for i, row in going:
+        u[i] = row.noise[len(row.sample.ids)]
     return u
 
 
-def hear_replies(running: list[dict | None], ends: set[int], wait_for_all: bool) -> None:
+def hear_replies(running: list[Row | None], ends: set[int], wait_for_all: bool) -> None:
     """Hear the replies that have come; wait for one if no row can go on without."""
-    asked = {s["reply"]: s for s in running if s and s["reply"]}
-    n_busy = sum(s is not None for s in running)
+    asked = {row.reply: row for row in running if row is not None and row.reply}
+    n_busy = sum(row is not None for row in running)
     timeout = 0
     if wait_for_all or len(asked) == n_busy:
         timeout = None
@@ -532,32 +537,34 @@ def hear_replies(running: list[dict | None], ends: set[int], wait_for_all: bool)
     if wait_for_all:
         until = ALL_COMPLETED
     for future in wait(asked, timeout, until).done:
-        asked[future]["reply"] = None
+        asked[future].reply = None
         hear(asked[future], future.result(), ends)
 
 
-def hear(s: dict, said: list[int] | None, ends: set[int]) -> None:
+def hear(row: Row, said: list[int] | None, ends: set[int]) -> None:
     """What comes after a token of the model: see reply in rollout()."""
-    s["done"] = said is None or s["ids"][-1] in ends and not said
+    ids = row.sample.ids
+    row.done = said is None or ids[-1] in ends and not said
     if said:
-        s["said"].extend(said)
-        s["begin"] = len(s["ids"]) + len(said)
+        row.unread.extend(said)
+        row.sample.begin = len(ids) + len(said)
 
 
-def add_token(s: dict, token: int, logprob: float, reply, ends: set[int]) -> None:
+def add_token(row: Row, token: int, logprob: float, reply, ends: set[int]) -> None:
     """Give a sample its next id: that of a reply while one is read, else the model's."""
-    if s["said"]:
-        s["ids"].append(s["said"].popleft())
-        s["logprobs"].append(0.0)
-        s["mask"].append(0.0)
+    sample = row.sample
+    if row.unread:
+        sample.ids.append(row.unread.popleft())
+        sample.logprobs.append(0.0)
+        sample.mask.append(0.0)
         return
-    s["ids"].append(token)
-    s["logprobs"].append(logprob)
-    s["mask"].append(1.0)
+    sample.ids.append(token)
+    sample.logprobs.append(logprob)
+    sample.mask.append(1.0)
     said = []
     if reply is not None:
-        said = reply(s)
+        said = reply(sample)
     if isinstance(said, Future):
-        s["reply"] = said
+        row.reply = said
     else:
-        hear(s, said, ends)
+        hear(row, said, ends)

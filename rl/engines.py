@@ -14,6 +14,7 @@ server. With the latter two a trainer needs no whole model, so --pp may split it
 import os
 import pickle
 from collections import deque
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
 from typing import NamedTuple
@@ -24,13 +25,46 @@ from torch import Tensor
 
 from distributed.agree import reason
 from distributed.launch import StopSignal, agree_on_attempt, own_gpu
-from distributed.layout import Layout, dtype_of_compute
+from distributed.layout import Layout, dtype_of_compute, n_experts_of
 from distributed.refusals import runs_on_cuda
-from lora.lora import add_adapters
+from flags.config import Need, flag
+from lora.lora import LORA, add_adapters
 from rl import http_engine
 from rl.policy import list_weights, pack_weights
 from rl.rollouts import InPlace, Remote, nccl_group, try_sampling, use_own_stream
 from storage.adapters import lora_names
+
+# Needs of flags: see flags/config.py
+SERVER = Need("without --engine", lambda c: c.engine)
+IN_PLACE = Need(
+    "with --engine: the server samples, and its kernels round as they do", lambda c: not c.engine
+)
+
+
+DENSE = Need(
+    "with experts: they multiply as many rows as tokens chose them",
+    lambda c: not n_experts_of(c),
+)
+
+
+@dataclass(kw_only=True)
+class EngineConfig:
+    rollout_rows: int = 512  # samples that one rank runs at once, or with --engine its server
+    # sampling and training agree to the last bit (CPU, one thread, no tp)
+    batch_invariant: bool = flag(False, DENSE, IN_PLACE)
+    # vLLM or SGLang at this address samples, e.g. http://127.0.0.1:8000; "" = the processes of this
+    # run do
+    engine: str = ""
+    # a folder, with the same path for the server; "" = <out>/engine; or nccl
+    engine_weights: str = flag("", SERVER)
+    # send adapters alone to vLLM, which has the weights of --init_from
+    engine_adapters: bool = flag(False, LORA, SERVER)
+    # vLLM draws by seeds of our own: the same samples again, but one kernel per sample
+    engine_seed: bool = flag(False, SERVER)
+    # the last ranks only sample, each with a whole model; 0 = all ranks sample, in place
+    gen_ranks: int = flag(0, IN_PLACE)
+    # a rank that waits longer for others' samples, tools or rewards ends the run
+    rollout_timeout_s: int = 7200
 
 
 def find_server(cfg):
@@ -97,6 +131,17 @@ def staleness(batch: dict, policy_version: int, cfg) -> dict:
 
 
 # ---------------------------------------------------------------- --gen_ranks
+def ranks_that_train(gen_ranks: int) -> int:
+    """All ranks but the last --gen_ranks. Raises ValueError if none is left."""
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    if world_size <= gen_ranks:
+        raise ValueError(
+            f"--gen_ranks {gen_ranks} must leave a process to train: {world_size} were started, "
+            "use torchrun --nproc_per_node"
+        )
+    return world_size - gen_ranks
+
+
 class Bridge(NamedTuple):
     """Connection of trainer rank 0 with all generators; the trainer has rank 0 in both groups."""
 

@@ -35,6 +35,7 @@ import importlib.util
 import inspect
 import os
 import random
+import string
 import sys
 import traceback
 import zlib
@@ -44,6 +45,7 @@ from concurrent.futures import Future
 from rl.answers import cut_thoughts, opened_by
 from rl.calls import Calls
 from rl.rewards import finite, short
+from rl.sample import Sample
 
 SOME_TASKS = 64  # tasks of make() that tell how long prompts are
 # --env NAME is the file rl/tasks/NAME.py, written like a task of your own
@@ -239,6 +241,13 @@ def line_of_error(error: Exception, env) -> str:
     return f"{os.path.basename(frame.filename)}, line {frame.lineno}"
 
 
+def alphabet_of(env) -> str:
+    """The characters that a new model has to know; of a task that does not say: all of ASCII."""
+    if hasattr(env, "ALPHABET"):
+        return env.ALPHABET
+    return string.printable
+
+
 def draw_task(env, split: str, index: int, fits=lambda prompt: True) -> tuple[str, str]:
     """(prompt, answer) number `index` of a split: a pure function. "eval" is the held-out split,
     all other names are the rest.
@@ -408,9 +417,9 @@ class Turns:
         else:
             self.reply = None
 
-    def is_over(self, s: dict) -> bool:
+    def is_over(self, s: Sample) -> bool:
         """Whether the newest token of a sample ends a turn. A token may go on after the end: "</code>" and "\n" can be one."""
-        last = s["ids"][max(s["begin"], len(s["ids"]) - 8 - 4 * len(self.end)) :]
+        last = s.ids[max(s.begin, len(s.ids) - 8 - 4 * len(self.end)) :]
         if self.has_state and last[-1] in self.text.ends:
             return True
         n = 0
@@ -421,12 +430,12 @@ class Turns:
         # a thought may have new lines, and no game hears it; a tool may be asked in a thought
         return not self.has_state or self.end in (self.turn_of(s) or "")
 
-    def turn_of(self, s: dict) -> str | None:
+    def turn_of(self, s: Sample) -> str | None:
         """What the model says in its newest turn, after its thoughts; None within a thought."""
-        opened = s["begin"] == 0 and opened_by(self.text, s.get("prompt", []))
-        return cut_thoughts(self.text.decode(s["ids"][s["begin"] :]), opened)
+        opened = s.begin == 0 and opened_by(self.text, s.prompt)
+        return cut_thoughts(self.text.decode(s.ids[s.begin :]), opened)
 
-    def answer(self, s: dict) -> list | Future:
+    def answer(self, s: Sample) -> list | Future:
         """For rollout(): [] within a turn, else a Future of the environment's ids after the turn,
         or of None: the end."""
         turn = self.ended(s)
@@ -459,12 +468,12 @@ class Turns:
         self.threads.submit(self.ask, i, completion, turn).add_done_callback(hear)
         return said
 
-    def ended(self, s: dict) -> tuple[int, str, str | None] | None:
+    def ended(self, s: Sample) -> tuple[int, str, str | None] | None:
         """(index, completion, turn) of a sample at the end of a turn; None within a turn."""
         if not self.is_over(s):
             return None
-        self.calls[s["index"]] += 1
-        return s["index"], self.text.decode(s["ids"]), self.turn_of(s)
+        self.calls[s.index] += 1
+        return s.index, self.text.decode(s.ids), self.turn_of(s)
 
     def ask(self, i: int, completion: str, turn: str | None) -> list[int] | None:
         if self.has_state and turn is None:  # the text ends in a thought, and earns nothing
@@ -491,32 +500,38 @@ class Turns:
             self.failed.append(f"{what} at completion {short(completion)}: {error!r}")
             return None
 
-    def close(self, samples: list[dict]) -> list[dict]:
+    def close(self, samples: list[Sample]) -> list[Sample]:
         """The samples, with numbers and rewards of their calls."""
         self.threads.close()
-        return [s | dict(calls=n, earned=x) for s, n, x in zip(samples, self.calls, self.earned)]
+        for s, n, earned in zip(samples, self.calls, self.earned):
+            s.calls = n
+            s.earned = earned
+        return samples
 
 
-def supervised_sample(env, text, task: str, answer: str, seconds=0.0) -> dict:
+def supervised_sample(env, text, task: str, answer: str, seconds=0.0) -> Sample:
     """An answer in the form of a sample; the text of the environment is masked, as in a rollout.
     seconds: the limit of a step or a call of the tool."""
     ids = text.ids(answer) + [text.eot]
     turns = Turns(env, text, [task], 1, seconds)
     prompt = text.prompt(task)
     mask = [1.0] * len(ids)
-    s = dict(index=0, begin=0, prompt=prompt)
+    so_far = Sample(prompt=prompt)
     for i in range(len(ids) if turns.reply else 0):
         said = []
-        if mask[i] and (turn := turns.ended(s | {"ids": ids[: i + 1]})):
-            said = turns.begin(*turn).result()
+        if mask[i]:
+            so_far.ids = ids[: i + 1]
+            turn = turns.ended(so_far)
+            if turn:
+                said = turns.begin(*turn).result()
         if said is None:
             ids = ids[: i + 1]
             mask = mask[: i + 1]
             break
         if said and ids[i + 1 : i + 1 + len(said)] == said:
-            s["begin"] = i + 1 + len(said)
-            mask[i + 1 : s["begin"]] = [0.0] * len(said)
+            so_far.begin = i + 1 + len(said)
+            mask[i + 1 : so_far.begin] = [0.0] * len(said)
     turns.threads.close()
     if turns.failed:
         raise ValueError(f"--env: in an answer of the warm-up, {turns.failed[0]}")
-    return dict(prompt=prompt, ids=ids, logprobs=[0.0] * len(ids), mask=mask, advantage=1.0)
+    return Sample(prompt=prompt, ids=ids, logprobs=[0.0] * len(ids), mask=mask, advantage=1.0)

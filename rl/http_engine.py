@@ -21,6 +21,7 @@ import shutil
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -33,6 +34,7 @@ from rl.decoding import noise_seed
 from rl.environments import Turns
 from rl.policy import list_weights, pack_weights
 from rl.rollouts import Remote
+from rl.sample import Sample
 from storage.hf import save_hf
 
 ANSWER_LIMIT = 1 << 28  # bytes; a batch of samples with log-probabilities has a few million
@@ -431,7 +433,7 @@ class HTTPEngine(Remote):
         try:
             for some in self.requests.map(lambda ask: ask(), asks, timeout=self.server.timeout):
                 for s in some:
-                    ended(len(found), s["ids"], s["truncated"])
+                    ended(len(found), s.ids, s.truncated)
                     found.append(s)
         except TimeoutError:
             self.server.fail(
@@ -478,40 +480,41 @@ class HTTPEngine(Remote):
         for ids, logprobs, _ in found:
             mask = [1.0] * len(ids)
             truncated = ids[-1] not in ends
-            samples.append(dict(ids=ids, logprobs=logprobs, mask=mask, truncated=truncated))
+            samples.append(Sample(ids=ids, logprobs=logprobs, mask=mask, truncated=truncated))
         return samples
 
     def play(
         self, turns: Turns, i: int, name: str, prompt: list[int], temperature: float
-    ) -> list[dict]:
+    ) -> list[Sample]:
         """Sample i, turn by turn: the server stops at the end of a turn, and the next request goes
         on behind the reply."""
-        s = dict(index=i, begin=0, prompt=prompt, ids=[], logprobs=[], mask=[])
+        s = Sample(index=i, prompt=prompt)
         done = False
         room = max(1, min(self.cfg.max_new_tokens, self.cfg.seq_len - len(prompt)))
-        while not done and len(s["ids"]) < room:
-            n = len(s["ids"])
+        while not done and len(s.ids) < room:
+            n = len(s.ids)
             (turn,) = self.ask(
                 f"{name}/{n}",
-                prompt + s["ids"],
+                prompt + s.ids,
                 1,
                 temperature,
                 n,
                 turns.end,
-                lambda ids, s=s: turns.is_over(s | dict(ids=s["ids"] + ids)),
+                lambda ids, s=s: turns.is_over(replace(s, ids=s.ids + ids)),
             )
-            s |= {key: s[key] + turn[key] for key in ("ids", "logprobs", "mask")}
+            s.ids = s.ids + turn.ids
+            s.logprobs = s.logprobs + turn.logprobs
+            s.mask = s.mask + turn.mask
             later = turns.reply(s)
             said = []
             if later:
                 said = later.result()
-            done = said is None or s["ids"][-1] in self.text.ends and not said
-            said = (said or [])[: room - len(s["ids"])]
-            s |= dict(
-                ids=s["ids"] + said,
-                logprobs=s["logprobs"] + [0.0] * len(said),
-                mask=s["mask"] + [0.0] * len(said),
-            )
+            done = said is None or s.ids[-1] in self.text.ends and not said
+            said = (said or [])[: room - len(s.ids)]
+            s.ids = s.ids + said
+            s.logprobs = s.logprobs + [0.0] * len(said)
+            s.mask = s.mask + [0.0] * len(said)
             if said:
-                s["begin"] = len(s["ids"])
-        return [{key: s[key] for key in ("ids", "logprobs", "mask")} | dict(truncated=not done)]
+                s.begin = len(s.ids)
+        s.truncated = not done
+        return [s]

@@ -15,17 +15,14 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import parallel
+from rl.sample import Sample, chosen_by_model, n_read
 
 
 # --------------------------------------------------------------- which samples are in which forward
-def n_read(sample: dict) -> int:
-    """Input tokens of a sample: all but the last."""
-    return len(sample["prompt"]) + len(sample["ids"]) - 1
-
-
 class Forward(NamedTuple):
     """A forward: rows of sample numbers, each row filled up to T tokens. A forward without rows, and
     a row without samples, feed a token that is not trained."""
@@ -157,7 +154,7 @@ def pad_rows(rows: list[list[int]], B: int) -> list[list[int]]:
 INTEGERS = ("tokens", "labels", "positions", "at")
 
 
-def token_values(s: dict, first: int) -> dict[str, Tensor]:
+def token_values(s: Sample, first: int) -> dict[str, Tensor]:
     """Inputs of a forward and of the loss for each input token of a sample, (L,) each. Label t is
     the token after input t.
 
@@ -165,20 +162,23 @@ def token_values(s: dict, first: int) -> dict[str, Tensor]:
     with `first` ids before this
     sample; -1 for labels of the prompt. To add another value per token, add one line to `values`.
     """
-    whole = s["prompt"] + s["ids"]
-    skip = [0.0] * (len(s["prompt"]) - 1)
+    whole = s.prompt + s.ids
+    skip = [0.0] * (len(s.prompt) - 1)
     L = n_read(s)
+    old = s.old
+    if old is None:
+        old = s.logprobs
     values = dict(
         tokens=whole[:-1],
         labels=whole[1:],
         positions=list(range(L)),
-        at=[-1] * len(skip) + list(range(first, first + len(s["ids"]))),
-        mask=[*skip, *s["mask"]],
-        sampled=[*skip, *s.get("sampled", s["mask"])],
-        mu=[*skip, *s["logprobs"]],
-        old=[*skip, *s.get("old", s["logprobs"])],
-        n=[max(sum(s["mask"]), 1.0)] * L,
-        advantage=[s["advantage"]] * L,
+        at=[-1] * len(skip) + list(range(first, first + len(s.ids))),
+        mask=[*skip, *s.mask],
+        sampled=[*skip, *chosen_by_model(s)],
+        mu=[*skip, *s.logprobs],
+        old=[*skip, *old],
+        n=[max(sum(s.mask), 1.0)] * L,
+        advantage=[s.advantage] * L,
     )
     tensors = {}
     for name, x in values.items():
@@ -206,15 +206,15 @@ def lay_out(rows: list[list[dict[str, Tensor]]], T: int, layout, fill: dict) -> 
     return out
 
 
-def forwards_of(samples: list[dict], cfg, layout):
+def forwards_of(samples: list[Sample], cfg, layout):
     """Yields (samples, tensors) of each forward of this data rank. segment: number of the token's
     sample in the forward."""
     plan = plan_forwards([n_read(s) for s in samples], cfg, layout)
-    firsts = [0, *accumulate(len(s["ids"]) for s in samples)]
+    firsts = [0, *accumulate(len(s.ids) for s in samples)]
     # one input token, neither trained nor counted: for a row without samples
-    idle = dict(
-        prompt=samples[0]["prompt"][:1],
-        ids=samples[0]["ids"][:1],
+    idle = Sample(
+        prompt=samples[0].prompt[:1],
+        ids=samples[0].ids[:1],
         logprobs=[0.0],
         mask=[0.0],
         advantage=0.0,
@@ -239,3 +239,14 @@ def forwards_of(samples: list[dict], cfg, layout):
             for name in ("mask", "sampled"):
                 b[name] = torch.zeros_like(b[name])
         yield [samples[i] for row in rows for i in row], b
+
+
+def sum_of_samples(x: Tensor, segment: Tensor, layout) -> Tensor:
+    """For each token (B, T/cp) the sum of x over its whole sample. segment: number of its sample in
+    the forward. In fp64, so that the order of summands does not show."""
+    # more than the number of samples
+    sums = x.new_zeros(x.numel() * layout.cp + 1, dtype=torch.float64)
+    sums.index_add_(0, segment.flatten(), x.flatten().double())
+    if layout.cp > 1:
+        dist.all_reduce(sums, group=layout.group("cp"))
+    return sums[segment].float()

@@ -2,8 +2,9 @@
 and the reference copy."""
 
 import shutil
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from distributed.checks import check_model
 from distributed.experts import expert_parallel
 from distributed.layout import reshard, whole_tensor
 from distributed.pipeline import pipeline_stages
-from flags.config import override_fields
+from flags.config import Need, flag, override_fields
 from lora.lora import lora_linears
 from models.attention import sdpa
 from models.llama3 import Llama3Config
@@ -41,6 +42,27 @@ FLAVORS = {  # for the demos on characters; larger models come from --init_from
     "debug": Llama3Config(**SMALL),
     "debug_moe": Qwen3Config(**SMALL, n_experts=8, top_k=2, moe_ffn_dim=96),
 }
+
+
+# see flags/config.py
+NEW_MODEL = Need("with --init_from, which brings a trained model", lambda c: not c.init_from)
+
+
+@dataclass(kw_only=True)
+class PolicyConfig:
+    # a small Llama 3, or Qwen3 with experts
+    flavor: Literal[tuple(FLAVORS)] = flag("debug", NEW_MODEL)
+    model_args: str = ""  # fields of the flavor to change: "n_layers=4,dim=128"
+
+    # not flags, as in pre-training: with --pp each rank has one stage, and the forwards of an update
+    # are the micro-batches
+    pp_schedule = "1F1B"
+    pp_schedule_csv = ""
+    pp_microbatch_size = 1
+    pp_layers_per_stage = None
+    pp_first_stage_less_layers = 1
+    pp_last_stage_less_layers = 1
+    pp_stage_fqns = ""
 
 
 def model_of(cfg, vocab_size: int):

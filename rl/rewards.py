@@ -1,5 +1,4 @@
-"""(3) of grpo.py: rewards with a time limit, in threads, and the fate of failed rewards; the
-numbers of an evaluation.
+"""(3) of grpo.py: rewards with a time limit, in threads, and the fate of failed rewards.
 
 A reward is the user's Python on a model's text, so a reward may raise, or never return: rl/calls.py
 has the clock. A regular expression that backtracks without end stops the clock; then only the other
@@ -147,31 +146,3 @@ class Payments:
                 break
         self.calls.close()
         return sum((results[i] for i in sorted(results)), [])
-
-
-# ---------------------------------------------------------------- evaluation
-def ratio(name: str, y: list[float], x: list[float] | None = None, scale=1.0) -> dict:
-    """{name: sum y / sum x, name_stderr: its standard error by linearisation}, both times scale. x
-    None: the mean of y, and the sample's standard deviation / sqrt(n). The error of a single value
-    is None."""
-    n = len(y)
-    x = x or [1.0] * len(y)
-    r = sum(y) / sum(x)
-    squares = sum((a - r * b) ** 2 for a, b in zip(y, x))
-    error = None
-    if n > 1:
-        error = math.sqrt(n / (n - 1) * squares) / sum(x) * scale
-    return {name: r * scale, f"{name}_stderr": error}
-
-
-def held_out_numbers(samples: list[dict], greedy: list[dict], k: int) -> dict:
-    """Mean reward of k samples per prompt (pass@1 for rewards of 0 and 1), mean reward of greedy
-    samples, and the share of prompts with a full reward among k samples (pass@k). Errors are over
-    prompts: samples of one prompt are not independent."""
-    rewards = []
-    for i in range(0, len(samples), k):
-        rewards.append([s["reward"] for s in samples[i : i + k]])
-    line = {"eval_n": len(rewards), "eval_k": k}
-    line |= ratio("eval_reward", [sum(group) / k for group in rewards])
-    line |= ratio("eval_pass_at_k", [float(max(group) >= 1) for group in rewards])
-    return line | ratio("eval_greedy", [s["reward"] for s in greedy])

@@ -12,7 +12,7 @@ from base64 import b64decode, b64encode
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from rl.datasets import DatasetConfig
 from rl.decoding import draw_noise, rollout
 from rl.environments import Turns, draw_task
 from rl.rewards import Paid, Payments, RewardConfig
+from rl.sample import Sample
 
 # values per token of a sample: the kinds of their arrays
 NUMBERS = {"prompt": "i", "ids": "i", "logprobs": "f", "mask": "f"}
@@ -210,32 +211,32 @@ def sample_groups(
     )
     for j, s in enumerate(samples):
         if j not in texts:
-            ended(j, s["ids"], s["truncated"])
-        s["group"] = mine[j // group_size]
-        s["prompt"] = prompts[j // group_size]
-        s["text"] = texts[j]
-        s["task"], s["answer"] = tasks[s["group"]][1:]
+            ended(j, s.ids, s.truncated)
+        s.group = mine[j // group_size]
+        s.prompt = prompts[j // group_size]
+        s.text = texts[j]
+        _, s.task, s.answer = tasks[s.group]
     if pays:
         paid = payments.wait()
     else:
-        paid = [Paid(s["earned"]) for s in samples]
+        paid = [Paid(s.earned) for s in samples]
     for j, (s, (reward, failure, parts)) in enumerate(zip(samples, paid)):
-        name = tasks[s["group"]][0]
-        s["failed"] = failure
-        s["reward"] = reward
+        name = tasks[s.group][0]
+        s.failed = failure
+        s.reward = reward
         if failure:
-            s["reward"] = cfg.failed_reward
-        s["parts"] = parts
+            s.reward = cfg.failed_reward
+        s.parts = parts
         if failure and cfg.failed_reward is None:
             failed.append(failure)
         if cfg.control == "random" and not name.startswith("eval/"):
-            s["reward"] = float(random.Random(f"{cfg.seed}/{name}/{j % group_size}").random() < 0.5)
+            s.reward = float(random.Random(f"{cfg.seed}/{name}/{j % group_size}").random() < 0.5)
     reasons = sum(gather(failed, group), [])
     if reasons:
         raise ValueError(f"--env {cfg.env}: {reasons[0]}")
     # sorted() is stable, so samples keep their order within a group
-    samples = sorted(gather_samples(samples, layout, group), key=lambda s: s["group"])
-    unpaid = [s["failed"] for s in samples if s["failed"]]
+    samples = sorted(gather_samples(samples, layout, group), key=lambda s: s.group)
+    unpaid = [s.failed for s in samples if s.failed]
     if unpaid and layout.rank == 0:
         print(
             f"{len(unpaid)} of {len(samples)} rewards failed and count as --failed_reward "
@@ -250,13 +251,13 @@ def later(index: int, ids: list[int], truncated: bool) -> None:
     """In place of `ended`, where samples are paid when all have ended."""
 
 
-def gather_samples(samples: list[dict], layout, group) -> list[dict]:
+def gather_samples(samples: list[Sample], layout, group) -> list[Sample]:
     """The samples of all data ranks, in arrays, on every rank. cp and tp ranks share a model, and
     must have sampled the same: all send a hash of their ids, and the first of them sends the
     samples. Raises RuntimeError."""
     samples = [*map(as_arrays, samples)]
     copies = layout.cp * layout.tp
-    hashed = zlib.crc32(b" ".join(s["ids"] for s in samples))
+    hashed = zlib.crc32(b" ".join(s.ids for s in samples))
     if layout.rank % copies:
         samples = []
     everyone = gather((hashed, samples), group)
@@ -312,9 +313,9 @@ def make_batch(cfg, env, text, layout, model, cursor: int, version: int, draw=dr
     )
 
 
-def has_equal_rewards(group: list[dict]) -> bool:
+def has_equal_rewards(group: list[Sample]) -> bool:
     """Whether a group teaches nothing: all its advantages are 0."""
-    return len({s["reward"] for s in group}) == 1
+    return len({s.reward for s in group}) == 1
 
 
 def batch_flags(cfg) -> dict:
@@ -346,16 +347,16 @@ def batch_flags(cfg) -> dict:
     return flags
 
 
-def as_arrays(sample: dict) -> dict:
+def as_arrays(sample: Sample) -> Sample:
     """With an array in place of each list of numbers, 12 bytes per token in place of 100; or of its
     text in a checkpoint."""
-    changed = dict(sample)
-    for name in NUMBERS.keys() & sample.keys():
-        numbers = sample[name]
+    arrays = {}
+    for name, kind in NUMBERS.items():
+        numbers = getattr(sample, name)
         if isinstance(numbers, str):
             numbers = b64decode(numbers)
-        changed[name] = array(NUMBERS[name], numbers)
-    return changed
+        arrays[name] = array(kind, numbers)
+    return replace(sample, **arrays)
 
 
 def pack_batches(batches: list[dict], cfg) -> dict[str, bytes]:
@@ -364,8 +365,13 @@ def pack_batches(batches: list[dict], cfg) -> dict[str, bytes]:
     if not batches:
         return {}
     content = {"made_with": batch_flags(cfg), "batch": batches}
-    text = json.dumps(content, default=lambda numbers: b64encode(numbers).decode())
-    return {BATCHES: text.encode()}
+    return {BATCHES: json.dumps(content, default=as_json).encode()}
+
+
+def as_json(value: Sample | array) -> dict | str:
+    if isinstance(value, Sample):
+        return vars(value)
+    return b64encode(value).decode()
 
 
 def reuse_batches(state: dict, folder: str, cfg, rank0: bool) -> list[dict]:
@@ -375,7 +381,7 @@ def reuse_batches(state: dict, folder: str, cfg, rank0: bool) -> list[dict]:
     if state.get("ahead"):
         saved = read_json(folder, BATCHES)
     for batch in saved["batch"]:
-        batch["samples"] = [*map(as_arrays, batch["samples"])]
+        batch["samples"] = [as_arrays(Sample(**values)) for values in batch["samples"]]
     old = saved["made_with"]
     new = batch_flags(cfg)
     differ = []
@@ -408,7 +414,7 @@ class InPlace:
         self.cursor = batch["cursor"]
         return lambda: batch
 
-    def evaluate(self, tasks: list[tuple], group_size: int, temperature: float) -> list[dict]:
+    def evaluate(self, tasks: list[tuple], group_size: int, temperature: float) -> list[Sample]:
         with whole_weights(self.trainer.model):
             return sample_groups(*self.task, self.trainer.model, tasks, group_size, temperature)
 
@@ -449,7 +455,7 @@ class Remote:
     def submit(self):
         return self.in_thread(self.make, self.trainer.policy_version)
 
-    def evaluate(self, *asked) -> list[dict]:
+    def evaluate(self, *asked) -> list[Sample]:
         return self.in_thread(self.run, sample_groups, *asked)()
 
     def in_thread(self, call, *args):

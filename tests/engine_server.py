@@ -56,7 +56,7 @@ class Engine:
             generator=torch.Generator().manual_seed(random.randrange(99) if seed is None else seed),
         )
         tokenizer = load_tokenizer(self.file) if stop else None
-        stops = lambda s: None if stop and stop[0] in tokenizer.decode(s["ids"]) else []  # noqa: E731
+        stops = lambda s: None if stop and stop[0] in tokenizer.decode(s.ids) else []  # noqa: E731
         with ONE_AT_A_TIME:
             self.model.unknown_ids = torch.tensor([int(i) for i in bias]) if bias else None
             return rollout(
@@ -102,10 +102,8 @@ class Engine:
                 {
                     "text": "",
                     "meta_info": {
-                        "finish_reason": {"type": "length" if s["truncated"] else "stop"},
-                        "output_token_logprobs": [
-                            [x, i, None] for x, i in zip(s["logprobs"], s["ids"])
-                        ],
+                        "finish_reason": {"type": "length" if s.truncated else "stop"},
+                        "output_token_logprobs": [[x, i, None] for x, i in zip(s.logprobs, s.ids)],
                         **({"weight_version": self.version} if self.tells else {}),
                     },
                 }
@@ -132,9 +130,9 @@ class Engine:
                     {
                         "index": i,
                         "text": "",
-                        "finish_reason": "length" if s["truncated"] else "stop",
-                        "token_ids": s["ids"],
-                        "logprobs": {"token_logprobs": s["logprobs"]},
+                        "finish_reason": "length" if s.truncated else "stop",
+                        "token_ids": s.ids,
+                        "logprobs": {"token_logprobs": s.logprobs},
                     }
                     for i, s in enumerate(samples)
                 ][::-1]

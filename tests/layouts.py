@@ -554,12 +554,10 @@ def assert_samples_are_the_best_tokens(model):
     samples = rollout(model, prompts, torch.zeros(2, 1, 20), 0.0, [], max_len=40)
     for prompt, sample in zip(prompts, samples, strict=True):
         with torch.no_grad():
-            logprobs = model(torch.tensor([prompt + sample["ids"]]))[0].log_softmax(-1)
+            logprobs = model(torch.tensor([prompt + sample.ids]))[0].log_softmax(-1)
         best = logprobs[len(prompt) - 1 : -1].max(-1)
-        assert best.indices.tolist() == sample["ids"] and len(sample["ids"]) == 20
-        torch.testing.assert_close(
-            best.values, torch.tensor(sample["logprobs"]), rtol=1e-4, atol=1e-4
-        )
+        assert best.indices.tolist() == sample.ids and len(sample.ids) == 20
+        torch.testing.assert_close(best.values, torch.tensor(sample.logprobs), rtol=1e-4, atol=1e-4)
 
 
 def stacked(theirs: dict, names) -> torch.Tensor:

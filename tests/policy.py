@@ -81,17 +81,16 @@ def samples_of(
     )
     samples = rollout(model, prompts, noise, temperature, eot, **{"max_len": 32} | options)
     for i, s in enumerate(samples):
-        s["prompt"], s["advantage"] = prompts[i // group_size], rng.uniform(-1, 1)
+        s.prompt, s.advantage = prompts[i // group_size], rng.uniform(-1, 1)
     return samples
 
 
 def full_logprobs(model, s, temperature=1.0):
     """Log-probabilities of a sample's ids from a forward, by hand."""
     logits = (
-        model(torch.tensor([s["prompt"] + s["ids"]]))[0, len(s["prompt"]) - 1 : -1].float()
-        / temperature
+        model(torch.tensor([s.prompt + s.ids]))[0, len(s.prompt) - 1 : -1].float() / temperature
     )
-    return logits.log_softmax(-1).gather(-1, torch.tensor(s["ids"])[:, None])[:, 0]
+    return logits.log_softmax(-1).gather(-1, torch.tensor(s.ids)[:, None])[:, 0]
 
 
 def trainer_of(seed=0, unknown=None, config=MODEL, **flags):

@@ -14,20 +14,19 @@ class Edit(NamedTuple):
     no_effect: bool = False
 
 
-RETURN = "            return per_token.sum()\n"
-CLIP = "    low, high = clip\n"
-WEIGHT = '    weight = mask / n if kind in ("grpo", "gspo") else mask\n'
-Z = "        z = loss_denominator(kind, counted or samples, cfg.max_new_tokens)\n"
-SCORES = '        s["reward"] + overlong'
-ARGUMENTS = 'kind, lp, old, mu, b["advantage"], mask'
+RETURN = "        return per_token, clipped * mask, kl\n"
+TOKENS = '        tokens = Tokens(lp, old, b["advantage"], mask, b["n"], sequence_sum)\n'
+WEIGHT = "        per_token = -objective * (mask / n)\n"
+Z = "        z = loss_denominator(loss.divisor, counted or samples, cfg.max_new_tokens)\n"
+SCORES = "        scores.append(s.reward + penalty)\n"
 
 
 def weight_is(text: str) -> tuple[str, str]:
-    return WEIGHT, f"    weight = {text}\n"
+    return WEIGHT, f"        per_token = -objective * ({text})\n"
 
 
 def before_return(*lines: str) -> tuple[str, str]:
-    return RETURN, "".join(f"            {line}\n" for line in lines) + RETURN
+    return RETURN, "".join(f"        {line}\n" for line in lines) + RETURN
 
 
 GRPO = {
@@ -37,20 +36,23 @@ GRPO = {
         "",
         [
             (
-                CLIP,
-                CLIP
-                + "    advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-6)\n",
+                TOKENS,
+                '        a = b["advantage"]\n'
+                + "        a = (a - a.mean()) / (a.std() + 1e-6)\n"
+                + TOKENS.replace('b["advantage"]', "a"),
             )
         ],
     ),
-    "weight_by_mean_length": Edit("--local_batch_size", "", [weight_is("mask * n / n.mean()")]),
+    "weight_by_mean_length": Edit(
+        "--local_batch_size", "", [weight_is('mask * b["n"] / b["n"].mean()')]
+    ),
     "mask_shifted": Edit(
         "--cp",
         "",
-        [(CLIP, CLIP + "    mask = torch.nn.functional.pad(mask[:, 1:], (0, 1))\n")],
+        [(TOKENS, "        mask = torch.nn.functional.pad(mask[:, 1:], (0, 1))\n" + TOKENS)],
     ),
     "denominator_of_a_rank": Edit(
-        "--dp_shard", "", [(Z, Z.replace("counted or samples", "sum(parts, [])"))]
+        "--dp_shard", "", [(Z, Z.replace("counted or samples", "share"))]
     ),
     "padded_length": Edit("--pack_tokens", "", [weight_is("mask / mask.shape[1]")]),
     "most_uncertain_tokens": Edit(
@@ -67,7 +69,7 @@ GRPO = {
     "sum_of_a_row": Edit(
         "--cp",
         "--loss gspo",
-        [("sequence_sum(log_ratio.detach()) / n", "log_ratio.detach().sum(1, keepdim=True) / n")],
+        [("t.sequence_sum(log_ratio.detach())", "log_ratio.detach().sum(1, keepdim=True)")],
     ),
     "discount_along_the_row": Edit(
         "--pack_tokens",
@@ -85,15 +87,15 @@ GRPO = {
         [
             (
                 "        # (5) loss, (6) optimizer\n",
-                '        std = torch.tensor([s["advantage"] for s in samples]).std().item()\n'
+                "        std = torch.tensor([s.advantage for s in samples]).std().item()\n"
                 "        for s in samples:\n"
-                '            s["advantage"] /= std + 1e-6\n\n'
+                "            s.advantage /= std + 1e-6\n\n"
                 "        # (5) loss, (6) optimizer\n",
             )
         ],
     ),
     "length_in_the_reward": Edit(
-        "", "", [(SCORES, SCORES.replace('s["reward"]', 's["reward"] - 0.05 * len(s["ids"])'))]
+        "", "", [(SCORES, SCORES.replace("penalty", "penalty - 0.05 * len(s.ids)"))]
     ),
     "token_k2": Edit(
         "", "", [before_return("per_token = per_token + 0.05 * (lp - mu) ** 2 * mask")]
@@ -101,9 +103,7 @@ GRPO = {
     "entropy_of_samples": Edit(
         "", "", [before_return("per_token = per_token + 0.1 * lp.detach() * lp * mask")]
     ),
-    "tool_tokens_too": Edit(
-        "", "", [(ARGUMENTS, 'kind, lp, old, mu, b["advantage"], (b["at"] >= 0).float()')]
-    ),
+    "tool_tokens_too": Edit("", "", [(TOKENS, '        mask = (b["at"] >= 0).float()\n' + TOKENS)]),
     "entropy_bonus": Edit("", "", [before_return("per_token = per_token - 0.5 * entropy * mask")]),
     "detached_bonus": Edit(
         "", "", [before_return("per_token = per_token - 0.5 * lp.detach() * mask")], True

@@ -24,8 +24,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import evaluate
 import parallel
-from rl import questions, rewards
+from rl import evaluation, questions
 from rl.datasets import HINTS, Text
+from rl.sample import Sample
 from storage import commands as checkpoint_commands
 from storage.hf import load_hf_model
 from storage.prompt import open_chat
@@ -498,7 +499,7 @@ def test_thoughts_are_no_answers():
         ("exact", "<think>\n\n</think>\n\n7", False, 1),
         ("exact", "\n7</think>\n7", True, 1),
     ):
-        sample = dict(ids=[1], text=text, opened=opened, truncated=False)
+        sample = Sample(ids=[1], text=text, opened=opened)
         (item,), _ = evaluate.exact_match([line], [sample], answers)
         assert item["correct"] == correct, text
 
@@ -506,15 +507,15 @@ def test_thoughts_are_no_answers():
 # ---------------------------------------------------------------- results
 def test_the_standard_error_of_a_ratio():
     """With equal denominators the error of a mean; otherwise the error of resampled lines."""
-    assert rewards.ratio("x", [3.0]) == {"x": 3.0, "x_stderr": None}
-    assert rewards.ratio("x", [0, 0, 1, 1]) == {
+    assert evaluation.ratio("x", [3.0]) == {"x": 3.0, "x_stderr": None}
+    assert evaluation.ratio("x", [0, 0, 1, 1]) == {
         "x": 0.5,
         "x_stderr": pytest.approx(math.sqrt(1 / 3 / 4)),
     }
     rng = random.Random(0)
     x = [rng.uniform(1, 9) for _ in range(200)]
     y = [2 * a + rng.gauss(0, 1) * a**0.5 for a in x]
-    found = rewards.ratio("r", y, x, scale=10.0)
+    found = evaluation.ratio("r", y, x, scale=10.0)
     again = []
     for _ in range(400):
         rows = rng.choices(range(200), k=200)
@@ -533,7 +534,7 @@ def test_what_counts_as_the_right_answer():
         ("1/2", "1/2", False, 1),
     ]
     lines = [evaluate.Line("", {"question": "why", "answer": answer}) for answer, *_ in rows]
-    samples = [dict(text=text, ids=[1, 2], truncated=truncated) for _, text, truncated, _ in rows]
+    samples = [Sample(text=text, ids=[1, 2], truncated=truncated) for _, text, truncated, _ in rows]
     items, metrics = evaluate.exact_match(lines, samples)
     assert [item["correct"] for item in items] == [row[-1] for row in rows]
     assert metrics["exact_match"] == pytest.approx(4 / 7) and metrics["truncated"] == pytest.approx(
@@ -560,8 +561,7 @@ def test_what_is_right_can_be_said(answers, correct):
         for i, answer in enumerate(["1/2", 5, "7"])
     ]
     samples = [
-        dict(text=text, ids=[1], truncated=False)
-        for text in ("so \\boxed{\\frac{1}{2}}", "\\boxed{6} not 5", "7")
+        Sample(text=text, ids=[1]) for text in ("so \\boxed{\\frac{1}{2}}", "\\boxed{6} not 5", "7")
     ]
     if correct is None:
         wanted = "a.jsonl:0: nothing can be right with --answers number for '1/2'"

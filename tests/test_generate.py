@@ -73,8 +73,8 @@ def test_a_block_that_attends_twice(model):
         noise = torch.rand(4, 3, 7, generator=torch.Generator().manual_seed(0))
         samples = decoding.rollout(other, PROMPTS, noise, 1.0, 0, max_len=32, rows=rows)
         for i, s in enumerate(samples):
-            want = full_logprobs(other, s | dict(prompt=PROMPTS[i // 3]))
-            assert torch.allclose(want, torch.tensor(s["logprobs"]), atol=1e-4)
+            want = full_logprobs(other, replace(s, prompt=PROMPTS[i // 3]))
+            assert torch.allclose(want, torch.tensor(s.logprobs), atol=1e-4)
 
 
 def test_a_latent_block_that_attends_twice():
@@ -120,7 +120,7 @@ def test_logprobs_equal_a_full_forward(model, temperature, report):
         PROMPTS, decoding.rollout(model, PROMPTS, noise, temperature, [], max_len=64)
     ):
         assert (
-            full_logprobs(model, s | dict(prompt=prompt), report) - torch.tensor(s["logprobs"])
+            full_logprobs(model, replace(s, prompt=prompt), report) - torch.tensor(s.logprobs)
         ).abs().max() < 1e-4
 
 

@@ -37,11 +37,12 @@ from runs import REPO, Job, metrics
 import generate
 import grpo
 from distributed.layout import AXES
-from grpo import advantages, loss_denominator, overlong_penalty, policy_loss
+from grpo import LOSSES, Tokens, advantages, loss_denominator, overlong_penalty
 from models.loss import CHUNK_ELEMENTS, token_logprobs
-from rl import decoding, environments, rollouts
+from rl import agreement, decoding, environments, rollouts
 from rl.messages import FEW, warn_of_equal_rewards
 from rl.policy import forward
+from rl.sample import Sample
 from storage.hf import load_hf_model
 from storage.prompt import open_chat
 
@@ -53,11 +54,10 @@ def test_uniform_model_and_finite_difference():
     h, labels = torch.randn(2, 5, 8), torch.randint(24, (2, 5))
     logprobs, entropy = token_logprobs(h, torch.zeros(24, 8), labels)
     assert (logprobs + math.log(24)).abs().max() < 1e-6 > (entropy - math.log(24)).abs().max()
-    model, s = sharp_model(), dict(prompt=[3, 1], ids=[7, 9])
+    model = sharp_model()
+    s = Sample(prompt=[3, 1], ids=[7, 9], logprobs=[0.0] * 2, mask=[1.0] * 2, advantage=1.0)
     trainer = trainer_of()
-    _, packed = next(
-        trainer.microbatches([s | dict(logprobs=[0.0] * 2, mask=[1.0] * 2, advantage=1.0)])
-    )
+    _, packed = next(trainer.microbatches([s]))
     assert packed["tokens"].tolist() == [[3, 1, 7]] and packed["labels"].tolist() == [[1, 7, 9]]
     assert packed["mask"].tolist() == [[0, 1, 1]]
     lp, _ = trainer.model(packed["tokens"], labels=packed["labels"], positions=packed["positions"])
@@ -97,7 +97,7 @@ def entropy_gradients(flags, samples):
     """Gradients of the sum of the entropies of all sampled tokens; the last of them counts twice."""
     trainer = trainer_of(**flags)
     for _, b in trainer.microbatches(samples):
-        weight = b["mask"] * (1 + b["at"] / sum(len(s["ids"]) for s in samples))
+        weight = b["mask"] * (1 + b["at"] / sum(len(s.ids) for s in samples))
         _, entropy = forward(trainer.model, b, trainer.layout)
         (entropy * weight).sum().backward()
     return gradients(trainer)
@@ -121,17 +121,17 @@ def test_gradient_of_the_entropy_in_every_layout(n, flags):
     model = sharp_model()
     samples = samples_of(model, eot=0)
     for s in samples:
-        s["ids"] = [i % 21 for i in s["ids"]]
-        s["prompt"] = [i % 21 for i in s["prompt"]]
+        s.ids = [i % 21 for i in s.ids]
+        s.prompt = [i % 21 for i in s.prompt]
     at = 0
     total = 0.0
-    n_ids = sum(len(s["ids"]) for s in samples)
+    n_ids = sum(len(s.ids) for s in samples)
     for s in samples:
-        logits = model(torch.tensor([s["prompt"] + s["ids"]]))[0, len(s["prompt"]) - 1 : -1]
+        logits = model(torch.tensor([s.prompt + s.ids]))[0, len(s.prompt) - 1 : -1]
         logp = (logits[:, :21].float() / 0.7).log_softmax(-1)
-        weight = 1 + torch.arange(at, at + len(s["ids"])) / n_ids
+        weight = 1 + torch.arange(at, at + len(s.ids)) / n_ids
         total = total - ((logp.exp() * logp).sum(-1) * weight).sum()
-        at += len(s["ids"])
+        at += len(s.ids)
     total.backward()
     want = {fqn: p.grad for fqn, p in model.named_parameters()}
     for got in pool(n).run(entropy_gradients, flags, samples):
@@ -178,10 +178,10 @@ def test_overlong_penalty():
 
 def by_hand(kind, samples, model, clip):
     """The objectives as the papers write them: a loop over samples and tokens."""
-    total, tokens = 0.0, sum(len(s["ids"]) for s in samples)
+    total, tokens = 0.0, sum(len(s.ids) for s in samples)
     for s in samples:
-        lp, mu, A = full_logprobs(model, s), torch.tensor(s["logprobs"]), s["advantage"]
-        r, n = (lp - mu).exp(), len(s["ids"])
+        lp, mu, A = full_logprobs(model, s), torch.tensor(s.logprobs), s.advantage
+        r, n = (lp - mu).exp(), len(s.ids)
         if kind == "gspo":
             r = ((lp - mu).sum() / n).exp()
             total += min(r * A, r.clamp(1 - clip[0], 1 + clip[1]) * A) / len(samples)
@@ -199,12 +199,12 @@ def by_hand(kind, samples, model, clip):
     return -total
 
 
-def train_by(want, trainer, samples, model) -> dict:
+def train_by(want, trainer, samples, model) -> grpo.Trained:
     """Numbers of train_on(samples), whose loss and gradients must be those of `want`, computed with
     the plain model."""
     want.backward()
     found = trainer.train_on(samples)
-    assert found["loss"] == pytest.approx(want.item(), abs=1e-5)
+    assert found.loss == pytest.approx(want.item(), abs=1e-5)
     # the Trainer divides in optim_step
     got = {fqn: g / trainer.denominator for fqn, g in gradients(trainer).items()}
     assert_close(got, {fqn: p.grad for fqn, p in model.named_parameters()}, 1e-4)
@@ -219,24 +219,25 @@ def test_losses_and_gradients_equal_the_papers(kind):
     samples = samples_of(sharp_model(seed=0), n_prompts=5)
     rng = random.Random(1)
     for s in samples:  # an older policy
-        s["logprobs"] = [lp + rng.gauss(0, 0.3) for lp in s["logprobs"]]
+        s.logprobs = [lp + rng.gauss(0, 0.3) for lp in s.logprobs]
     plain = sharp_model()
-    assert train_by(by_hand(kind, samples, plain, clip), trainer, samples, plain)["clip_share"] > 0
+    assert train_by(by_hand(kind, samples, plain, clip), trainer, samples, plain).clip_share > 0
 
 
 def of_row(x):
-    """sequence_sum of policy_loss, where a row is one sample."""
+    """sequence_sum of Tokens, where a row is one sample."""
     return x.sum(1, keepdim=True)
 
 
 def test_clipped_tokens_have_no_gradient_on_one_side_only():
     lp = torch.log(torch.tensor([[1.5, 1.5, 0.5, 0.5, 1.0]])).requires_grad_()
-    A, one, zero = torch.tensor([[1.0, -1.0, 1.0, -1.0, 1.0]]), torch.ones(1, 5), torch.zeros(1, 5)
-    loss, clipped = policy_loss("dapo", lp, zero, zero, A, one, one, (0.2, 0.28), (0, ""), of_row)
-    loss.sum().backward()
-    assert (lp.grad != 0).tolist() == [[False, True, True, False, True]] and clipped.tolist() == [
-        [1, 0, 0, 1, 0]
-    ]
+    A = torch.tensor([[1.0, -1.0, 1.0, -1.0, 1.0]])
+    one = torch.ones(1, 5)
+    tokens = Tokens(lp, torch.zeros(1, 5), A, one, one, of_row)
+    objective, clipped = LOSSES["dapo"].objective(tokens, 0.2, 0.28)
+    objective.sum().backward()
+    assert (lp.grad != 0).tolist() == [[False, True, True, False, True]]
+    assert clipped.tolist() == [[True, False, False, True, False]]
 
 
 @pytest.mark.parametrize(
@@ -253,13 +254,17 @@ def test_importance_sampling_weighs_the_gradient(cap, mode, weights):
     """The modes are those of TRL's vllm_importance_sampling_mode. The last token is not of the
     sample."""
     lp = torch.log(torch.tensor([[0.5, 0.5, 0.5, 0.5]])).requires_grad_()
-    mu, mask = (
-        torch.log(torch.tensor([[0.5, 0.1, 0.9, 1e-9]])),
-        torch.tensor([[1.0, 1.0, 1.0, 0.0]]),
-    )
     one = torch.ones(1, 4)
-    clip = (0.2, 0.28)
-    loss, _ = policy_loss("dapo", lp, lp.detach(), mu, one, mask, 3, clip, (cap, mode), of_row)
+    b = dict(
+        mu=torch.log(torch.tensor([[0.5, 0.1, 0.9, 1e-9]])),
+        mask=torch.tensor([[1.0, 1.0, 1.0, 0.0]]),
+        old=torch.zeros(1, 4),
+        advantage=one,
+        n=3 * one,
+        segment=torch.tensor([[0, 0, 0, 1]]),
+    )
+    trainer = trainer_of(tis=cap, tis_mode=mode)
+    loss, _, _ = trainer.loss_of_tokens(LOSSES["dapo"], b, None, lp, one)
     loss.sum().backward()
     assert torch.allclose(-lp.grad, torch.tensor([[*weights, 0.0]]))
 
@@ -269,19 +274,19 @@ def test_several_updates_keep_the_policy_before_the_first():
     the current policy."""
     trainer, samples = trainer_of(tis=2.0, minibatches=2, loss="dapo"), samples_of(sharp_model())
     for s in samples:
-        s["logprobs"] = [lp - 0.4 for lp in s["logprobs"]]  # a sampler that was less sure
-    trainer.score(samples)
+        s.logprobs = [lp - 0.4 for lp in s.logprobs]  # a sampler that was less sure
+    agreement.compare_samples(trainer, samples)
     for s in samples:
-        assert torch.allclose(torch.tensor(s["old"]), full_logprobs(sharp_model(), s), atol=1e-4)
+        assert torch.allclose(torch.tensor(s.old), full_logprobs(sharp_model(), s), atol=1e-4)
     first = trainer.train_on(samples)
     # the ratio is 1; against the sampler it would be 1.5, and clipped
-    assert first["clip_share"] == 0
-    want = -sum(math.exp(0.4) * s["advantage"] * len(s["ids"]) for s in samples) / sum(
-        len(s["ids"]) for s in samples
+    assert first.clip_share == 0
+    want = -sum(math.exp(0.4) * s.advantage * len(s.ids) for s in samples) / sum(
+        len(s.ids) for s in samples
     )
-    assert first["loss"] == pytest.approx(want, rel=1e-3)
+    assert first.loss == pytest.approx(want, rel=1e-3)
     trainer.optim_step(0.02)
-    assert trainer.train_on(samples)["clip_share"] > 0
+    assert trainer.train_on(samples).clip_share > 0
 
 
 def test_kl_to_the_reference_is_k3():
@@ -289,15 +294,15 @@ def test_kl_to_the_reference_is_k3():
     trainer.reference = trainer_of(seed=1).model
     samples = samples_of(sharp_model())
     for s in samples:
-        s["advantage"] = 0.0
+        s.advantage = 0.0
     plain, other = sharp_model(), sharp_model(seed=1)
     total = 0.0
     for s in samples:
         d = full_logprobs(other, s).detach() - full_logprobs(plain, s)
         total += (d.exp() - d - 1).sum()
-    want = 0.5 * total / sum(len(s["ids"]) for s in samples)
+    want = 0.5 * total / sum(len(s.ids) for s in samples)
     assert (
-        train_by(want, trainer, samples, plain)["kl"] == pytest.approx(2 * want.item(), rel=1e-4)
+        train_by(want, trainer, samples, plain).kl == pytest.approx(2 * want.item(), rel=1e-4)
         and want > 0
     )
 
@@ -314,11 +319,15 @@ def test_many_calls_and_microbatches_are_one(kind):
     whole.train_on(samples)
     for part in (samples[:4], samples[4:5], samples[5:]):
         parts.train_on(part)
-    assert whole.denominator == parts.denominator == loss_denominator(kind, samples, 9)
+    assert (
+        whole.denominator == parts.denominator == loss_denominator(LOSSES[kind].divisor, samples, 9)
+    )
     assert_close(gradients(parts), gradients(whole), 1e-5)
     norms = [t.optim_step(1e-3) for t in (whole, parts)]
-    assert norms[0]["grad_norm"] == pytest.approx(norms[1]["grad_norm"], rel=1e-5)
-    assert norms[0]["policy_version"] == 1 and whole.denominator == 0 and not gradients(whole)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    assert whole.policy_version == 1
+    assert whole.denominator == 0
+    assert not gradients(whole)
     for (fqn, a), (_, b) in zip(whole.model.named_parameters(), parts.model.named_parameters()):
         assert torch.allclose(a, b, atol=1e-5), fqn
 
@@ -328,30 +337,28 @@ def test_groups_of_equal_rewards_may_be_left_out():
     gradient stay the same."""
     samples = samples_of(sharp_model(), n_prompts=6)
     for s in samples[6:15]:
-        s["advantage"] = 0.0
+        s.advantage = 0.0
     whole, kept = trainer_of(loss="dr_grpo"), trainer_of(loss="dr_grpo")
     a, b = whole.train_on(samples), kept.train_on(samples[:6] + samples[15:], counted=samples)
     assert_close(gradients(kept), gradients(whole), 1e-5)
-    assert (
-        a["loss"] == pytest.approx(b["loss"], rel=1e-4)
-        and whole.denominator == kept.denominator == 18 * 9
-    )
+    assert a.loss == pytest.approx(b.loss, rel=1e-4)
+    assert whole.denominator == kept.denominator == 18 * 9
 
 
 def mask_truncated(samples):
-    return [
-        s | dict(mask=[0.0] * len(s["ids"]), sampled=s["mask"], advantage=0.0)
-        if s["truncated"]
-        else s
-        for s in samples
-    ]
+    found = []
+    for s in samples:
+        if s.truncated:
+            s = replace(s, mask=[0.0] * len(s.ids), sampled=s.mask, advantage=0.0)
+        found.append(s)
+    return found
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "dapo", "gspo", "cispo"])
 def test_truncated_samples_leave_numerator_and_denominator_together(kind):
     """--mask_truncated: as if never sampled, except in the proof, which covers all samples."""
     samples = samples_of(sharp_model(), n_prompts=6)
-    cut, rest = [s for s in samples if s["truncated"]], [s for s in samples if not s["truncated"]]
+    cut, rest = [s for s in samples if s.truncated], [s for s in samples if not s.truncated]
     assert cut and rest
     plain, trainer = (
         sharp_model(),
@@ -360,25 +367,26 @@ def test_truncated_samples_leave_numerator_and_denominator_together(kind):
     found = train_by(
         by_hand(kind, rest, plain, (0.2, 0.28)), trainer, mask_truncated(samples), plain
     )
-    assert found["tokens"] == sum(len(s["ids"]) for s in samples)
+    assert found.tokens == sum(len(s.ids) for s in samples)
     whole = trainer_of(loss=kind).train_on(samples)
     for name in ("logprob_k3", "logprob_max_diff", "ratio_outside", "entropy"):
-        assert found[name] == pytest.approx(whole[name], rel=1e-3, abs=1e-5)
+        assert getattr(found, name) == pytest.approx(getattr(whole, name), rel=1e-3, abs=1e-5)
     # nothing left, and nothing to divide by
-    assert trainer_of().train_on(mask_truncated(cut))["loss"] == 0
+    assert trainer_of().train_on(mask_truncated(cut)).loss == 0
 
 
 def test_wrong_old_logprobs_are_noticed():
     """A ratio of 1 by construction hides such errors; the proof compares with the generator's
     numbers. Negative tests."""
     samples = samples_of(sharp_model(), n_prompts=6)
-    assert trainer_of().train_on(samples)["logprob_max_diff"] < 1e-4
+    assert trainer_of().train_on(samples).logprob_max_diff < 1e-4
     # stale weights, another temperature
     for wrong in (trainer_of(seed=1), trainer_of(temperature=0.9)):
         found = wrong.train_on(samples)
-        assert found["logprob_max_diff"] > 0.02 and found["logprob_k3"] > 1e-4
-    shifted = [s | dict(logprobs=s["logprobs"][1:] + s["logprobs"][:1]) for s in samples]
-    assert trainer_of().train_on(shifted)["logprob_max_diff"] > 0.1
+        assert found.logprob_max_diff > 0.02
+        assert found.logprob_k3 > 1e-4
+    shifted = [replace(s, logprobs=s.logprobs[1:] + s.logprobs[:1]) for s in samples]
+    assert trainer_of().train_on(shifted).logprob_max_diff > 0.1
 
 
 @pytest.mark.slow
@@ -456,37 +464,34 @@ def test_steps_that_teach_little_are_told(capsys, equal, n, told):
 
 
 def test_numbers_of_a_step_are_weighted():
-    parts = [dict(loss=1.0, clip=0.5, n=10), dict(loss=4.0, clip=0.0, n=30)]
-    assert (
-        grpo.weighted_mean(parts, "loss", "n") == 3.25
-        and grpo.weighted_mean(parts, "clip", "n") == 0.125
-    )
+    assert agreement.weighted_mean([1.0, 4.0], [10, 30]) == 3.25
+    assert agreement.weighted_mean([0.5, 0.0], [10, 30]) == 0.125
     trainer, samples = trainer_of(), samples_of(sharp_model(), n_prompts=6)
     whole = trainer.train_on(samples)
     # forwarded only, and trained
-    pieces = [trainer.score(samples[:5]), trainer.train_on(samples[5:])]
-    for name in ("logprob_k3", "ratio_outside", "entropy"):
-        assert grpo.weighted_mean(pieces, name, "tokens") == pytest.approx(
-            whole[name], rel=1e-4, abs=1e-9
-        )
-    assert 0 < max(p["logprob_max_diff"] for p in pieces) < 1e-4
+    parts = [agreement.compare_samples(trainer, samples[:5]), trainer.train_on(samples[5:])]
+    together = agreement.joined(parts)
+    for name in ("logprob_k3", "ratio_outside", "entropy", "tokens"):
+        want = pytest.approx(getattr(whole, name), rel=1e-4, abs=1e-9)
+        assert getattr(together, name) == want, name
+    assert 0 < together.logprob_max_diff < 1e-4
 
 
 def test_some_samples_without_a_gradient_stand_for_all():
     """All of them differ equally from the trainer, so every draw must report the same mean."""
     samples, found = samples_of(sharp_model(), n_prompts=8, group_size=2), []
     for s in samples[4:]:
-        s |= dict(advantage=0.0, logprobs=[x - 0.3 for x in s["logprobs"]])
+        s.advantage = 0.0
+        s.logprobs = [x - 0.3 for x in s.logprobs]
     for share in (1.0, 0.5, 0.01):
         trainer = trainer_of(group_size=2, proof_share=share, abort_k3=0.0)
         found.append(
             grpo.update_policy(trainer, [samples[i : i + 2] for i in range(0, 16, 2)], 0.0)
         )
-        assert found[-1]["logprob_k3"] == pytest.approx(found[0]["logprob_k3"], rel=1e-3)
-    assert found[0]["proven"] == 1 > found[1]["proven"] > found[2]["proven"] > 0
-    assert found[0]["logprob_k3"] > 0.01 and found[0]["grad_norm"] == pytest.approx(
-        found[2]["grad_norm"]
-    )
+        assert found[-1].logprob_k3 == pytest.approx(found[0].logprob_k3, rel=1e-3)
+    assert found[0].proven == 1 > found[1].proven > found[2].proven > 0
+    assert found[0].logprob_k3 > 0.01
+    assert found[0].grad_norm == pytest.approx(found[2].grad_norm)
 
 
 # ---------------------------------------------------------------- several ranks
@@ -498,16 +503,16 @@ def ranks_train(flags: dict, samples):
         trainer = trainer_of(local_batch_size=3, **flags)
     found = trainer.train_on(samples)
     grads = {fqn: g / trainer.denominator for fqn, g in gradients(trainer).items()}
-    norm = trainer.optim_step(1e-2)["grad_norm"]
+    norm = trainer.optim_step(1e-2)
     env = environments.open_env("reverse")
     cfg = replace(trainer.cfg, prompts_per_step=5, group_size=3)
     with rollouts.whole_weights(trainer.model):
         batch = rollouts.make_batch(
             cfg, env, grpo.Text("", alphabet=env.ALPHABET), trainer.layout, trainer.model, 0, 1
         )
-    again = trainer.train_on([s | {"advantage": 0.5} for s in batch["samples"]])
+    again = trainer.train_on([replace(s, advantage=0.5) for s in batch["samples"]])
     dist.barrier()
-    return found, grads, norm, [s["ids"] for s in batch["samples"]], again
+    return found, grads, norm, [s.ids for s in batch["samples"]], again
 
 
 LORA = dict(lora_rank=4, lora_on=["wq", "wo", "w1"], init_from="not read here", kl_coef=0.5)
@@ -535,7 +540,7 @@ def test_layouts_equal_one_process(n, flags):
     ranks sample alike."""
     samples = mask_truncated(samples_of(sharp_model(), n_prompts=5, group_size=1))
     # 5 samples: micro-batches of 3 and of 2, or of 3, 2, 0, 0
-    assert {sum(s["mask"]) > 0 for s in samples} == {True, False}
+    assert {sum(s.mask) > 0 for s in samples} == {True, False}
     flags = {"loss": "dapo"} | flags
     alone = {name: value for name, value in flags.items() if name not in AXES}
     want = pool(1).run(ranks_train, alone, samples)[0]
@@ -543,11 +548,13 @@ def test_layouts_equal_one_process(n, flags):
         pool(n).run(ranks_train, flags, samples)
     ):
         for name in ("loss", "entropy", "clip_share", "ratio_outside"):
-            assert found[name] == pytest.approx(want[0][name], abs=2e-5), (rank, name)
+            known = pytest.approx(getattr(want[0], name), abs=2e-5)
+            assert getattr(found, name) == known, (rank, name)
         assert_close(grads, want[1], 1e-4)
         assert norm == pytest.approx(want[2], rel=1e-4)
         # the same rollouts, and trained as sampled
-        assert ids == want[3] and again["logprob_max_diff"] < 1e-4
+        assert ids == want[3]
+        assert again.logprob_max_diff < 1e-4
 
 
 # ---------------------------------------------------------------- whole runs

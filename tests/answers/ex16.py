@@ -6,7 +6,7 @@ def losses(body: str):
 
 
 def denominator(body: str):
-    return f"\ndef loss_denominator(kind, samples, max_new_tokens):\n{body}"
+    return f"\ndef loss_denominator(divisor, samples, max_new_tokens):\n{body}"
 
 
 LOG_RATIO = "    ratio = (lp.masked_fill(mask == 0, 0) - old.masked_fill(mask == 0, 0)).exp()\n"
@@ -22,8 +22,8 @@ RIGHT = [
     + denominator("""
     z = 0.0
     for s in samples:
-        tokens = sum(s["mask"])
-        z += {"grpo": tokens > 0, "gspo": tokens > 0, "dr_grpo": (tokens > 0) * max_new_tokens}.get(kind, tokens)
+        tokens = sum(s.mask)
+        z += {"samples": tokens > 0, "max_new_tokens": (tokens > 0) * max_new_tokens}.get(divisor, tokens)
     return z
 """),
 ]
@@ -66,18 +66,18 @@ WRONG = [
     ),
     (
         denominator(
-            "    return sum(len(s['mask']) for s in samples) if kind in ('dapo', 'cispo', 'sft') "
-            "else len(samples) * "
-            "(max_new_tokens if kind == 'dr_grpo' else 1)\n"
+            "    if divisor == 'tokens':\n        return sum(len(s.mask) for s in samples)\n"
+            "    if divisor == 'samples':\n        return len(samples)\n"
+            "    return len(samples) * max_new_tokens\n"
         ),
         "a sample without a trained token counts for nothing",
     ),
     (
         denominator(
-            "    samples = [s for s in samples if any(s['mask'])]\n"
-            "    if kind in ('grpo', 'gspo'):\n        return len(samples)\n"
-            "    if kind == 'dr_grpo':\n        return len(samples) * max_new_tokens\n"
-            "    return sum(sum(s['mask']) for s in samples) / max(len(samples), 1)\n"
+            "    samples = [s for s in samples if any(s.mask)]\n"
+            "    if divisor == 'samples':\n        return len(samples)\n"
+            "    if divisor == 'max_new_tokens':\n        return len(samples) * max_new_tokens\n"
+            "    return sum(sum(s.mask) for s in samples) / max(len(samples), 1)\n"
         ),
         "a mean cannot be added up over ranks",
     ),

@@ -62,9 +62,7 @@ def test_the_policy_comes_nearer_to_the_teacher():
     trainer = student_of({})
     kl = []
     for i in range(15):
-        kl.append(
-            trainer.train_on(samples_of(trainer.model, n_prompts=8, group_size=8, seed=i))["kl"]
-        )
+        kl.append(trainer.train_on(samples_of(trainer.model, n_prompts=8, group_size=8, seed=i)).kl)
         trainer.optim_step(1e-2)
     assert sum(kl[-3:]) < 0.8 * sum(kl[:3]), kl
 

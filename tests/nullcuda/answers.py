@@ -336,8 +336,12 @@ def program(argv: list[str], options: dict):
     # it asks in every step whether the norm is finite: of a tensor on the host it learns that 0 is
     if name == "grpo":
         replace(module, "clip_grad_norm", lambda known: lambda *args: known(*args).cpu())
+
         # it divides by them
-        replace(module.Trainer, "proof", lambda known: lambda *args: known(*args) | dict(tokens=1))
+        def of_one_token(known):
+            return lambda *args: dataclasses.replace(known(*args), tokens=1)
+
+        replace(module.agreement, "agreement_of", of_one_token)
     mark_parts(module, options.get("memory", False))
     if options.get("no_waiting"):
         forbid_waiting()

@@ -2,6 +2,7 @@
 uncompiled blocks."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from pool import pool
 from test_packing import OTHERS
 from torch._dynamo.utils import counters
 
-from rl import rollouts
+from rl import agreement, rollouts
 
 CONFIGS = {"llama3": MODEL, "qwen3": OTHERS["qwen3_moe"], "deepseek": OTHERS["deepseek"]}
 
@@ -32,19 +33,19 @@ def train(steps, flags: dict, model: str):
     with without_inductor():
         trainer = trainer_of(config=config, **flags)
         for samples in steps:
-            numbers = trainer.train_on([dict(s) for s in samples])
+            numbers = trainer.train_on([replace(s) for s in samples])
             found.append(
                 (numbers, {fqn: g / trainer.denominator for fqn, g in gradients(trainer).items()})
             )
             trainer.optimizer.zero_grad()
             trainer.denominator = 0.0
-            trainer.score(samples)
+            agreement.compare_samples(trainer, samples)
             graphs.append(
                 (counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()))
             )
         mesh = trainer.layout.mesh["tp"] if trainer.layout.tp > 1 else None
         with rollouts.whole_weights(trainer.model):
-            ids = [s["ids"] for s in samples_of(trainer.model, tp_mesh=mesh)]
+            ids = [s.ids for s in samples_of(trainer.model, tp_mesh=mesh)]
         trainer.train_on(steps[0])
     graphs.append((counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())))
     if dist.get_world_size() > 1:
@@ -72,8 +73,8 @@ def test_compiled_blocks_train_as_eager_ones_and_are_compiled_once(n, flags, mod
     for mine, graphs, sampled in pool(n).run(train, steps, flags | {"compile": True}, model):
         assert sampled == ids
         for (numbers, grads), (want, wanted) in zip(mine, found, strict=True):
-            assert numbers["loss"] == pytest.approx(want["loss"], abs=1e-5)
-            assert numbers["entropy"] == pytest.approx(want["entropy"], abs=1e-5)
+            assert numbers.loss == pytest.approx(want.loss, abs=1e-5)
+            assert numbers.entropy == pytest.approx(want.entropy, abs=1e-5)
             assert_close(grads, wanted, 1e-5)
         # all in the first step, and none in rollouts
         assert graphs[0][0] > 0 == graphs[0][1] and set(graphs) == {graphs[0]}

@@ -53,7 +53,7 @@ def sample(model, new=40, group=3, seed=0, **options):
 
 
 def tokens(samples):
-    return [(s["ids"], s["mask"], s["truncated"]) for s in samples]
+    return [(s.ids, s.mask, s.truncated) for s in samples]
 
 
 def shapes_of_new_tokens(monkeypatch) -> set:
@@ -74,11 +74,11 @@ def test_few_shapes_and_the_same_tokens(monkeypatch):
     without the rounding."""
     model = sharp_model(LONG)
     shapes = shapes_of_new_tokens(monkeypatch)
-    of_any_length = lambda s: None if len(s["ids"]) == 13 * s["ids"][0] else []  # noqa: E731  so that rows are refilled
+    of_any_length = lambda s: None if len(s.ids) == 13 * s.ids[0] else []  # noqa: E731  so that rows are refilled
     options = dict(new=300, eot=[], reply=of_any_length)
     bucketed = sample(model, **options)
     assert {keys for _, keys in shapes} == {*range(64, 321, 64)} and len(
-        {len(s["ids"]) for s in bucketed}
+        {len(s.ids) for s in bucketed}
     ) > 5
     assert len(shapes) <= 5 * len({rows for rows, _ in shapes})
     monkeypatch.setattr(decoding, "KEY_BUCKET", 1)
@@ -102,7 +102,7 @@ def test_few_keys_are_read_for_samples_of_different_lengths(monkeypatch):
         .clamp(1, 450)
         .tolist()
     )
-    ends = lambda s: None if len(s["ids"]) >= lengths[s["index"]] else []  # noqa: E731
+    ends = lambda s: None if len(s.ids) >= lengths[s.index] else []  # noqa: E731
     decoding.rollout(
         sharp_model(LONG),
         [[1]] * 16,
@@ -126,17 +126,17 @@ def test_rows_go_on_while_another_waits_for_its_reply():
         return [20, 21]
 
     def reply(s, in_thread=True):
-        if s["index"] == 4 and len(s["ids"]) == 35:
+        if s.index == 4 and len(s.ids) == 35:
             went_on.set()
-        asked = s["index"] in (1, 2) and len(s["ids"]) == 5
+        asked = s.index in (1, 2) and len(s.ids) == 5
         return (thread.submit(answer) if in_thread else [20, 21]) if asked else []
 
     with ThreadPoolExecutor(2) as thread:
         found = sample(model, reply=reply, eot=[])
     assert (
         late == [False, False]
-        and found[1]["ids"][5:7] == [20, 21]
-        and found[1]["mask"][4:8] == [1, 0, 0, 1]
+        and found[1].ids[5:7] == [20, 21]
+        and found[1].mask[4:8] == [1, 0, 0, 1]
     )
     assert tokens(found) == tokens(sample(model, reply=partial(reply, in_thread=False), eot=[]))
 
@@ -153,16 +153,16 @@ def test_rows_go_on_while_another_waits_for_its_reply():
 @pytest.mark.parametrize("config", [LONG, EXPERTS, LATENT], ids=["llama3", "experts", "latents"])
 def test_a_tool_is_asked_after_each_token_of_the_model(config, tool):
     """The tool's answer follows, ends no sample and asks nothing."""
-    samples = sample(sharp_model(config), reply=lambda s: tool(s["ids"]))
-    assert any(0.0 in s["mask"] for s in samples)
+    samples = sample(sharp_model(config), reply=lambda s: tool(s.ids))
+    assert any(0.0 in s.mask for s in samples)
     for s in samples:
         answer = []
-        for i, (token, mask) in enumerate(zip(s["ids"], s["mask"])):
+        for i, (token, mask) in enumerate(zip(s.ids, s.mask)):
             assert mask == (not answer) and (mask or token == answer.pop(0))
-            answer = tool(s["ids"][: i + 1]) if mask else answer
-            assert i == len(s["ids"]) - 1 or token != 0 or not mask
-        assert s["truncated"] == (token != 0 or not mask)
-    assert len({len(s["ids"]) for s in samples}) > 3
+            answer = tool(s.ids[: i + 1]) if mask else answer
+            assert i == len(s.ids) - 1 or token != 0 or not mask
+        assert s.truncated == (token != 0 or not mask)
+    assert len({len(s.ids) for s in samples}) > 3
 
 
 def takes_time_and_batch(self, x, cos, sin, attend):
@@ -183,13 +183,13 @@ def test_blocks_of_a_fork_decode_as_without_a_cache():
         block.attn.forward = MethodType(takes_time_and_batch, block.attn)
     samples = sample(model, new=9)
     for s, prompt in zip(samples[::3], PROMPTS):
-        logits, _ = in_pieces(model, [prompt + s["ids"]], [1] * len(s["ids"]))
+        logits, _ = in_pieces(model, [prompt + s.ids], [1] * len(s.ids))
         wanted = (
             logits[0][len(prompt) - 1 : -1]
             .log_softmax(-1)
-            .gather(-1, torch.tensor(s["ids"])[:, None])[:, 0]
+            .gather(-1, torch.tensor(s.ids)[:, None])[:, 0]
         )
-        torch.testing.assert_close(torch.tensor(s["logprobs"]), wanted, atol=1e-5, rtol=0)
+        torch.testing.assert_close(torch.tensor(s.logprobs), wanted, atol=1e-5, rtol=0)
 
 
 def test_top_k_and_top_p_keep_what_transformers_keeps():

@@ -17,6 +17,7 @@ import grpo
 from grpo import Config, Trainer
 from rl.decoding import rollout
 from rl.rollouts import whole_weights
+from rl.sample import Sample
 from tools.reports import dryrun
 from tools.reports.dry_grpo import observe_phases
 
@@ -63,7 +64,7 @@ def really(flags: dict, out: str) -> tuple:
                 tp_mesh=layout.mesh["tp"] if layout.tp > 1 else None,
             )
     rolled, numbers = watch.take_peak(), [1.0] * cfg.max_new_tokens
-    sample = dict(
+    sample = Sample(
         prompt=prompts[0],
         ids=[2] * cfg.max_new_tokens,
         logprobs=numbers,
@@ -71,7 +72,7 @@ def really(flags: dict, out: str) -> tuple:
         advantage=1.0,
     )
     # two forwards
-    some = [dict(sample) for _ in range(2 * cfg.local_batch_size * layout.data_ranks)]
+    some = [replace(sample) for _ in range(2 * cfg.local_batch_size * layout.data_ranks)]
     with watch:
         trainer.train_on(some)
         trained = watch.take_peak()

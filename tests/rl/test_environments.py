@@ -15,8 +15,9 @@ from saves import refuses
 import grpo
 from checkpoint import CheckpointConfig
 from flags.config import parse_config, usage_error
-from rl import environments, rewards, rollouts
+from rl import environments, rewards, rollouts, warm_up
 from rl.environments import ask_for_two, load_own
+from rl.sample import Sample
 from rl.tasks import calculator
 from tools.failure import report_error
 
@@ -198,9 +199,9 @@ def test_environments_pay_for_their_own_answers_only(name):
     }
     text = grpo.Text("", alphabet=env.ALPHABET)
     for prompt, answer in tasks:
-        s = grpo.supervised_sample(env, text, prompt, answer)
-        assert text.decode(s["ids"]) == answer and text.tokenizer.decode(s["prompt"]) == prompt
-        masked = text.decode([t for t, m in zip(s["ids"], s["mask"]) if not m])
+        s = environments.supervised_sample(env, text, prompt, answer)
+        assert text.decode(s.ids) == answer and text.tokenizer.decode(s.prompt) == prompt
+        masked = text.decode([t for t, m in zip(s.ids, s.mask) if not m])
         assert masked == (
             "".join(f"{turn.split('=')[1]};" for turn in answer.split(";")[:-1])
             if name == "calculator"
@@ -220,13 +221,13 @@ def test_a_tool_is_asked_once_where_a_token_goes_on_after_its_mark():
     )
     for last in (3, 4):  # 4: the mark and a new line in one token
         turns, ids = environments.Turns(env, text, ["task"]), [1, 2, last, 5, 1, 2, last]
-        ask = lambda begin, end: turns.reply(dict(index=0, begin=begin, ids=ids[:end]))  # noqa: B023, E731
+        ask = lambda begin, end: turns.reply(Sample(begin=begin, ids=ids[:end]))  # noqa: B023, E731
         assert [ask(0, 1), ask(0, 2), ask(4, 5)] == [[], [], []] and turns.calls == [0]
         assert [ask(0, 3).result(), ask(4, 7).result()] == [[5], [5]] and turns.calls == [2]
         assert heard[-2:] == ["1+1</code>", f"1+1</{words[last]}21+1</code>"]
     env.tool = lambda completion: 1 / 0
     assert (
-        turns.reply(dict(index=0, begin=0, ids=[1, 2, 3])).result() is None
+        turns.reply(Sample(ids=[1, 2, 3])).result() is None
         and "ZeroDivisionError" in turns.failed[0]
     )
     game = SimpleNamespace(
@@ -236,12 +237,12 @@ def test_a_tool_is_asked_once_where_a_token_goes_on_after_its_mark():
     )
     turns = environments.Turns(game, text, ["task"])
     assert (
-        turns.reply(dict(index=0, begin=0, ids=[1, 2, 3])).result() is None
+        turns.reply(Sample(ids=[1, 2, 3])).result() is None
         and "the reward is nan" in turns.failed[0]
     )
     game.step = lambda state, said: ("", 1.0, True)
     assert (
-        turns.reply(dict(index=0, begin=0, ids=[1, 2, 3])).result() is None
+        turns.reply(Sample(ids=[1, 2, 3])).result() is None
         and "True or False, not 1.0" in turns.failed[1]
     )
 
@@ -262,10 +263,10 @@ def test_an_environment_with_state_plays_each_sample_by_itself():
         reset=lambda task: ([task], task[::-1] + ">"),
     )
     text = grpo.Text("", alphabet="0123456789>.", env=game)
-    s = grpo.supervised_sample(game, text, "35", "1272.73.7799")
+    s = environments.supervised_sample(game, text, "35", "1272.73.7799")
     assert (
-        s["mask"] == [1.0] * 3 + [0.0] * 2 + [1.0] + [0.0] * 2 + [1.0]
-        and text.decode(s["prompt"]) == "53>"
+        s.mask == [1.0] * 3 + [0.0] * 2 + [1.0] + [0.0] * 2 + [1.0]
+        and text.decode(s.prompt) == "53>"
     )
     text.ends, trainer = [], trainer_of(seq_len=64, unknown=[0, *range(13, 24)])
     cfg = grpo.Config(
@@ -273,11 +274,11 @@ def test_an_environment_with_state_plays_each_sample_by_itself():
     )
     samples = rollouts.make_batch(cfg, game, text, trainer.layout, trainer.model, 0, 0)["samples"]
     for s in samples:
-        *turns, _ = "".join(word for word, mask in zip(s["text"], s["mask"]) if mask).split("7")
-        said = "".join(word for word, mask in zip(s["text"], s["mask"]) if not mask)
-        assert s["calls"] == len(turns) <= 3 and s["truncated"] == (len(turns) < 3)
-        assert s["reward"] == sum(map(len, turns)) and "2.3."[: 2 * len(turns)].startswith(said)
-    assert {s["calls"] for s in samples} >= {1, 3}
+        *turns, _ = "".join(word for word, mask in zip(s.text, s.mask) if mask).split("7")
+        said = "".join(word for word, mask in zip(s.text, s.mask) if not mask)
+        assert s.calls == len(turns) <= 3 and s.truncated == (len(turns) < 3)
+        assert s.reward == sum(map(len, turns)) and "2.3."[: 2 * len(turns)].startswith(said)
+    assert {s.calls for s in samples} >= {1, 3}
 
 
 def test_own_environments(tmp_path):
@@ -409,7 +410,7 @@ def test_a_step_has_a_time_limit():
     game = SimpleNamespace(TURN_END="7", reset=lambda task: (task, ""), step=endless)
     before = threading.active_count()
     turns = environments.Turns(game, text, ["task"], 1, 0.2)
-    assert turns.answer(dict(index=0, begin=0, ids=[1, 2])).result(10) is None
+    assert turns.answer(Sample(ids=[1, 2])).result(10) is None
     assert "the step takes longer than --reward_timeout_s 0.2" in turns.failed[0]
     turns.close([])
     for _ in range(100):
@@ -427,15 +428,15 @@ def test_the_warm_up_speaks_and_hears(monkeypatch, capsys):
     trainer = SimpleNamespace(
         cfg=grpo.Config(sft_steps=9),
         layout=SimpleNamespace(rank=0),
-        train_on=lambda samples, kind: {"loss": 1.5},
+        train_supervised=lambda samples: 1.5,
         optim_step=steps.append,
     )
     clock = itertools.count(0, 6)
-    monkeypatch.setattr(grpo.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(warm_up.time, "monotonic", lambda: next(clock))
     env = environments.open_env("reverse")
     text = grpo.Text("", alphabet=env.ALPHABET)
-    monkeypatch.setattr(grpo, "supervised_sample", lambda *args: None)
-    assert grpo.warm_up(trainer, env, text, stop) and len(steps) == 3
+    monkeypatch.setattr(warm_up, "supervised_sample", lambda *args: None)
+    assert warm_up.warm_up(trainer, env, text, stop) and len(steps) == 3
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("supervised warm-up: step 1 of at most 9, loss 1.500")
     assert said[-1] == "stopped in the supervised warm-up: the same command begins again"

@@ -34,7 +34,7 @@ def test_the_reference_is_the_model_below_the_adapters():
     # the adapters are on again
     assert torch.equal(forward(one.model, batch, one.layout)[0].detach(), policy)
     found = [trainer.train_on(samples) for trainer in (one, two)]
-    assert found[0]["loss"] == pytest.approx(found[1]["loss"], rel=1e-6)
+    assert found[0].loss == pytest.approx(found[1].loss, rel=1e-6)
     assert_close(gradients(one), gradients(two), 1e-6)
     assert all(is_adapter(fqn) and grad.any() for fqn, grad in gradients(one).items())
 

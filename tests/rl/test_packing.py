@@ -2,6 +2,7 @@
 little padding."""
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import policy
@@ -13,7 +14,7 @@ from policy import assert_close, full_logprobs, gradients, samples_of, sharp_mod
 from pool import pool
 from tables import as_parameters
 
-from rl import packing
+from rl import agreement, packing
 
 LOSSES = ["grpo", "dr_grpo", "dapo", "gspo", "cispo"]
 PACKED = 64  # tokens; the samples have up to 15
@@ -99,9 +100,9 @@ def test_a_packed_row_is_its_samples_one_after_the_other():
     parts = list(trainer_of(pack_tokens=128).microbatches(samples))
     assert len(parts) == 1 and parts[0][1]["tokens"].shape[0] == 1
     part, b = parts[0]
-    begin, ids = 0, sum((s["ids"] for s in samples), [])
+    begin, ids = 0, sum((s.ids for s in samples), [])
     for k, s in enumerate(part):
-        whole, here = s["prompt"] + s["ids"], slice(begin, begin + packing.n_read(s))
+        whole, here = s.prompt + s.ids, slice(begin, begin + packing.n_read(s))
         assert (
             b["tokens"][0, here].tolist() == whole[:-1]
             and b["labels"][0, here].tolist() == whole[1:]
@@ -112,7 +113,7 @@ def test_a_packed_row_is_its_samples_one_after_the_other():
         asked = b["at"][0, here]
         assert (
             [ids[i] for i in asked[asked >= 0].tolist()]
-            == s["ids"]
+            == s.ids
             == b["labels"][0, here][b["mask"][0, here] > 0].tolist()
         )
         begin = here.stop
@@ -135,10 +136,10 @@ def off_policy(samples, seed=1):
     masked (--mask_truncated)."""
     rng = random.Random(seed)
     for i, s in enumerate(samples):
-        s["logprobs"] = [lp + rng.gauss(0, 0.3) for lp in s["logprobs"]]
-        s["sampled"] = s["mask"] = [1.0] * (len(s["ids"]) - 1) + [float(len(s["ids"]) == 1)]
+        s.logprobs = [lp + rng.gauss(0, 0.3) for lp in s.logprobs]
+        s.sampled = s.mask = [1.0] * (len(s.ids) - 1) + [float(len(s.ids) == 1)]
         if i % 4 == 1:
-            s["advantage"], s["mask"] = 0.0, [0.0] * len(s["ids"])
+            s.advantage, s.mask = 0.0, [0.0] * len(s.ids)
     return samples
 
 
@@ -147,18 +148,18 @@ def two_updates(flags: dict, samples: list[dict], model="llama3"):
     update."""
     config = OTHERS.get(model, policy.MODEL)
     flags = dict(local_batch_size=3) | flags if not flags.get("pack_tokens") else flags
-    trainer, samples = trainer_of(config=config, **flags), [dict(s) for s in samples]
+    trainer, samples = trainer_of(config=config, **flags), [replace(s) for s in samples]
     if trainer.cfg.kl_coef:
         trainer.reference = trainer_of(config=config, seed=1, **flags).model
-    steps, rng = [trainer.score(samples)], random.Random(2)
+    steps, rng = [vars(agreement.compare_samples(trainer, samples))], random.Random(2)
     if trainer.cfg.tis:
-        scored = [s["old"] for s in samples]
+        scored = [s.old for s in samples]
         for s in samples:  # as if updates lay between: a ratio is not 1
-            s["old"] = [lp + rng.gauss(0, 0.2) for lp in s["old"]]
+            s.old = [lp + rng.gauss(0, 0.2) for lp in s.old]
     for part in (samples[: len(samples) // 2], samples[len(samples) // 2 :]):
         found = trainer.train_on(part)
         steps.append(
-            found
+            vars(found)
             | {"gradients": {fqn: g / trainer.denominator for fqn, g in gradients(trainer).items()}}
         )
         trainer.optimizer.zero_grad()

@@ -11,6 +11,7 @@ from test_datasets import task, write
 from flags.escapes import unescape
 from rl import answers, environments, prompts, rewards
 from rl.prompts import Line
+from rl.sample import Sample
 
 FIELDS = {"question": "1+1?", "unit": "cm", "n": 3, "answer": "2", "choices": ["a", "b"]}
 LINE = Line("a.jsonl:1", FIELDS)
@@ -150,10 +151,10 @@ def test_a_game_does_not_hear_thoughts():
     )
     turns = environments.Turns(game, text, ["task"])
     for n, is_over in ((2, False), (3, False), (4, False), (5, True)):
-        s = dict(index=0, begin=0, prompt=[], ids=[1, 2, 3, 4, 5][:n])
+        s = Sample(ids=[1, 2, 3, 4, 5][:n])
         assert turns.is_over(s) == is_over
     assert turns.answer(s).result() is None and heard == ["b"] and turns.earned == [1.0]
-    assert turns.answer(dict(index=0, begin=0, prompt=[], ids=[1, 2, 0])).result() is None
+    assert turns.answer(Sample(ids=[1, 2, 0])).result() is None
     assert heard == ["b"]  # the end of the text, in a thought
 
 
@@ -224,5 +225,5 @@ def test_samples_have_their_tasks(tmp_path):
 
     text = SimpleNamespace(tokenizer=SimpleNamespace(decode=lambda ids, **_: "p"))
     cfg = SimpleNamespace(out=tmp_path, log_samples=1)
-    keep_samples(cfg, 1, [dict(prompt=[1], text="a", task="abc7", reward=1.0)], text)
+    keep_samples(cfg, 1, [Sample(prompt=[1], text="a", task="abc7", reward=1.0)], text)
     assert json.loads((tmp_path / "samples.jsonl").read_text())["task"] == "abc7"

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 from policy import TINY, run, steps_of
 
-from rl import rewards
+from rl import evaluation, rewards
+from rl.sample import Sample
 
 
 def paid(reward, texts, **flags) -> list:
@@ -142,8 +143,8 @@ def test_named_parts_are_added_up_and_logged_and_a_group_is_paid_at_once(tmp_pat
 
 
 def test_errors_are_over_prompts():
-    samples = [{"reward": float(r)} for r in (1, 1, 0, 1, 0, 0, 1, 0)]
-    line = rewards.held_out_numbers(samples, [{"reward": 1.0}, {"reward": 0.0}] * 2, 2)
+    samples = [Sample(reward=float(r)) for r in (1, 1, 0, 1, 0, 0, 1, 0)]
+    line = evaluation.held_out_numbers(samples, [Sample(reward=1.0), Sample(reward=0.0)] * 2, 2)
     means = [1.0, 0.5, 0.0, 0.5]
     assert line == {
         "eval_reward": 0.5,
@@ -155,7 +156,10 @@ def test_errors_are_over_prompts():
         "eval_pass_at_k_stderr": pytest.approx(0.25),
         "eval_greedy_stderr": pytest.approx(math.sqrt(1 / 12)),
     }
-    assert rewards.held_out_numbers(samples[:2], [{"reward": 1.0}], 2)["eval_reward_stderr"] is None
+    assert (
+        evaluation.held_out_numbers(samples[:2], [Sample(reward=1.0)], 2)["eval_reward_stderr"]
+        is None
+    )
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import math
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -38,6 +39,7 @@ from grpo import Config
 from lora.lora import add_adapters
 from rl import decoding, engines, environments, rollouts
 from rl.policy import list_weights, pack_weights
+from rl.sample import Sample
 from storage.adapters import is_adapter, lora_names
 from storage.hf import load_hf_model
 
@@ -54,16 +56,14 @@ def test_a_sample_depends_on_its_noise_and_not_on_its_row():
     """Refill, compaction, prefill batches, padding: nothing changes a sample."""
     model = sharp_model()
     together = samples_of(model, n_prompts=11, group_size=3)
-    lengths = {len(s["ids"]) for s in together}
+    lengths = {len(s.ids) for s in together}
     # rows end at different times, so rows are refilled
-    assert len(lengths) > 3 and any(not s["truncated"] for s in together)
+    assert len(lengths) > 3 and any(not s.truncated for s in together)
     for rows in (3, 7, 100):
         again = samples_of(model, n_prompts=11, group_size=3, rows=rows)
-        assert [s["ids"] for s in again] == [s["ids"] for s in together]
+        assert [s.ids for s in again] == [s.ids for s in together]
         for a, b in zip(again, together):
-            assert torch.allclose(
-                torch.tensor(a["logprobs"]), torch.tensor(b["logprobs"]), atol=1e-5
-            )
+            assert torch.allclose(torch.tensor(a.logprobs), torch.tensor(b.logprobs), atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["reward", "group_reward", "tool"])
@@ -93,9 +93,7 @@ def test_rewards_begin_while_other_samples_go_on(monkeypatch, kind):
     samples = rollouts.sample_groups(
         cfg, env, text, layout, model, [(f"train/0/{i}", str(i), "") for i in range(6)], 3, 1.0
     )
-    assert len(samples) == 18 and all(
-        s["reward"] == 1 and s["text"] == str(list(s["ids"])) for s in samples
-    )
+    assert len(samples) == 18 and all(s.reward == 1 and s.text == str(list(s.ids)) for s in samples)
     assert bool(seen) == (kind != "tool") and all(seen) and begun.is_set()
 
 
@@ -108,7 +106,7 @@ def test_prompts_are_read_once_for_their_group_and_rows_are_refilled():
     # every prompt once, in a row of a prefill
     assert sum(shape[0] for shape in prefills if shape[0] <= 2) == 6
     # 8 samples, then the next 8
-    without_refill = sum(max(len(s["ids"]) for s in samples[i : i + 8]) for i in range(0, 24, 8))
+    without_refill = sum(max(len(s.ids) for s in samples[i : i + 8]) for i in range(0, 24, 8))
     assert len([s for s in seen if s[0] == 8]) <= without_refill
 
 
@@ -121,22 +119,21 @@ def test_a_rank_that_is_done_goes_on_with_those_that_are_not():
     samples = decoding.rollout(
         sharp_model(), [[1, 2, 3]] * 8, noise, 1.0, [], max_len=32, rows=64, agree=agree
     )
-    assert [len(s["ids"]) for s in samples] == [5] * 32 and next(answers, None) is None
+    assert [len(s.ids) for s in samples] == [5] * 32 and next(answers, None) is None
 
 
 def test_eos_is_in_and_everything_after_it_is_out_also_when_padding_is_eos():
     """A sampled EOS is trained, in the mask and in the logprobs; padding may have the same id."""
     model = sharp_model()
     samples = samples_of(model, n_prompts=12)
-    whole = [s for s in samples if not s["truncated"]]
+    whole = [s for s in samples if not s.truncated]
     assert whole and all(
-        s["ids"][-1] == 0 and 0 not in s["ids"][:-1] and s["mask"] == [1.0] * len(s["ids"])
-        for s in whole
+        s.ids[-1] == 0 and 0 not in s.ids[:-1] and s.mask == [1.0] * len(s.ids) for s in whole
     )
     samples, packed = next(trainer_of().microbatches(samples))  # right padding is id 0 as well
-    assert packed["mask"].sum() == sum(len(s["ids"]) for s in samples)
+    assert packed["mask"].sum() == sum(len(s.ids) for s in samples)
     for row, s in zip(range(len(samples)), samples):
-        ends = len(s["prompt"]) + len(s["ids"]) - 1
+        ends = len(s.prompt) + len(s.ids) - 1
         assert packed["mask"][row, ends - 1] == 1 and packed["mask"][row, ends:].sum() == 0
 
 
@@ -165,10 +162,10 @@ def test_batch_invariant_is_exact(request):
     trainer = trainer_of(batch_invariant=True, local_batch_size=5)
     samples = samples_of(trainer.model, n_prompts=6, group_size=4, batch_invariant=True)
     found = trainer.train_on(samples)
-    assert found["logprob_max_diff"] == 0.0 == found["logprob_k3"] == found["ratio_outside"]
+    assert found.logprob_max_diff == 0.0 == found.logprob_k3 == found.ratio_outside
     trainer = trainer_of()
     found = trainer.train_on(samples_of(trainer.model, n_prompts=6, group_size=4))
-    assert 0 < found["logprob_max_diff"] < 1e-4
+    assert 0 < found.logprob_max_diff < 1e-4
 
 
 def test_ids_that_the_tokenizer_lacks_are_never_sampled():
@@ -179,13 +176,13 @@ def test_ids_that_the_tokenizer_lacks_are_never_sampled():
         samples_of(trainer_of(unknown=ids).model, n_prompts=8, group_size=6)
         for ids in (None, unknown)
     )
-    assert {i for s in usual for i in s["ids"]} & set(unknown) and not {
-        i for s in samples for i in s["ids"]
+    assert {i for s in usual for i in s.ids} & set(unknown) and not {
+        i for s in samples for i in s.ids
     } & set(unknown)
     trainer, other = trainer_of(unknown=unknown), trainer_of()
     found = trainer.train_on(samples)
-    assert found["logprob_max_diff"] < 1e-4 and math.isfinite(found["entropy"])
-    assert other.train_on(samples)["logprob_max_diff"] > 0.01
+    assert found.logprob_max_diff < 1e-4 and math.isfinite(found.entropy)
+    assert other.train_on(samples).logprob_max_diff > 0.01
     head = gradients(trainer)[
         next(fqn for fqn in gradients(trainer) if fqn.endswith("head.weight"))
     ]
@@ -199,18 +196,18 @@ def test_tool_tokens_are_read_and_not_trained():
     found = [
         s
         for seed in range(9)
-        for s in samples_of(model, seed=seed, reply=lambda s: tool(s["ids"]))
-        if 0.0 in s["mask"]
+        for s in samples_of(model, seed=seed, reply=lambda s: tool(s.ids))
+        if 0.0 in s.mask
     ]
     assert found
     for s in found:
-        chosen = torch.tensor(s["mask"]) > 0
+        chosen = torch.tensor(s.mask) > 0
         assert torch.allclose(
-            full_logprobs(model, s)[chosen], torch.tensor(s["logprobs"])[chosen], atol=1e-4
+            full_logprobs(model, s)[chosen], torch.tensor(s.logprobs)[chosen], atol=1e-4
         )
     # a sample that ends with the tool's words: others in their place change nothing at all
     end = [
-        dict(
+        Sample(
             prompt=[1, 2],
             ids=[5, 7, a, b],
             logprobs=[-1.0, -1.0, 0.0, 0.0],
@@ -220,7 +217,7 @@ def test_tool_tokens_are_read_and_not_trained():
         for a, b in ((20, 21), (3, 4))
     ]
     trainers = [trainer_of(loss="dapo") for _ in end]
-    losses = [t.train_on([s])["loss"] for t, s in zip(trainers, end)]
+    losses = [t.train_on([s]).loss for t, s in zip(trainers, end)]
     assert losses[0] == losses[1] and trainers[0].denominator == 2
     assert all(
         torch.equal(a, b)
@@ -237,10 +234,10 @@ def test_what_is_trained_are_the_sampled_ids():
     text.decode = lambda ids: "something else"
     batch = rollouts.make_batch(cfg, env, text, trainer.layout, trainer.model, 0, 0)
     for s in batch["samples"]:
-        _, packed = next(trainer.microbatches([s | {"advantage": 1.0}]))
+        _, packed = next(trainer.microbatches([replace(s, advantage=1.0)]))
         assert (
-            packed["labels"][0][packed["mask"][0] > 0].tolist() == [*s["ids"]]
-            and s["text"] == "something else"
+            packed["labels"][0][packed["mask"][0] > 0].tolist() == [*s.ids]
+            and s.text == "something else"
         )
 
 
@@ -320,7 +317,7 @@ def test_ranks_that_share_a_model_must_sample_the_same(monkeypatch):
 def test_batches_ahead_are_saved_as_arrays(tmp_path):
     """A token has 12 bytes, as base64 16; a list in JSON had 60."""
     cfg, numbers = Config(async_steps=1), torch.rand(1000).tolist()
-    sample = dict(
+    sample = Sample(
         prompt=[1, 2],
         ids=[*range(1000)],
         logprobs=numbers,
@@ -329,7 +326,7 @@ def test_batches_ahead_are_saved_as_arrays(tmp_path):
         reward=1.0,
     )
     batch = dict(samples=[rollouts.as_arrays(sample)], cursor=3, version=1)
-    assert [*batch["samples"][0]["logprobs"]] == numbers
+    assert [*batch["samples"][0].logprobs] == numbers
     ((name, content),) = rollouts.pack_batches([batch], cfg).items()
     (tmp_path / name).write_bytes(content)
     assert len(content) < 16 * 1000 + 3000 and rollouts.reuse_batches(
@@ -566,7 +563,7 @@ def test_a_batch_of_other_flags_is_sampled_again(tmp_path):
     assert [line["staleness"] for line in again["step"]] == [0, 0] and [
         line["staleness"] for line in again["group"]
     ] == [0, 1]
-    prompts = [s["prompt"] for s in batches_of(tmp_path / "group", 2)[0]["samples"]]
+    prompts = [s.prompt for s in batches_of(tmp_path / "group", 2)[0]["samples"]]
     shown = [
         json.loads(line) for line in (tmp_path / "group" / "samples.jsonl").read_text().splitlines()
     ]

@@ -17,6 +17,7 @@ from corpus.chat import read_template
 from flags.config import parse_config
 from rl import rollouts
 from rl.datasets import Text
+from rl.sample import Sample
 from storage.prompt import open_chat, read_values
 
 # Like Qwen3: an empty thought in the prompt switches thinking off
@@ -183,7 +184,7 @@ def test_the_programs_ask_as_their_flags_say(program, tmp_path, capsys, monkeypa
 
     def noted(model, prompts, noise, *args, **options):
         asked.extend(prompts)
-        return [dict(ids=[2], logprobs=[0.0], mask=[1.0], truncated=False) for _ in prompts]
+        return [Sample(ids=[2], logprobs=[0.0], mask=[1.0]) for _ in prompts]
 
     hf_folder(tmp_path, "qwen3")
     (tmp_path / "chat_template.jinja").write_text(THINKING)

@@ -294,6 +294,8 @@ def observed(program: str, cfg, poison=0, launched=False, continues=False, drift
         rollouts=[],
         samples=[],
         losses=[],
+        clips=[],
+        tis=[],
         lrs=[],
         warm_up=[],
     )
@@ -319,13 +321,17 @@ def observed(program: str, cfg, poison=0, launched=False, continues=False, drift
 
     def sampled(result, *args, **kwargs):
         for s in result:
-            s["logprobs"] = [x * drift for x in s["logprobs"]]
+            s.logprobs = [x * drift for x in s.logprobs]
         seen.samples.append(copy.deepcopy(result))
 
-    def policy(trainer, samples, loss="", counted=None):
-        seen.warming = loss == "sft"
+    def policy(trainer, samples, loss=None, counted=None):
+        seen.warming = loss is module.SUPERVISED
         if not seen.warming:
             forward([trainer.model], copy.deepcopy(counted or samples))
+
+    def loss_of_tokens(trainer, loss, b, ref, lp, entropy):
+        if not seen.warming:
+            seen.losses.append((loss, lp))
 
     patches = [
         wrap(
@@ -367,9 +373,9 @@ def observed(program: str, cfg, poison=0, launched=False, continues=False, drift
                 ),
                 sampled,
             ),
-            wrap(
-                module, "policy_loss", lambda *a: None if a[0] == "sft" else seen.losses.append(a)
-            ),
+            wrap(module.Trainer, "loss_of_tokens", loss_of_tokens),
+            wrap(module, "clip", lambda ratio, advantage, *bounds: seen.clips.append(bounds)),
+            wrap(module, "tis_weight", lambda t, mu, *how: seen.tis.append(how)),
             wrap(module.Trainer, "train_on", policy),
             wrap(
                 module.Trainer,
@@ -1178,17 +1184,17 @@ def rl(flag, value, effect, run=observed, options=None, **also):
 def advantages_by_hand(run, penalty=lambda s: 0.0, scale=lambda rewards: 1.0) -> bool:
     groups = [run.batches[0][i : i + 4] for i in range(0, 16, 4)]
     for group in groups:
-        scores = torch.tensor([s["reward"] + penalty(s) for s in group], dtype=torch.float64)
+        scores = torch.tensor([s.reward + penalty(s) for s in group], dtype=torch.float64)
         wanted = (scores - scores.mean()) / scale(scores)
         if not torch.allclose(
-            wanted, torch.tensor([s["advantage"] for s in group], dtype=torch.float64), atol=1e-4
+            wanted, torch.tensor([s.advantage for s in group], dtype=torch.float64), atol=1e-4
         ):
             return False
-    return any(s["advantage"] for s in run.batches[0])
+    return any(s.advantage for s in run.batches[0])
 
 
 def tokens_of(run) -> list:
-    return [s["ids"] for s in run.samples[0]]
+    return [s.ids for s in run.samples[0]]
 
 
 def kept_samples(seen) -> int:
@@ -1249,7 +1255,7 @@ rl(
     -1.0,
     lambda new, old: (
         new.batches
-        and {s["reward"] for s in new.batches[0]} == {-1.0, 1.0}
+        and {s.reward for s in new.batches[0]} == {-1.0, 1.0}
         and "no reward" in old.error
     ),
     **BROKEN,
@@ -1298,7 +1304,8 @@ rl(
     "loss",
     "gspo",
     lambda new, old: (
-        {loss[0] for loss in new.losses} == {"gspo"} and new.losses[0][7] == [3e-4, 4e-4]
+        {loss.objective.__name__ for loss, _ in new.losses} == {"sequence_objective"}
+        and new.clips[0] == (3e-4, 4e-4)
     ),
 )
 rl(
@@ -1306,13 +1313,13 @@ rl(
     True,
     lambda new, old: advantages_by_hand(new, scale=lambda r: r.std(correction=0) + 1e-6),
 )
-rl("clip_low", 0.05, lambda new, old: new.losses[0][7] == [0.05, 0.2])
-rl("clip_high", 0.7, lambda new, old: new.losses[0][7] == [0.2, 0.7])
-rl("tis", 2.0, lambda new, old: new.losses[0][8] == (2.0, "token_truncate"))
+rl("clip_low", 0.05, lambda new, old: new.clips[0] == (0.05, 0.2))
+rl("clip_high", 0.7, lambda new, old: new.clips[0] == (0.2, 0.7))
+rl("tis", 2.0, lambda new, old: new.tis[:1] == [(2.0, "token_truncate")])
 rl(
     "tis_mode",
     "sequence_mask",
-    lambda new, old: new.losses[0][8] == (2.0, "sequence_mask"),
+    lambda new, old: new.tis[:1] == [(2.0, "sequence_mask")],
     tis=2.0,
 )
 rl(
@@ -1331,14 +1338,14 @@ rl(
 rl(
     "overlong_tokens",
     4,
-    lambda new, old: advantages_by_hand(new, lambda s: -max(len(s["ids"]) - 2, 0) / 4),
+    lambda new, old: advantages_by_hand(new, lambda s: -max(len(s.ids) - 2, 0) / 4),
 )
 rl(
     "mask_truncated",
     True,
     lambda new, old: (
-        any(s["truncated"] for s in new.batches[0])
-        and all(sum(s["mask"]) == 0 for s in new.batches[0] if s["truncated"])
+        any(s.truncated for s in new.batches[0])
+        and all(sum(s.mask) == 0 for s in new.batches[0] if s.truncated)
     ),
 )
 rl("async_steps", 1, lambda new, old: [line["staleness"] for line in new.lines] == [0, 1])
@@ -1370,7 +1377,7 @@ rl(
     "control",
     "random",
     lambda new, old: (
-        {s["reward"] for s in new.batches[0]} == {0.0, 1.0} and tokens_of(new) == tokens_of(old)
+        {s.reward for s in new.batches[0]} == {0.0, 1.0} and tokens_of(new) == tokens_of(old)
     ),
 )
 rl("sft_steps", 5, lambda new, old: len(new.warm_up) == 5)

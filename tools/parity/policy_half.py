@@ -37,7 +37,7 @@ from distributed.launch import watch_launcher
 from distributed.layout import AXES, local_tensor, named_tensors, whole_tensor
 from flags.config import default_of, no_effect, unmet_needs
 from rl import engines, policy, rollouts
-from rl.packing import n_read
+from rl.sample import Sample, n_read
 
 MOVED = 0.1  # standard deviation of the noise on the samplers' log-probabilities
 # Weights that are drawn get so many times their size: a new model says nearly the same of every
@@ -47,43 +47,44 @@ REFERENCE = 0.8  # a copy of the policy as reference gets so many times its size
 
 
 # ---------------------------------------------------------------- samples
-def shorten(s: dict, n: int) -> None:
-    for name in ("ids", "logprobs", "mask"):
-        s[name] = s[name][:n]
+def shorten(s: Sample, n: int) -> None:
+    s.ids = s.ids[:n]
+    s.logprobs = s.logprobs[:n]
+    s.mask = s.mask[:n]
 
 
-def prepare_samples(samples: list[dict]) -> None:
+def prepare_samples(samples: list[Sample]) -> None:
     """Let every part of a loss show in these samples: unlike lengths, ratios beside 1 and some that
     clip, rewards that differ within a group, tokens of a tool. The task's own stay where they do
     that."""
     rng = random.Random("check_parity")
-    if len({len(s["ids"]) for s in samples}) <= len(samples) // 3:
+    if len({len(s.ids) for s in samples}) <= len(samples) // 3:
         for number, s in enumerate(samples):
-            shorten(s, rng.randint(min(2, len(s["ids"])), len(s["ids"])))
-            s["truncated"] = number % 4 == 0
+            shorten(s, rng.randint(min(2, len(s.ids)), len(s.ids)))
+            s.truncated = number % 4 == 0
     # an odd length has padding where tp and cp cut it, and none on one process
     longest = max(n_read(s) for s in samples)
     for s in samples:
-        if n_read(s) == longest and longest % 2 == 0 and len(s["ids"]) > 1:
-            shorten(s, len(s["ids"]) - 1)
+        if n_read(s) == longest and longest % 2 == 0 and len(s.ids) > 1:
+            shorten(s, len(s.ids) - 1)
     for s in samples:
-        for t in range(len(s["ids"])):
+        for t in range(len(s.ids)):
             moved = rng.gauss(0, MOVED)
             if t % 7 == 3:  # some ratios clip
                 moved *= 4
-            s["logprobs"][t] += moved
+            s.logprobs[t] += moved
     groups = {}
     for s in samples:
-        groups.setdefault(s["group"], []).append(s)
+        groups.setdefault(s.group, []).append(s)
     for number, group in groups.items():
         # the last one may keep equal rewards, and has no gradient then
-        if number < len(groups) - 1 and len({s["reward"] for s in group}) == 1:
+        if number < len(groups) - 1 and len({s.reward for s in group}) == 1:
             for s in group:
-                s["reward"] = round(rng.random(), 2)
-    if all(all(s["mask"]) for s in samples):
+                s.reward = round(rng.random(), 2)
+    if all(all(s.mask) for s in samples):
         for s in samples[::3]:
-            for t in range(1, min(3, len(s["mask"]))):
-                s["mask"][t] = 0.0
+            for t in range(1, min(3, len(s.mask))):
+                s.mask[t] = 0.0
 
 
 class GivenSamples:
