@@ -10,14 +10,8 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
 
 from distributed.layout import Layout, local_tensor
-from distributed.pipeline import (
-    ONE_STAGE_PER_RANK,
-    Schedule,
-    embeds_at_both_ends,
-    n_microbatches,
-    stage_ids,
-    tied_copy,
-)
+from distributed.pipeline import Schedule, embeds_at_both_ends, n_microbatches, stage_ids, tied_copy
+from distributed.stages import ONE_STAGE_PER_RANK
 
 
 def pipeline_schedule(stages, layout: Layout, n: int, shape: torch.Size, kwargs: dict):

@@ -51,7 +51,7 @@ import tools.parity.check_parity
 import tools.parity.where
 from data import DataConfig, open_data
 from distributed.layout import local_tensor
-from distributed.pipeline import split_stages
+from distributed.stages import split_stages
 from flags.config import option_groups
 from rl import rollouts
 from rl.datasets import open_task
