@@ -21,16 +21,8 @@ import numpy as np
 
 from corpus.files import CONVERSATION, bad_byte, check_beginning, check_nuls, unpacked
 from corpus.mixture import PACKED, format_of, prepare_column
-from corpus.shards import (
-    FIRST,
-    LOSS,
-    cache_name,
-    changed_files,
-    read_index,
-    token_dtype,
-    write_index,
-    write_shard,
-)
+from corpus.shard_damage import changed_files
+from corpus.shards import FIRST, LOSS, cache_name, read_index, token_dtype
 from corpus.special import EOT_NAMES
 from corpus.spelling import (
     MOST,
@@ -44,6 +36,7 @@ from corpus.spelling import (
     traits_of,
 )
 from corpus.tokenizer import BESIDE, BPE_VOCAB, files_beside, load_tokenizer
+from corpus.write_shards import write_index, write_shard
 from distributed.agree import brief
 from flags.config import own_rank
 from flags.files import sha256_file, write_file

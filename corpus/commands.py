@@ -18,7 +18,8 @@ from corpus.cache import cached_corpus
 from corpus.chat import chat_tokenizer
 from corpus.files import describe_left_out, text_files
 from corpus.mixture import FORMATS
-from corpus.shards import find_damage, is_shards, read_index
+from corpus.shard_damage import find_damage
+from corpus.shards import is_shards, read_index
 from corpus.special import EOT_NAMES, TextSource, find_tokenizer, prefix_ids
 from corpus.spelling import MOST, WARN, describe_lost, per_cent, traits_of
 from corpus.tokenizer import BPE_VOCAB, load_tokenizer

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 KEPT = {
     "_c10d_functional::all_to_all_single",
     "_c10d_functional::reduce_scatter_tensor",
-    # FlexAttention, plain and compiled: models.attention.compiled_flex_attention
+    # FlexAttention, plain and compiled: models.flex_attention.compiled_flex_attention
     "flex_attention",
     "inductor_compiled_code",
     *(
