@@ -106,7 +106,9 @@ def check_layout(
     if isinstance(cfg, Float8Config) and cfg.float8 != "off":  # grpo.py has no float8
         rows += float8_rows(cfg, on_cuda)
     if layout.has_experts:
-        rows += expert_rows(layout, cfg, model_config)
+        from distributed.expert_rules import expert_rows
+
+        rows += expert_rows(layout, optimizer_of(cfg), model_config)
     if layout.pp > 1 and layout.accumulation:
         from distributed.pipeline_rules import pipeline_rows
 
@@ -280,36 +282,4 @@ def float8_rows(cfg, on_cuda: bool):
     yield (
         not on_cuda and cfg.compile,
         f"--float8 {cfg.float8} is emulated on CPU and cannot be compiled; leave out --compile",
-    )
-
-
-def expert_rows(layout: Layout, cfg, c):
-    ep = layout.ep
-    etp = layout.etp
-    # ranks that ep may borrow
-    lenders = layout.dp_shard * layout.cp
-    named = "dp_shard x cp"
-    if etp <= 1:
-        lenders *= layout.tp
-    if etp == 1:
-        named += " x tp"
-    ranks = f"{named} = {lenders}"
-    yield etp not in (1, layout.tp), f"--etp {etp} must be 1 or --tp {layout.tp}"
-    yield (
-        etp > 1 and c.moe_ffn_dim % etp,
-        f"--etp {etp} does not divide moe_ffn_dim {c.moe_ffn_dim}; use --etp 1",
-    )
-    yield (
-        etp > 1 and optimizer_of(cfg) == "muon",
-        (
-            f"--optimizer muon needs whole matrices, but --etp {etp} splits every expert; use "
-            "--etp 1 or adamw"
-        ),
-    )
-    yield (
-        ep < 1 or c.n_experts % ep or lenders % ep,
-        (
-            f"--ep {ep} must divide n_experts {c.n_experts} and {ranks}; use "
-            f"{divisors(c.n_experts, lenders)}"
-        ),
     )
