@@ -56,7 +56,6 @@ from storage.provenance import (
     summarize_code,
 )
 from storage.run_tensors import RunTensors
-from storage.saved import check_excluded, check_fit, choose_step
 from storage.source_tokenizer import describe_beginning, describe_ends, ids_of_run
 from storage.unsaved import Unsaved
 from storage.writer import Writer, layout_in_manifest, set_aside
@@ -331,6 +330,8 @@ class Checkpoints:
         """The weights of --init_from, if it is a Hugging Face folder."""
         if not self.cfg.init_from:
             return
+        from storage.loading import check_excluded
+
         check_excluded(self.excluded(), self.modules, self.group)
         from storage.hf import load_hf
 
@@ -340,6 +341,8 @@ class Checkpoints:
     def choose_checkpoint(self, source, step) -> tuple[str, dict]:
         """(folder, manifest) of the newest undamaged checkpoint: one decision for all ranks; each
         rank checks a share of the files."""
+        from storage.loading import choose_step  # only runs that begin with saved weights
+
         folder, manifest, damaged = choose_step(source, step, self.group, self.say)
         if source == self.out and not self.cfg.load_only:
             # Rename only after a good checkpoint was found; otherwise the next start would silently
@@ -354,6 +357,8 @@ class Checkpoints:
 
     def put_into_run(self, folder: str, manifest: dict, everything: bool):
         """Reads the tensors of a step folder into the run. everything: the optimizer's, too."""
+        from storage.loading import check_excluded, check_fit
+
         excluded = self.excluded()
         table = fail_together(lambda: read_table(folder, manifest["files"]), self.group)
         check_excluded(excluded, self.modules, self.group)

@@ -54,9 +54,9 @@ from storage.commands import diff
 from storage.dcp import pack_column, unpack_column
 from storage.hf import save_hf
 from storage.manifest import Damaged, verify
-from storage.newest import ABOUT, has_adapters, newest_readable
+from storage.newest import ABOUT, has_adapters, newest_readable, saved_model
 from storage.resume import check_run
-from storage.saved import load_model, saved_model
+from storage.saved import load_model
 from storage.source_tokenizer import has_bos
 
 
