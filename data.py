@@ -30,8 +30,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from corpus.cache import cache_folder, cached_corpus
-from corpus.mixture import parse_mixture, take_turns
+from corpus.cache import cache_folder, cached_corpus, parse_mixture
 from corpus.shards import MASKED, array_of, check_arrays, is_shards, opened_array, read_index
 from corpus.special import NEW_TOKENIZER, TextSource, find_tokenizer
 from corpus.tokenizer import bytes_of_tokens, listed_tokens, load_tokenizer
@@ -443,6 +442,8 @@ class MixedData(TokenData):
     without a mixture."""
 
     def __init__(self, parts: list[TokenData], shares: list[int], folder: str):
+        from corpus.mixture import take_turns  # only mixtures need the file
+
         first = parts[0]
         self.parts = parts
         self.turns = take_turns(shares)

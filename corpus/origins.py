@@ -21,9 +21,9 @@ from corpus.build import (
     split_of,
     text_of,
 )
-from corpus.cache import cache_folder
+from corpus.cache import cache_folder, parse_mixture
 from corpus.files import text_files
-from corpus.mixture import format_of, parse_mixture
+from corpus.mixture import format_of
 from corpus.shards import FIRST, is_shards, read_index
 from corpus.tokenizer import load_tokenizer
 from distributed.agree import brief

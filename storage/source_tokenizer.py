@@ -8,7 +8,7 @@ import json
 import os
 from pathlib import Path
 
-from corpus.mixture import parse_mixture
+from corpus.cache import parse_mixture
 from corpus.shards import MASKED, is_shards, read_index
 from corpus.special import EOT_NAMES, SpecialIds, TextSource, prefix_ids, special_ids
 from corpus.tokenizer import BESIDE, load_tokenizer, read_beside, tokenizer_path
