@@ -47,7 +47,6 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.utils.checkpoint import checkpoint
 
 from distributed.cast import cast_experts, cast_weights
-from distributed.checks import check_split
 from distributed.initial import draw_block, initial_values
 from distributed.launch import usable_cores
 from distributed.layout import (
@@ -207,6 +206,8 @@ def tensor_parallel(stage, layout: Layout, cfg) -> None:
     (2*B*T*D bytes in bfloat16), and the next matmul waits for each collective. So tp belongs inside
     a node.
     """
+    from distributed.tp_check import check_split  # only --tp needs the file
+
     mesh = layout.mesh["tp"]
     names = [n for n, _ in stage.named_modules()]
     plan = {

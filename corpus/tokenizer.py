@@ -325,22 +325,6 @@ def read_special_tokens(folder: str) -> dict[str, str]:
     return found
 
 
-def read_chat_template(folder: str, name: str = "default") -> str | None:
-    """The chat template of a Hugging Face folder, None without one. name: of the template, if the
-    folder has several."""
-    if os.path.lexists(os.path.join(folder, "chat_template.jinja")):
-        return Path(hf_file(folder, "chat_template.jinja", HF_LIMIT)).read_text("utf-8")
-    template = read_beside(folder, "tokenizer_config.json").get("chat_template")
-    if isinstance(template, list):
-        for named in template:
-            if isinstance(named, dict) and named.get("name") == name:
-                template = named.get("template")
-                break
-    if isinstance(template, str):
-        return template
-    return None
-
-
 @dataclass(kw_only=True)
 class ChatConfig:
     # wrap the prompt, a question to a chat model, in the chat template of its tokenizer

@@ -1,7 +1,6 @@
 """Checks on a built model and running processes: the model's tables fit the model, memory holds the
 training state, and all ranks have the same weights and data."""
 
-import dis
 import fnmatch
 import os
 import socket
@@ -19,16 +18,10 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from distributed.agree import brief, gather, holds_on_any_rank
 from distributed.initial import constants_of, initial_values
-from distributed.layout import Layout, local_slice, local_tensor, pattern_of
+from distributed.layout import Layout, local_slice, local_tensor
 from models.layers import takes_places
 from models.loss import IGNORE
 
-# Styles to suggest for a parameter without one
-STYLES = (
-    '"sequence" (a norm or gain of (B, T/tp, D)), "head_norm" (of (B, T, H/tp, K)), '
-    '"sequence_linear" (a linear of T/tp '
-    'tokens), "colwise" or "rowwise" (a linear that is split)'
-)
 DROPOUT = "use models.dropout.dropout, see 'Random numbers' in docs/fork_me.md"
 
 
@@ -86,32 +79,14 @@ def check_documents(model, layout: Layout) -> None:
     such a block."""
     if layout.rank > 0:
         return
+    from distributed.doc_mask_check import blocks_without_attend  # only --doc_mask needs the file
+
     names = blocks_without_attend(model)
     if names:
         print(
             f"--doc_mask does nothing in {brief(names)}: they do not call attend, so what else "
             "mixes tokens mixes documents"
         )
-
-
-def blocks_without_attend(model) -> list[str]:
-    """Names of the blocks with a forward, of their own or of a module inside, that takes `attend`
-    and never reads it."""
-    names = []
-    for name, block in model.blocks.items():
-        if any(map(ignores_attend, block.modules())):
-            names.append(f"blocks.{name}")
-    return names
-
-
-def ignores_attend(module) -> bool:
-    code = type(module).forward.__code__
-    if "attend" not in code.co_varnames[: code.co_argcount]:
-        return False
-    for step in dis.get_instructions(code):
-        if step.opname.startswith("LOAD") and "attend" in str(step.argval):
-            return False
-    return True
 
 
 def check_tp_plan(model, styles) -> None:
@@ -166,29 +141,6 @@ def check_owners(model, layout: Layout) -> None:
                 f"{fqn} is {other}: no layout can split a parameter that two modules hold; call "
                 "one module twice"
             )
-
-
-def check_split(stage, plan: dict[str, str]) -> None:
-    """Raise ValueError for the first parameter without a tp style. Every tp rank would train its
-    own copy of the parameter, on its own tokens or heads. Not checked: experts, split by
-    expert_parallel, and styles of a fork. plan: module -> style."""
-    for fqn, p in stage.named_parameters():
-        name = fqn.rpartition(".")[0]
-        if isinstance(p, DTensor) or ".experts." in fqn:
-            continue
-        # "gather" and "gather_sequence" move activations only
-        if plan.get(name) not in (None, "gather", "gather_sequence"):
-            continue
-        fix = (
-            "put it into a small module of its own, see 'A bare parameter under tp' in "
-            "docs/fork_me.md"
-        )
-        if name and not [*stage.get_submodule(name).children()]:
-            fix = f'add "{pattern_of(name)}" to tp_plan: {STYLES}'
-        raise ValueError(
-            f"--tp: {fqn} has no style in tp_plan, so every tp rank would train a copy of its "
-            f"own: {fix}"
-        )
 
 
 def check_memory(model, layout: Layout, cfg) -> None:

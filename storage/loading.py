@@ -20,7 +20,7 @@ from distributed.agree import (
     rank_in,
 )
 from distributed.layout import named_tensors
-from flags.files import matches
+from flags.files import matches, read_json
 from storage.dcp import read_table, read_tensors
 from storage.manifest import Progress, check_files, read_manifest
 from storage.newest import (
@@ -32,7 +32,9 @@ from storage.newest import (
     newest_readable,
     open_saved,
 )
-from storage.run_tensors import model_tensors, split_twins
+from storage.optimizer_numbers import OptimizerNumbers
+from storage.provenance import changed_code
+from storage.run_tensors import RunTensors, model_tensors, split_twins
 
 
 def choose_step(folder: str, step: int, group, say) -> tuple[str, dict, list[str]]:
@@ -108,6 +110,73 @@ def check_fit(tensors: dict[str, Tensor], there: dict, folder: str, same_dtype: 
         raise ValueError(
             f"{folder} does not fit this model: {'; '.join(problems)}{fix}".replace("torch.", "")
         )
+
+
+def put_into_run(
+    run: RunTensors,
+    numbers: OptimizerNumbers,
+    folder: str,
+    manifest: dict,
+    *,
+    everything: bool,
+    excluded: list[str],
+    group,
+) -> None:
+    """Reads the tensors of a step folder into a run. everything: the optimizer's, too. excluded:
+    names of --exclude_from_loading. Raises ValueError, the same on all ranks, before a tensor is
+    touched."""
+    table = fail_together(lambda: read_table(folder, manifest["files"]), group)
+    check_excluded(excluded, run.modules, group)
+    with_optimizer = everything and "optimizer" not in excluded
+    wanted = {}
+    for key, saved in table.items():
+        if matches(excluded, key):
+            continue
+        if with_optimizer or key.startswith("model."):
+            wanted[key] = saved
+    about = read_json(folder, "state.json")
+    if with_optimizer:
+        moments = {}
+        fqns = set()
+        for key, saved in wanted.items():
+            if key.startswith("optimizer."):
+                moments[key] = saved
+                fqns.add(key.removeprefix("optimizer.").rpartition(".")[0])
+        fail_together(lambda: run.create_optimizer_state(fqns), group)
+        run.create_late_state(moments, about.get("late", []))
+    tensors = {}
+    for key, t in run.named(with_optimizer).items():
+        if not matches(excluded, key):
+            tensors[key] = t
+    check_fit(tensors, wanted, folder, everything, group)
+    fail_together(lambda: read_tensors(tensors, folder, table), group)
+    run.fill_twins()
+    if with_optimizer:
+        numbers.restore(about.get("optimizer", {}))
+
+
+def describe_start(
+    folder: str, manifest: dict, everything: bool, differ, code: dict[str, str]
+) -> list[str]:
+    """One line on what a run starts from, and one on source files that have changed. code: the
+    sources of the run."""
+    from storage.changes import describe_changes
+
+    changed = ""
+    if not everything:
+        what = "step 0, with the weights of"
+    elif differ:
+        what = "step 0, with the weights and the optimizer state of"
+    else:
+        what = "continuing from"
+    if differ and not everything:
+        changed = f"; {describe_changes(differ)}"
+    lines = [f"{what} {folder} (written by {manifest['world_size']} rank(s)){changed}"]
+    if code:
+        text = changed_code(folder, code)
+        if text:
+            lines.append(text)
+    return lines
 
 
 def load_weights(modules: list[nn.Module], folder: str, exclude=()) -> None:

@@ -91,7 +91,7 @@ def check_run(out: str, identity: dict, cfg, lr_at=None):
             "the step"
         )
     if cfg.init_from and not has_new_ids(cfg):
-        from storage.source_tokenizer import check_tokenizer
+        from storage.other_tokenizer import check_tokenizer
 
         check_tokenizer(out, identity, cfg)
     if source := resume_source(out, cfg):

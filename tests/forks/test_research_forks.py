@@ -15,7 +15,7 @@ from research_forks import CODE, IMPORTS, REPO, M, write_fork
 from saves import refuses
 from torch import nn
 
-from distributed.checks import blocks_without_attend
+from distributed.doc_mask_check import blocks_without_attend
 from distributed.stages import stages_of_parts
 from models import llama3
 from models.dropout import dropout
