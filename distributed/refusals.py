@@ -104,6 +104,8 @@ def check_layout(
         *option_rows(cfg, on_cuda and here),
     ]
     if isinstance(cfg, Float8Config) and cfg.float8 != "off":  # grpo.py has no float8
+        from distributed.float8_rules import float8_rows
+
         rows += float8_rows(cfg, on_cuda)
     if layout.has_experts:
         from distributed.expert_rules import expert_rows
@@ -265,21 +267,3 @@ def option_rows(cfg, count_gpus: bool):
         ),
     )
     yield not 0 <= cfg.ac_budget <= 1, f"--ac_budget {cfg.ac_budget} must be between 0 and 1"
-
-
-def float8_rows(cfg, on_cuda: bool):
-    capability = (0, 0)
-    if on_cuda:
-        capability = torch.cuda.get_device_capability()
-    yield (
-        on_cuda and capability < (8, 9),
-        (
-            f"--float8 {cfg.float8} needs a GPU of capability 8.9 (H100: 9.0, B200: 10.0), and "
-            f"this one has {capability[0]}."
-            f"{capability[1]}; use --float8 off"
-        ),
-    )
-    yield (
-        not on_cuda and cfg.compile,
-        f"--float8 {cfg.float8} is emulated on CPU and cannot be compiled; leave out --compile",
-    )

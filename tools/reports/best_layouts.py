@@ -24,7 +24,7 @@ from tools.parity.halves import without_refused
 from tools.reports.dryrun import human, make_report, table
 from tools.reports.schedule import bubble, simulate
 from tools.reports.stop_main import stop_main
-from training.metrics import peak_flops
+from training.peak_flops import peak_flops
 
 # layouts in the table; dry runs; devices with fast links to each other
 SHOWN = 10
