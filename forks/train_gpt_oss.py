@@ -122,13 +122,13 @@ def lr_at(step: int, cfg: Config) -> float:
     The decay ends one step after the last, so that with --min_lr_ratio 0 the last step still
     learns.
     """
-    total = cfg.steps if cfg.schedule_steps == -1 else cfg.schedule_steps
+    total = cfg.schedule_steps
+    if total == -1:
+        total = cfg.steps
     warmup = min(cfg.warmup_steps, total)
-    decay = (
-        total - warmup
-        if cfg.decay_ratio is None
-        else min(round(total * cfg.decay_ratio), total - warmup)
-    )
+    decay = total - warmup
+    if cfg.decay_ratio is not None:
+        decay = min(round(total * cfg.decay_ratio), decay)
     if step <= warmup:
         return step / max(warmup, 1)
     x = min(max(step - (total - decay), 0) / (decay + 1), 1.0)  # progress of the decay
