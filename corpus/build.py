@@ -43,7 +43,7 @@ from flags.files import sha256_file, write_file
 
 VAL_PART = 20  # one document in 20 is for validation, or the last 20th of a file with few documents
 MANY_DOCUMENTS = 100  # a .jsonl with at least so many lines is split by hash
-# lines at the beginning of a file that may be null, when we look what it holds
+# the most null lines at the beginning of a file, when we look for the kind of its contents
 NULLS_AT_MOST = 1000
 BPE_BYTES = 10_000_000  # bytes of text for a tokenizer of our own
 
@@ -319,7 +319,7 @@ def cut_at_lines(split: str, text: str, closed: bool, whole_words: bool = False,
 
 
 class Findings:
-    """What is found in a piece while it is tokenized, beside its tokens."""
+    """Counts and examples found while a piece is tokenized, beside the tokens."""
 
     def __init__(self, tokenizer_file: Path, skip_bad: bool):
         traits = traits_of(tokenizer_file)

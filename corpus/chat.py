@@ -431,8 +431,8 @@ def with_words(message: dict, i: int, words: dict) -> dict:
 
 @cache
 def arguments_as(template: ChatTemplate) -> type | None:
-    """How a template reads the arguments of a call: dict, if it writes them as JSON itself or one
-    by one; str, if it wants their JSON text; None, if neither shows them right."""
+    """How a template reads the arguments of a call: dict, if the template writes JSON itself or
+    each argument alone; str, if the template wants JSON text; None, if neither comes out right."""
     for kind in (dict, str):
         arguments = {"Qkey": "Qvalue"}
         if kind is str:
@@ -454,7 +454,7 @@ def arguments_as(template: ChatTemplate) -> type | None:
 
 def with_arguments(conversation: Conversation, template: ChatTemplate) -> Conversation:
     """The conversation, with the arguments of its calls as the template reads them: OpenAI writes a
-    JSON text, and a template that encodes it once more would train escaped quotes."""
+    JSON text, and a template that encodes the text once more would train escaped quotes."""
     if not any(message.get("tool_calls") for message in conversation.messages):
         return conversation
     wanted = arguments_as(template)
