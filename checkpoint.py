@@ -93,12 +93,12 @@ def loaded_later(cfg):
     """A function: fqn -> whether Checkpoints.load will overwrite the parameter.
     parallel.init_weights need not draw those."""
     ours = resume_source(cfg.out, cfg)
-    # a Hugging Face folder, whose files may lack multi-token prediction
-    others = cfg.init_from if ours is None else ""
+    # files of Hugging Face may lack multi-token prediction
+    hf_folder = cfg.init_from if ours is None else ""
     kept = [name.removeprefix("model.") for name in cfg.exclude_from_loading]
-    if others:
+    if hf_folder:
         kept.append("mtp")
-    return lambda fqn: bool(ours or others) and not matches(kept, f"model.{fqn}")
+    return lambda fqn: bool(ours or hf_folder) and not matches(kept, f"model.{fqn}")
 
 
 class Checkpoints:

@@ -424,8 +424,8 @@ class TokenData:
                 for first in range(0, len(numbers), rows):
                     windows = np.full((local_batch_size, data.seq_len + 1), -1)
                     batch = numbers[first : first + rows]
-                    mine = batch[data_rank * local_batch_size :][:local_batch_size]
-                    windows[: len(mine)] = data.windows("val", mine)
+                    own_numbers = batch[data_rank * local_batch_size :][:local_batch_size]
+                    windows[: len(own_numbers)] = data.windows("val", own_numbers)
                     arrays = data.arrays(windows)
                     labels = arrays[1]
                     n_bytes = None

@@ -634,9 +634,9 @@ def source_of(
     return source
 
 
-def tokenize_pieces(job, pieces: list, mine: range, workers: int) -> list[dict]:
-    """The notes of the pieces in `mine`, on several processes. job: tokenize_piece."""
-    workers = min(workers, len(mine))
+def tokenize_pieces(job, pieces: list, numbers: range, workers: int) -> list[dict]:
+    """The notes of the pieces in `numbers`, on several processes. job: tokenize_piece."""
+    workers = min(workers, len(numbers))
     notes = []
     with contextlib.ExitStack() as stack:
         do = map
@@ -644,13 +644,13 @@ def tokenize_pieces(job, pieces: list, mine: range, workers: int) -> list[dict]:
             os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread in each process
             spawn = multiprocessing.get_context("spawn")
             do = stack.enter_context(ProcessPoolExecutor(workers, spawn)).map
-        for note in do(job, [pieces[i] for i in mine], mine):
+        for note in do(job, [pieces[i] for i in numbers], numbers):
             notes.append(note)
             if sys.stderr.isatty() and own_rank() == 0:
                 end = ""
-                if len(notes) == len(mine):
+                if len(notes) == len(numbers):
                     end = "\n"
-                progress = f"\rtokenizing {len(notes)}/{len(mine)}"
+                progress = f"\rtokenizing {len(notes)}/{len(numbers)}"
                 print(progress, end=end, file=sys.stderr, flush=True)
     return notes
 

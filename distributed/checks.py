@@ -215,14 +215,15 @@ def check_replicas(stages, layout: Layout, **values) -> list[tuple]:
     parameters, for Guard.
     """
     start = [(fqn, p, bits_sum(p)) for stage in stages for fqn, p in stage.named_parameters()]
-    mine = {}
+    known = {}
     for name, value in values.items():  # a dict field by field, so that the message names the flag
         if isinstance(value, dict):
             for field, x in value.items():
-                mine[f"{name} {field}".strip(), 0] = repr(x)
+                known[f"{name} {field}".strip(), 0] = repr(x)
         else:
-            mine[name, 0] = repr(value)
-    groups = {dist.group.WORLD: [zlib.crc32(repr(mine).encode())]}  # ranks that must agree: numbers
+            known[name, 0] = repr(value)
+    # ranks that must agree: numbers
+    groups = {dist.group.WORLD: [zlib.crc32(repr(known).encode())]}
     for _, p, total in start:
         if not isinstance(p, DTensor):
             continue
@@ -234,15 +235,15 @@ def check_replicas(stages, layout: Layout, **values) -> list[tuple]:
         if differ(numbers, group, layout.device):
             found = True
     if holds_on_any_rank(found, dist.group.WORLD):
-        mine |= {(fqn, local_slice(p)): total for fqn, p, total in start}
-        raise_first_difference(mine)
+        known |= {(fqn, local_slice(p)): total for fqn, p, total in start}
+        raise_first_difference(known)
     return [(fqn, p, total) for fqn, p, total in start if p.requires_grad]
 
 
-def raise_first_difference(mine: dict) -> None:
-    """Raise ValueError, on all ranks, for the first value that differs between ranks. mine:
+def raise_first_difference(known: dict) -> None:
+    """Raise ValueError, on all ranks, for the first value that differs between ranks. known:
     {(name, part): this rank's value}."""
-    everyone = gather((socket.gethostname(), mine), dist.group.WORLD)
+    everyone = gather((socket.gethostname(), known), dist.group.WORLD)
     first = {}
     for rank, (host, theirs) in enumerate(everyone):
         for key, value in theirs.items():
@@ -256,8 +257,8 @@ def raise_first_difference(mine: dict) -> None:
 
 def differ(numbers: list[int], group, device) -> bool:
     """Whether any of the numbers is not equal on all ranks of the group."""
-    mine = torch.tensor(numbers, device=device)
-    both = torch.stack([mine, -mine])
+    own = torch.tensor(numbers, device=device)
+    both = torch.stack([own, -own])
     dist.all_reduce(both, dist.ReduceOp.MAX, group)  # the highest, and minus the lowest
     return not torch.equal(both[0], -both[1])
 

@@ -36,7 +36,7 @@ KEPT = {
 MATMUL = torch.ops.aten.mm.default
 
 
-class Only(TorchDispatchMode):
+class PassKept(TorchDispatchMode):
     """Pass matmuls and the ops in KEPT to torch's mode of selective checkpointing, and run all
     other ops directly.
 
@@ -85,4 +85,4 @@ def keep_contexts(is_compiled: bool) -> tuple:
     # inside.
     if is_compiled:
         return modes
-    return tuple(map(Only, modes))
+    return tuple(map(PassKept, modes))

@@ -156,23 +156,23 @@ def agree_on_attempt(store: dist.Store, layout: Layout, timeout_s: int) -> str:
     stores the key, and rank 0 stores the name under each key found, until all ranks have read the
     name. A living process soon overwrites a dead one's key.
     """
-    mine = uuid.uuid4().hex  # rank 0: the name; others: the key to wait at
+    key = uuid.uuid4().hex  # rank 0: the name; others: the key to wait at
     if layout.rank > 0:
-        store.set(f"rank {layout.rank}", mine)
-        name = store.get(mine).decode()  # waits for rank 0
+        store.set(f"rank {layout.rank}", key)
+        name = store.get(key).decode()  # waits for rank 0
         store.add(f"{name} joined", 1)
         return name
     deadline = time.monotonic() + timeout_s
-    while missing := layout.world_size - 1 - store.add(f"{mine} joined", 0):
+    while missing := layout.world_size - 1 - store.add(f"{key} joined", 0):
         if time.monotonic() > deadline:
             raise TimeoutError(
                 f"{missing} of {layout.world_size} processes did not come in {timeout_s} s"
             )
         for rank in range(1, layout.world_size):
             if store.check([f"rank {rank}"]):
-                store.set(store.get(f"rank {rank}").decode(), mine)
+                store.set(store.get(f"rank {rank}").decode(), key)
         time.sleep(0.02)
-    return mine
+    return key
 
 
 def set_timeouts(layout: Layout, timeout_s: int) -> None:

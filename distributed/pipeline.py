@@ -20,8 +20,12 @@ Schedule = Literal[
     "DualPipeV",
 ]
 PIPELINE = Need("without --pp 2 or more", lambda c: c.pp > 1)
-NO_CSV = Need("with --pp_schedule_csv, which says it all", lambda c: not c.pp_schedule_csv)
-NO_FQNS = Need("with --pp_stage_fqns, which says it all", lambda c: not c.pp_stage_fqns)
+NO_CSV = Need(
+    "with --pp_schedule_csv, whose file gives the whole schedule", lambda c: not c.pp_schedule_csv
+)
+NO_FQNS = Need(
+    "with --pp_stage_fqns, which names every module of every stage", lambda c: not c.pp_stage_fqns
+)
 
 
 @dataclass(kw_only=True)

@@ -161,12 +161,17 @@ def check_degrees(cfg: ParallelConfig, world_size: int) -> dict[str, int]:
         start += f": torchrun --nproc_per_node {product} {shlex.join(sys.argv)}"
     numbers = f"{'*'.join(given)} = {'*'.join(map(str, given.values()))} = {product}"
     refuse(
-        [(product != world_size, f"{count(world_size, 'process')} but {numbers}; {fix} or {start}")]
+        [
+            (
+                product != world_size,
+                f"{plural(world_size, 'process')} but {numbers}; {fix} or {start}",
+            )
+        ]
     )
     return degrees
 
 
-def count(n: int, noun: str) -> str:
+def plural(n: int, noun: str) -> str:
     if n == 1:
         return f"1 {noun}"
     if noun[-1] == "s":
@@ -184,7 +189,7 @@ def batch_rows(layout: Layout):
         n < 1 or n % forward,
         (
             f"--global_batch_size {n} is not a multiple of --local_batch_size {local} x "
-            f"{count(ranks, 'data rank')} = {forward}; use --global_batch_size {near}"
+            f"{plural(ranks, 'data rank')} = {forward}; use --global_batch_size {near}"
         ),
     )
 
@@ -202,11 +207,11 @@ def model_rows(layout: Layout, cfg, c, seq_len: int):
         sizes["n_shared_experts x moe_ffn_dim"] = c.n_shared_experts * c.moe_ffn_dim
     odd = [f"{name} {size}" for name, size in sizes.items() if size % tp]
     # cp cuts a sequence into 2*cp chunks, tp each rank's part into tp
-    pieces = tp
+    divisor = tp
     if cp > 1:
-        pieces *= 2 * cp
+        divisor *= 2 * cp
     rule = " x ".join(["2", "cp"] * (cp > 1) + ["tp"] * (tp > 1)) + " = "
-    near = max(1, min(round(seq_len / pieces), c.max_seq_len // pieces)) * pieces
+    near = max(1, min(round(seq_len / divisor), c.max_seq_len // divisor)) * divisor
     heads = c.n_heads // tp
     kv_heads = c.n_kv_heads // tp
     alltoall = cp > 1 and cfg.cp_method == "alltoall" and kv_heads > 0
@@ -219,8 +224,8 @@ def model_rows(layout: Layout, cfg, c, seq_len: int):
         ),
     )
     yield (
-        seq_len % pieces,
-        f"--seq_len {seq_len} is not a multiple of {rule}{pieces}; use --seq_len {near}",
+        seq_len % divisor,
+        f"--seq_len {seq_len} is not a multiple of {rule}{divisor}; use --seq_len {near}",
     )
     yield (
         alltoall and (heads % cp or kv_heads % cp and cp % kv_heads),
@@ -251,7 +256,7 @@ def option_rows(cfg, count_gpus: bool):
     yield (
         local_world > n_gpus and not own,
         (
-            f"{count(local_world, 'process')} here, but torch finds {n_gpus} GPUs; use "
+            f"{plural(local_world, 'process')} here, but torch finds {n_gpus} GPUs; use "
             "--device cpu or fewer processes"
         ),
     )

@@ -104,11 +104,11 @@ def write_tensors(
         except BrokenProcessPool:
             raise ChildProcessError("the writer process has died") from None
 
-    mine = fail_together(plan_alone, group)
-    is_new = holds_on_any_rank(plan.items != mine.items, group)
+    own_plan = fail_together(plan_alone, group)
+    is_new = holds_on_any_rank(plan.items != own_plan.items, group)
     if is_new:
-        on_rank_0(plan_for_all, group, mine)
-        plan.items = mine.items
+        on_rank_0(plan_for_all, group, own_plan)
+        plan.items = own_plan.items
         plan.final = scatter(plans, group)
         plan.written = None
     written = fail_together(write, group)
