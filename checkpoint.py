@@ -311,7 +311,7 @@ class Checkpoints:
             self.group,
         )
         # only runs that begin with saved weights need the file
-        from storage.loading import describe_start, put_into_run
+        from storage.loading import describe_load, put_into_run
 
         put_into_run(
             self.run,
@@ -322,7 +322,7 @@ class Checkpoints:
             excluded=self.excluded(),
             group=self.group,
         )
-        for line in describe_start(folder, manifest, start.everything, differ, self.code):
+        for line in describe_load(folder, manifest, start.everything, differ, self.code):
             self.say(line)
         # weights and optimizer state of another run, but other data or schedule: from step 0
         if not start.everything or differ:

@@ -155,7 +155,7 @@ def put_into_run(
         numbers.restore(about.get("optimizer", {}))
 
 
-def describe_start(
+def describe_load(
     folder: str, manifest: dict, everything: bool, differ, code: dict[str, str]
 ) -> list[str]:
     """One line on what a run starts from, and one on source files that have changed. code: the
