@@ -191,9 +191,8 @@ TP_STYLES = {  # names for a model's tp_plan; called once per module
     # heads), so the gradients must be summed over tp. A DTensor weight sums gradients; a plain
     # weight silently does not.
     "sequence": partial(SequenceParallel, use_local_output=True),  # (B, T/tp, D)
-    "head_norm": partial(
-        SequenceParallel, sequence_dim=2, use_local_output=True
-    ),  # (B, T, H/tp, K)
+    # (B, T, H/tp, K)
+    "head_norm": partial(SequenceParallel, sequence_dim=2, use_local_output=True),
     "sequence_linear": SequenceLinear,
     "vocab_embedding": VocabEmbedding,
     "vocab_head": VocabHead,
