@@ -521,6 +521,8 @@ def open_data(
         data.validation = open_parts(
             cfg, "--val_data", cfg.val_data, seq_len, tokenizer.or_of(data), Chats
         )
+        from corpus.mixture import check_same_ids
+
         check_same_ids({f"--data {cfg.data}": data, f"--val_data {cfg.val_data}": data.validation})
         data.n_val_samples = data.validation.n_val_samples
     return data
@@ -542,30 +544,10 @@ def open_parts(
         tokenizer = tokenizer.or_of(found[part.name])
     if parts[0].name == "":
         return found[""]
+    from corpus.mixture import check_same_ids
+
     check_same_ids({f"{flag} {name}": data for name, data in found.items()})
     return MixedData([found[part.name] for part in parts], [part.share for part in parts], named)
-
-
-def check_same_ids(sources: dict[str, TokenData]):
-    """Raises ValueError if two sources have different tokenizers. sources: {flag and source, for
-    errors: data}."""
-    (first, known), *others = sources.items()
-    for name, data in others:
-        if ids_of_data(data) != ids_of_data(known):
-            raise ValueError(
-                f"{first} and {name} have different tokenizers ({about_ids(known)}; "
-                f"{about_ids(data)}); prepare both with one"
-            )
-
-
-def ids_of_data(data: TokenData) -> tuple:
-    """What decides which text an id stands for."""
-    return data.fingerprint["tokenizer_sha256"], data.vocab_size, data.eot
-
-
-def about_ids(data: TokenData) -> str:
-    sha256, n_ids, eot = ids_of_data(data)
-    return f"{n_ids} ids, end of text {eot}, sha256 {sha256[:12]}"
 
 
 def open_part(

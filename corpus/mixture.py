@@ -120,3 +120,25 @@ def take_turns(shares: list[int]) -> Turns:
         number.append(given[i])
         given[i] += 1
     return Turns(*(np.array(x, np.int64) for x in (shares, part, number)))
+
+
+def check_same_ids(sources: dict):
+    """Raises ValueError if two sources have different tokenizers. sources: {flag and source, for
+    errors: TokenData}."""
+    (first, known), *others = sources.items()
+    for name, data in others:
+        if ids_of_data(data) != ids_of_data(known):
+            raise ValueError(
+                f"{first} and {name} have different tokenizers ({about_ids(known)}; "
+                f"{about_ids(data)}); prepare both with one"
+            )
+
+
+def ids_of_data(data) -> tuple:
+    """What decides which text an id stands for."""
+    return data.fingerprint["tokenizer_sha256"], data.vocab_size, data.eot
+
+
+def about_ids(data) -> str:
+    sha256, n_ids, eot = ids_of_data(data)
+    return f"{n_ids} ids, end of text {eot}, sha256 {sha256[:12]}"

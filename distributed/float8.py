@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import Literal
 
-from distributed.layout import Layout, with_forward
+from distributed.layout import Layout
 from flags.config import GPU, Need, flag
 
 FLOAT8 = Need("without --float8", lambda c: c.float8 != "off")
@@ -38,8 +38,9 @@ def float8_linears(stage, layout: Layout, cfg) -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
 
-    # only --float8 needs the file
+    # only --float8 needs these files
     from distributed.float8_linears import Float8Linear, float8_names
+    from distributed.linears import with_forward
 
     names = float8_names(stage, layout, cfg)
     config = Float8LinearConfig.from_recipe_name(cfg.float8)

@@ -6,7 +6,8 @@ from fnmatch import fnmatch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 
-from distributed.layout import Layout, beside_weight
+from distributed.layout import Layout
+from distributed.linears import beside_weight
 
 
 def float8_names(stage, layout: Layout, cfg) -> list[str]:

@@ -22,7 +22,7 @@ from distributed.agree import Failed, fail_together, on_rank_0, rank_in
 from distributed.layout import AXES
 from flags import VERSION
 from flags.files import publish, step_folders, write_file
-from storage.dcp import SavePlan, import_dcp, write_tensors, writer_process
+from storage.dcp import SavePlan, import_dcp, write_tensors
 from storage.manifest import TABLE, Damaged, checksums, read_manifest, write_manifest
 
 # folders left by a process killed while saving or deleting
@@ -89,6 +89,8 @@ class Writer:
         self.process = None
         if not cfg.load_only:
             if cfg.checkpoint_async == "process":
+                from storage.writer_process import writer_process
+
                 self.process = writer_process()
             if self.rank == 0:
                 delete_leftovers(out)
