@@ -20,8 +20,8 @@ Whatever the grid, the same model is trained, because of five rules:
     5. same rounding       one device casts weights and gradients where FSDP does, to the same bits (shard, distributed/cast.py)
 
 This file stands on distributed/: flags and numbers of a layout (layout.py), refusals (refusals.py),
-start and end of processes (launch.py), pipelines (pipeline.py, schedule.py), experts (experts.py),
-matmuls in 8 bits (float8.py).
+start and end of processes (launch.py), pipelines (pipeline.py, stages.py, schedule.py), experts
+(experts.py), matmuls in 8 bits (float8.py).
 """
 
 import fnmatch
