@@ -43,21 +43,12 @@ from torch import nn
 from corpus.tokenizer import tokenizer_and_beside
 from distributed.agree import Failed, fail_together, gather, new_gloo_group, on_rank_0, rank_in
 from flags.config import Need, flag, own_rank
-from flags.files import json_bytes, matches, read_json, step_folders
-from storage.dcp import read_table, read_tensors
+from flags.files import json_bytes, matches, step_folders
 from storage.newest import resume_source, saved_state
 from storage.optimizer_numbers import OptimizerNumbers, find_copies, merge_numbers, sum_copies
-from storage.provenance import (
-    changed_code,
-    check_machines,
-    code_roots,
-    git_commit,
-    local_code,
-    summarize_code,
-)
+from storage.provenance import check_machines, code_roots, git_commit, local_code, summarize_code
 from storage.run_tensors import RunTensors
-from storage.saved import check_excluded, check_fit, choose_step
-from storage.source_tokenizer import describe_beginning, describe_ends, ids_of_run
+from storage.source_tokenizer import ids_of_run
 from storage.unsaved import Unsaved
 from storage.writer import Writer, layout_in_manifest, set_aside
 
@@ -102,12 +93,12 @@ def loaded_later(cfg):
     """A function: fqn -> whether Checkpoints.load will overwrite the parameter.
     parallel.init_weights need not draw those."""
     ours = resume_source(cfg.out, cfg)
-    # a Hugging Face folder, whose files may lack multi-token prediction
-    others = cfg.init_from if ours is None else ""
+    # files of Hugging Face may lack multi-token prediction
+    hf_folder = cfg.init_from if ours is None else ""
     kept = [name.removeprefix("model.") for name in cfg.exclude_from_loading]
-    if others:
+    if hf_folder:
         kept.append("mtp")
-    return lambda fqn: bool(ours or others) and not matches(kept, f"model.{fqn}")
+    return lambda fqn: bool(ours or hf_folder) and not matches(kept, f"model.{fqn}")
 
 
 class Checkpoints:
@@ -193,8 +184,12 @@ class Checkpoints:
         if self.generation is not None and file:
             beside["generation_config.json"] = json_bytes(self.generation)
         if new:
+            from storage.other_tokenizer import describe_ends
+
             self.say(describe_ends(self.tokenizer_file, new))
         if file and self.begins:
+            from storage.other_tokenizer import describe_beginning
+
             line = describe_beginning(file)
             if line:
                 self.say(line)
@@ -315,8 +310,20 @@ class Checkpoints:
             lambda: compare_start(folder, start, start.folder == self.out, self.identity, self.cfg),
             self.group,
         )
-        self.put_into_run(folder, manifest, start.everything)
-        self.describe_start(folder, manifest, start.everything, differ)
+        # only runs that begin with saved weights need the file
+        from storage.loading import describe_load, put_into_run
+
+        put_into_run(
+            self.run,
+            self.numbers,
+            folder,
+            manifest,
+            everything=start.everything,
+            excluded=self.excluded(),
+            group=self.group,
+        )
+        for line in describe_load(folder, manifest, start.everything, differ, self.code):
+            self.say(line)
         # weights and optimizer state of another run, but other data or schedule: from step 0
         if not start.everything or differ:
             return None
@@ -331,6 +338,8 @@ class Checkpoints:
         """The weights of --init_from, if it is a Hugging Face folder."""
         if not self.cfg.init_from:
             return
+        from storage.loading import check_excluded
+
         check_excluded(self.excluded(), self.modules, self.group)
         from storage.hf import load_hf
 
@@ -340,6 +349,8 @@ class Checkpoints:
     def choose_checkpoint(self, source, step) -> tuple[str, dict]:
         """(folder, manifest) of the newest undamaged checkpoint: one decision for all ranks; each
         rank checks a share of the files."""
+        from storage.loading import choose_step  # only runs that begin with saved weights
+
         folder, manifest, damaged = choose_step(source, step, self.group, self.say)
         if source == self.out and not self.cfg.load_only:
             # Rename only after a good checkpoint was found; otherwise the next start would silently
@@ -351,57 +362,6 @@ class Checkpoints:
         for newer, path in step_folders(self.out):
             if newer > step:
                 set_aside(path, "damaged" if path in damaged else "abandoned", self.say)
-
-    def put_into_run(self, folder: str, manifest: dict, everything: bool):
-        """Reads the tensors of a step folder into the run. everything: the optimizer's, too."""
-        excluded = self.excluded()
-        table = fail_together(lambda: read_table(folder, manifest["files"]), self.group)
-        check_excluded(excluded, self.modules, self.group)
-        with_optimizer = everything and "optimizer" not in excluded
-        wanted = {}
-        for key, saved in table.items():
-            if matches(excluded, key):
-                continue
-            if with_optimizer or key.startswith("model."):
-                wanted[key] = saved
-        about = read_json(folder, "state.json")
-        if with_optimizer:
-            moments = {}
-            fqns = set()
-            for key, saved in wanted.items():
-                if key.startswith("optimizer."):
-                    moments[key] = saved
-                    fqns.add(key.removeprefix("optimizer.").rpartition(".")[0])
-            fail_together(lambda: self.run.create_optimizer_state(fqns), self.group)
-            self.run.create_late_state(moments, about.get("late", []))
-        tensors = {}
-        for key, t in self.run.named(with_optimizer).items():
-            if not matches(excluded, key):
-                tensors[key] = t
-        check_fit(tensors, wanted, folder, everything, self.group)
-        fail_together(lambda: read_tensors(tensors, folder, table), self.group)
-        self.run.fill_twins()
-        if with_optimizer:
-            self.numbers.restore(about.get("optimizer", {}))
-
-    def describe_start(self, folder: str, manifest: dict, everything: bool, differ):
-        """One line on what the run starts from, and one on source files that have changed."""
-        from storage.changes import describe_changes
-
-        changed = ""
-        if not everything:
-            what = "step 0, with the weights of"
-        elif differ:
-            what = "step 0, with the weights and the optimizer state of"
-        else:
-            what = "continuing from"
-        if differ and not everything:
-            changed = f"; {describe_changes(differ)}"
-        self.say(f"{what} {folder} (written by {manifest['world_size']} rank(s)){changed}")
-        if self.code:
-            text = changed_code(folder, self.code)
-            if text:
-                self.say(text)
 
     def say(self, text):
         if self.rank == 0:

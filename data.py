@@ -30,8 +30,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from corpus.cache import cache_folder, cached_corpus
-from corpus.mixture import parse_mixture, take_turns
+from corpus.cache import cache_folder, cached_corpus, parse_mixture
 from corpus.shards import MASKED, array_of, check_arrays, is_shards, opened_array, read_index
 from corpus.special import NEW_TOKENIZER, TextSource, find_tokenizer
 from corpus.tokenizer import bytes_of_tokens, listed_tokens, load_tokenizer
@@ -425,8 +424,8 @@ class TokenData:
                 for first in range(0, len(numbers), rows):
                     windows = np.full((local_batch_size, data.seq_len + 1), -1)
                     batch = numbers[first : first + rows]
-                    mine = batch[data_rank * local_batch_size :][:local_batch_size]
-                    windows[: len(mine)] = data.windows("val", mine)
+                    own_numbers = batch[data_rank * local_batch_size :][:local_batch_size]
+                    windows[: len(own_numbers)] = data.windows("val", own_numbers)
                     arrays = data.arrays(windows)
                     labels = arrays[1]
                     n_bytes = None
@@ -443,6 +442,8 @@ class MixedData(TokenData):
     without a mixture."""
 
     def __init__(self, parts: list[TokenData], shares: list[int], folder: str):
+        from corpus.mixture import take_turns  # only mixtures need the file
+
         first = parts[0]
         self.parts = parts
         self.turns = take_turns(shares)
@@ -520,6 +521,8 @@ def open_data(
         data.validation = open_parts(
             cfg, "--val_data", cfg.val_data, seq_len, tokenizer.or_of(data), Chats
         )
+        from corpus.mixture import check_same_ids
+
         check_same_ids({f"--data {cfg.data}": data, f"--val_data {cfg.val_data}": data.validation})
         data.n_val_samples = data.validation.n_val_samples
     return data
@@ -541,30 +544,10 @@ def open_parts(
         tokenizer = tokenizer.or_of(found[part.name])
     if parts[0].name == "":
         return found[""]
+    from corpus.mixture import check_same_ids
+
     check_same_ids({f"{flag} {name}": data for name, data in found.items()})
     return MixedData([found[part.name] for part in parts], [part.share for part in parts], named)
-
-
-def check_same_ids(sources: dict[str, TokenData]):
-    """Raises ValueError if two sources have different tokenizers. sources: {flag and source, for
-    errors: data}."""
-    (first, known), *others = sources.items()
-    for name, data in others:
-        if ids_of_data(data) != ids_of_data(known):
-            raise ValueError(
-                f"{first} and {name} have different tokenizers ({about_ids(known)}; "
-                f"{about_ids(data)}); prepare both with one"
-            )
-
-
-def ids_of_data(data: TokenData) -> tuple:
-    """What decides which text an id stands for."""
-    return data.fingerprint["tokenizer_sha256"], data.vocab_size, data.eot
-
-
-def about_ids(data: TokenData) -> str:
-    sha256, n_ids, eot = ids_of_data(data)
-    return f"{n_ids} ids, end of text {eot}, sha256 {sha256[:12]}"
 
 
 def open_part(

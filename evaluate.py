@@ -79,10 +79,10 @@ from rl.rollouts import gather_samples, lockstep, patient_group, whole_weights
 from rl.sample import Sample
 from storage.adapters import base_of
 from storage.hf import class_of, read_hf_config
+from storage.loading import load_weights
 from storage.manifest import Progress
-from storage.newest import has_adapters, is_hf_folder, newest_readable
+from storage.newest import has_adapters, is_hf_folder, newest_readable, saved_model
 from storage.prompt import open_chat
-from storage.saved import load_weights, saved_model
 from tools.run import run
 
 BASE_PROMPT = "Question: {question}\nAnswer:"  # for a base model; a chat model has its template

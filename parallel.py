@@ -20,8 +20,8 @@ Whatever the grid, the same model is trained, because of five rules:
     5. same rounding       one device casts weights and gradients where FSDP does, to the same bits (shard, distributed/cast.py)
 
 This file stands on distributed/: flags and numbers of a layout (layout.py), refusals (refusals.py),
-start and end of processes (launch.py), pipelines (pipeline.py, schedule.py), experts (experts.py),
-matmuls in 8 bits (float8.py).
+start and end of processes (launch.py), pipelines (pipeline.py, stages.py, schedule.py), experts
+(experts.py), matmuls in 8 bits (float8.py).
 """
 
 import fnmatch
@@ -47,7 +47,6 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.utils.checkpoint import checkpoint
 
 from distributed.cast import cast_experts, cast_weights
-from distributed.checks import check_split
 from distributed.initial import draw_block, initial_values
 from distributed.launch import usable_cores
 from distributed.layout import (
@@ -183,16 +182,17 @@ TP_STYLES = {  # names for a model's tp_plan; called once per module
     # W (out/tp, in): no communication, the output is this rank's heads or channels
     "colwise": ColwiseParallel,
     # W (out, in/tp): reduce-scatter along the sequence
-    "rowwise": lambda: RowwiseParallel(output_layouts=Shard(1)),
+    "rowwise": partial(RowwiseParallel, output_layouts=Shard(1)),
     "gather_sequence": GatherSequence,
     # colwise after an all-gather of the sequence
-    "gather_colwise": lambda: ColwiseParallel(input_layouts=Shard(1)),
+    "gather_colwise": partial(ColwiseParallel, input_layouts=Shard(1)),
     "gather": Gather,
     # Norms. Every tp rank holds the weight whole but sees only T/tp of the tokens (or H/tp of the
     # heads), so the gradients must be summed over tp. A DTensor weight sums gradients; a plain
     # weight silently does not.
-    "sequence": lambda: SequenceParallel(use_local_output=True),  # (B, T/tp, D)
-    "head_norm": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),  # (B, T, H/tp, K)
+    "sequence": partial(SequenceParallel, use_local_output=True),  # (B, T/tp, D)
+    # (B, T, H/tp, K)
+    "head_norm": partial(SequenceParallel, sequence_dim=2, use_local_output=True),
     "sequence_linear": SequenceLinear,
     "vocab_embedding": VocabEmbedding,
     "vocab_head": VocabHead,
@@ -207,15 +207,18 @@ def tensor_parallel(stage, layout: Layout, cfg) -> None:
     (2*B*T*D bytes in bfloat16), and the next matmul waits for each collective. So tp belongs inside
     a node.
     """
+    from distributed.tp_check import check_split  # only --tp needs the file
+
     mesh = layout.mesh["tp"]
     names = [n for n, _ in stage.named_modules()]
-    plan = {
-        n: style
-        for pattern, style in stage.tp_plan().items()
-        for n in fnmatch.filter(names, pattern)
-    }
+    plan = {}  # module -> name of its style
+    styles = {}
+    for pattern, style in stage.tp_plan().items():
+        for name in fnmatch.filter(names, pattern):
+            plan[name] = style
+            styles[name] = TP_STYLES[style]()
     frozen = [n for n, p in stage.named_parameters() if not p.requires_grad]
-    parallelize_module(stage, mesh, {n: TP_STYLES[style]() for n, style in plan.items()})
+    parallelize_module(stage, mesh, styles)
     for n in frozen:  # the styles make new parameters
         stage.get_parameter(n).requires_grad_(False)
     check_split(stage, plan)
@@ -247,9 +250,10 @@ def vocab_parallel_loss(h, weight, labels, denom, *, mesh, loss=linear_cross_ent
     """
 
     def all_reduce(x, op):
-        dist.all_reduce(
-            x, op=dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM, group=mesh.get_group()
-        )
+        operation = dist.ReduceOp.SUM
+        if op == "max":
+            operation = dist.ReduceOp.MAX
+        dist.all_reduce(x, op=operation, group=mesh.get_group())
         return x
 
     # (B, T, D); backward sums the ranks' gradients of h
@@ -315,16 +319,17 @@ def natural_order(x: Tensor, dim: int, cp: int) -> Tensor:
     sequence_index."""
     # early and late chunk of rank 0, early and late chunk of rank 1, ...
     chunks = x.chunk(2 * cp, dim)
-    return torch.cat(
-        [chunks[2 * i] for i in range(cp)] + [chunks[2 * i + 1] for i in reversed(range(cp))], dim
-    )
+    early = chunks[0::2]
+    late = chunks[1::2]  # the latest tokens are rank 0's
+    return torch.cat([*early, *reversed(late)], dim)
 
 
 def all_gather_attention(positions, doc_ids=None, reach=None, *, group):
     """--cp_method allgather: gather keys and values, and attend from this rank's queries. Per layer
     one all-gather of
     2*B*T*G*K elements (few under grouped queries), and a reduce-scatter in the backward."""
-    cp, rank = dist.get_world_size(group), dist.get_rank(group)
+    cp = dist.get_world_size(group)
+    rank = dist.get_rank(group)
     # the rank has chunks `rank` and `2cp-1-rank`; chunk i sees the keys of chunks 0..i
     chunk = positions.shape[1] // 2
     ends = [(rank + 1) * chunk, (2 * cp - rank) * chunk]
@@ -343,11 +348,10 @@ def all_gather_attention(positions, doc_ids=None, reach=None, *, group):
         k, v = kv.split([k.shape[-1], v.shape[-1]], -1)  # (B, G, T, K)
         if masked:
             return masked_attend(q, k, v, scale=scale, **options)
-        parts = zip(q.chunk(2, dim=2), ends, masks, strict=True)
-        return torch.cat(
-            [sdpa(qc, k[:, :, :end], v[:, :, :end], mask, scale=scale) for qc, end, mask in parts],
-            2,
-        )
+        outs = []
+        for q_chunk, end, mask in zip(q.chunk(2, dim=2), ends, masks, strict=True):
+            outs.append(sdpa(q_chunk, k[:, :, :end], v[:, :, :end], mask, scale=scale))
+        return torch.cat(outs, 2)
 
     return attend
 
@@ -368,24 +372,31 @@ def all_to_all_attention(positions, doc_ids=None, reach=None, *, group):
 
     def heads_to_sequence(x):  # (B, H, T/cp, K) -> (B, H/cp, T, K)
         B, H, T, K = x.shape
-        # (cp, B, H/cp, T/cp, K), a piece per rank
+        # (cp, B, H/cp, T/cp, K): the heads of each rank
         x = AllToAll.apply(x.unflatten(1, (cp, H // cp)).transpose(0, 1), group)
         return natural_order(x.permute(1, 2, 0, 3, 4).reshape(B, H // cp, cp * T, K), 2, cp)
 
     def sequence_to_heads(x):  # (B, H/cp, T, K) -> (B, H, T/cp, K)
-        pieces = [x.index_select(2, sequence_index(x.shape[2], cp, r, x.device)) for r in range(cp)]
-        x = AllToAll.apply(torch.stack(pieces), group)  # (cp, B, H/cp, T/cp, K)
+        tokens = []  # of each rank: (B, H/cp, T/cp, K)
+        for rank in range(cp):
+            index = sequence_index(x.shape[2], cp, rank, x.device)
+            tokens.append(x.index_select(2, index))
+        x = AllToAll.apply(torch.stack(tokens), group)  # (cp, B, H/cp, T/cp, K)
         return x.transpose(0, 1).flatten(1, 2)
 
     def attend(q, k, v, scale=None, sinks=None):
         # fewer kv heads than ranks: every rank gets a copy of its query heads' kv head
         if k.shape[1] % cp:
-            k, v = (x.repeat_interleave(cp // x.shape[1], dim=1) for x in (k, v))
-        # of this rank's heads
-        mine = {} if sinks is None else {"sinks": sinks.chunk(cp)[dist.get_rank(group)]}
-        return sequence_to_heads(
-            attend_whole(*map(heads_to_sequence, (q, k, v)), scale=scale, **mine)
-        )
+            copies = cp // k.shape[1]
+            k = k.repeat_interleave(copies, dim=1)
+            v = v.repeat_interleave(copies, dim=1)
+        options = {}
+        if sinks is not None:
+            options["sinks"] = sinks.chunk(cp)[dist.get_rank(group)]  # of this rank's heads
+        q = heads_to_sequence(q)
+        k = heads_to_sequence(k)
+        v = heads_to_sequence(v)
+        return sequence_to_heads(attend_whole(q, k, v, scale=scale, **options))
 
     return attend
 
@@ -426,12 +437,13 @@ def compile_blocks(stage, layout: Layout, cfg) -> None:
         torch._functorch.config.donated_buffer = False
     stage.token_loss = partial(stage.token_loss, kernel=torch.compile(softmax_loss))
     for block in all_blocks(stage).values():
-        whole = block.attn if hasattr(block, "moe") else block
-        whole.forward = torch.compile(whole.forward, fullgraph=layout.cp == 1)
+        compiled = block
         if hasattr(block, "moe"):
             from distributed.experts import compile_experts
 
             compile_experts(block.moe.experts)
+            compiled = block.attn
+        compiled.forward = torch.compile(compiled.forward, fullgraph=layout.cp == 1)
 
 
 # ------------------------------------------------------------ FSDP2, HSDP, DDP: one wrapper for all
@@ -441,8 +453,10 @@ def shard(stage, layout: Layout, cfg) -> None:
     nothing: distributed/cast.py casts at the same places instead."""
     # not the buffers: balancing biases move in steps that bfloat16 would round away
     for p in stage.parameters():
-        # Frozen weights are only read, in the compute dtype: keeping them in the compute dtype loses nothing.
-        dtype = getattr(torch, cfg.param_dtype) if p.requires_grad else layout.compute_dtype
+        dtype = getattr(torch, cfg.param_dtype)
+        if not p.requires_grad:
+            # A frozen weight is only read, in the compute dtype: kept in it, the weight loses nothing.
+            dtype = layout.compute_dtype
         if isinstance(p, DTensor):  # split by tp: setting .data would silently change nothing
             torch.utils.swap_tensors(p, nn.Parameter(p.detach().to(dtype), p.requires_grad))
         else:
@@ -470,12 +484,15 @@ def wrap_units(stage, layout: Layout, reduce_dtype: torch.dtype) -> None:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
 
     def with_copies(mesh, axis):  # two axes for HSDP: copies, each sharded over `axis`
-        return mesh["dp_replicate", axis] if layout.dp_replicate > 1 else mesh[axis]
+        if layout.dp_replicate > 1:
+            return mesh["dp_replicate", axis]
+        return mesh[axis]
 
     options["mesh"] = with_copies(layout.mesh, "fsdp")
     reshard = layout.reshards
     blocks = list(all_blocks(stage).values())
-    if experts := [block.moe.experts for block in blocks if hasattr(block, "moe")]:
+    experts = [block.moe.experts for block in blocks if hasattr(block, "moe")]
+    if experts:
         expert_mesh = with_copies(layout.expert_mesh, "efsdp")
         # --ep over all ranks: nothing to gather or sum
         if expert_mesh.size() == 1 and layout.pp == 1 and not layout.offload:
@@ -484,12 +501,14 @@ def wrap_units(stage, layout: Layout, reduce_dtype: torch.dtype) -> None:
             for each in experts:
                 fully_shard(each, reshard_after_forward=reshard, **options | {"mesh": expert_mesh})
     for block in blocks:  # after its experts: a parameter belongs to the innermost fully_shard
-        others = set(block.moe.experts.parameters()) if hasattr(block, "moe") else None
+        wrapped = None  # parameters that have their own fully_shard
+        if hasattr(block, "moe"):
+            wrapped = set(block.moe.experts.parameters())
         # the backward begins with the last block, so its weights are not freed just before
         fully_shard(
             block,
             reshard_after_forward=reshard and block is not blocks[-1],
-            ignored_params=others,
+            ignored_params=wrapped,
             **options,
         )
     # Wrapped apart, the embedding's V*D numbers are freed after the lookup. The loss reads a tied
@@ -534,20 +553,22 @@ def init_weights(stage, layout: Layout, seed: int, skip=lambda fqn: False) -> No
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(layout.device))
     for fqn, p in [*stage.named_parameters(), *stage.named_buffers()]:
-        local, (number, std) = local_tensor(p.detach()), values[fqn]
-        if std == 0 or skip(fqn):
-            local.fill_(math.nan if std else number)
+        local = local_tensor(p.detach())
+        number, std = values[fqn]
+        if std == 0:
+            local.fill_(number)
+        elif skip(fqn):
+            local.fill_(math.nan)
         elif local.numel():
             # rows per block; in a stack of experts one expert
-            first = local_slice(p)[1][0]
-            rows = 1 if p.dim() == 3 else 1024
-            blocks = range(first // rows, math.ceil((first + len(local)) / rows))
-            draws += [
-                partial(
-                    draw_block, local, p.shape, local_slice(p)[1], rows, b, std, f"{seed}/{fqn}/{b}"
-                )
-                for b in blocks
-            ]
+            rows = 1024
+            if p.dim() == 3:
+                rows = 1
+            _, offset = local_slice(p)
+            first = offset[0]
+            for b in range(first // rows, math.ceil((first + len(local)) / rows)):
+                key = f"{seed}/{fqn}/{b}"
+                draws.append(partial(draw_block, local, p.shape, offset, rows, b, std, key))
     cores = usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     # torch.randn frees the interpreter; more would need much memory
     with ThreadPoolExecutor(min(16, max(1, cores))) as pool:
@@ -558,8 +579,12 @@ def init_weights(stage, layout: Layout, seed: int, skip=lambda fqn: False) -> No
 def inputs(stage, batch, a: int | None, layout: Layout) -> dict[str, Tensor]:
     """Arguments of the stage for accumulation step a (None: all steps at once): the cp rank's part
     of each sequence."""
-    pick = (lambda x: x.flatten(0, 1)) if a is None else (lambda x: x[a])
-    # (B, T)
+
+    def pick(x):  # (A, B, T) -> (B, T), or all steps at once (A*B, T)
+        if a is None:
+            return x.flatten(0, 1)
+        return x[a]
+
     kwargs = {
         "tokens": pick(batch.tokens),
         "labels": pick(batch.labels),
@@ -568,7 +593,9 @@ def inputs(stage, batch, a: int | None, layout: Layout) -> dict[str, Tensor]:
     if layout.mtp:  # before the sequence is cut: the next token may be on another cp rank
         from models.deepseek import shift_targets
 
-        doc_ids = None if batch.doc_ids is None else pick(batch.doc_ids)
+        doc_ids = None
+        if batch.doc_ids is not None:
+            doc_ids = pick(batch.doc_ids)
         kwargs["next_tokens"], kwargs["next_labels"] = shift_targets(
             kwargs["tokens"], kwargs["labels"], doc_ids
         )
@@ -591,18 +618,18 @@ def count_tokens(labels: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     """(tokens with a loss in the global batch, tokens with a loss in this data rank's part). Every
     layout divides the loss by the first number. One all-reduce of one number; both numbers stay on
     the device, so the host does not wait."""
-    mine = (labels != IGNORE).sum()
-    total = mine.clone()
+    own = (labels != IGNORE).sum()
+    total = own.clone()
     dist.all_reduce(total)
     # all pp, cp and tp ranks of a data rank have added the same tokens
-    return (total // (layout.world_size // layout.data_ranks)).clamp(min=1), mine
+    return (total // (layout.world_size // layout.data_ranks)).clamp(min=1), own
 
 
 def forward_backward(stages, batch, layout: Layout) -> Tensor:
     """Compute the complete gradients of the mean loss over the global batch. Returns (2,) for
     reduce_loss: the rank's part of the global batch's mean loss, and the rank's part of its data
     rank's own mean."""
-    loss_denom, mine = count_tokens(batch.labels, layout)
+    loss_denom, own_tokens = count_tokens(batch.labels, layout)
     if layout.pp > 1:  # gradient accumulation is nothing but more micro-batches
         from distributed.schedule import pipeline_forward_backward
 
@@ -620,7 +647,7 @@ def forward_backward(stages, batch, layout: Layout) -> Tensor:
     if layout.loss_parallel and layout.tp > 1:
         # every tp rank has computed the whole loss, and reduce_loss adds up all ranks
         total = total / layout.tp
-    return torch.stack([total, total * loss_denom / mine.clamp(min=1)])
+    return torch.stack([total, total * loss_denom / own_tokens.clamp(min=1)])
 
 
 def next_backward(model, is_last: bool, layout: Layout) -> None:
@@ -673,7 +700,10 @@ def evaluate(stages, batches, layout: Layout) -> tuple[float, float | None, dict
         part = sums.setdefault(
             batch.part, torch.zeros(3, dtype=torch.float64, device=layout.device)
         )
-        part[0] += sum(losses) / (layout.tp if layout.loss_parallel else 1)
+        loss = sum(losses)
+        if layout.loss_parallel:
+            loss = loss / layout.tp  # every tp rank has computed the whole loss
+        part[0] += loss
         part[1] += (batch.labels != IGNORE).sum() / copies
         part[2] += (batch.n_bytes or 0) / copies
         n_bytes_known = n_bytes_known and batch.n_bytes is not None
@@ -683,12 +713,17 @@ def evaluate(stages, batches, layout: Layout) -> tuple[float, float | None, dict
     dist.all_reduce(found)
     found = found.tolist()
     total, tokens, n_bytes = map(sum, zip(*found))
-    parts = {name: loss / n if n else math.nan for name, (loss, n, _) in zip(sums, found) if name}
-    return (
-        total / tokens if tokens else math.nan,
-        total / n_bytes / math.log(2) if n_bytes_known and n_bytes else None,
-        parts,
-    )
+    mean = math.nan
+    if tokens:
+        mean = total / tokens
+    bits_per_byte = None
+    if n_bytes_known and n_bytes:
+        bits_per_byte = total / n_bytes / math.log(2)
+    of_parts = {}
+    for name, (loss, n_tokens, _) in zip(sums, found):
+        if name:
+            of_parts[name] = loss / n_tokens if n_tokens else math.nan
+    return mean, bits_per_byte, of_parts
 
 
 # ---------------------------------------------------------------- the gradient norm
@@ -716,7 +751,9 @@ def clip_grad_norm(stages, max_norm: float, layout: Layout) -> Tensor:
     squares = torch.zeros((), dtype=torch.float64, device=layout.device)
     grads: list[Tensor] = []
     groups: dict[int, list[Tensor]] = {}  # number of ranks with the same part -> local gradients
-    copies = {id(w) for s in stages if layout.pp > 1 and (w := tied_copy(s)) is not None}
+    copies = set()  # ids of tied weights, which the first stage counts
+    if layout.pp > 1:
+        copies = {id(tied_copy(stage)) for stage in stages}
     for stage in stages:
         for p in stage.parameters():
             if p.grad is None:

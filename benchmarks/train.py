@@ -28,7 +28,7 @@ import torch
 
 from benchmarks.loops import StepConfig, llama_config, measure, ratio_of, variants
 from flags.config import parse_config
-from training.metrics import peak_flops
+from training.peak_flops import peak_flops
 
 LLAMA_1B = "dim=2048,n_layers=16,n_heads=32,n_kv_heads=8,head_dim=64,ffn_dim=8192,vocab_size=128256"
 

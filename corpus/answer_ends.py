@@ -1,8 +1,8 @@
 """Which token ends an answer: what a model learns from conversations about when to stop.
 
-A template writes <|im_end|> after an answer, and a base model that learns it has to stop there: in
-generation, in evaluation, and in the export. A template whose answers end with plain text teaches
-no end at all, and the loss does not show it.
+After an answer a template writes <|im_end|>, and a base model that learns the token has to stop at
+the token: in generation, in evaluation, and in the export. A template that ends answers with plain
+text teaches no end at all, and the loss does not show the mistake.
 """
 
 from pathlib import Path
@@ -27,7 +27,7 @@ class AnswerEnds(NamedTuple):
 
 
 def span_ends(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(places of the last trained token of each answer; whether it is the last answer of its
+    """(places of the last trained token of each answer; whether the answer is the last of the
     conversation). mask: of a shard."""
     has_loss = mask & LOSS > 0
     begins = mask & FIRST > 0
@@ -76,10 +76,10 @@ def show_end(tokens: np.ndarray, mask: np.ndarray, place: int, tokenizer) -> str
 def find_ends(shards: list[tuple[np.ndarray, np.ndarray]], tokenizer_file: Path) -> AnswerEnds:
     """What ends the answers. shards: (tokens, mask) of each.
 
-    An end is a marker, a token of its own such as <|im_end|>, or an id that the folder calls an end,
-    after the last answer of a conversation. If all these were ends before, nothing is new, and the
-    ends of earlier answers do not count: gpt-oss writes <|end|> after an earlier answer, and also
-    after thoughts. Else a marker that ends any answer is an end, if it is rare inside of answers.
+    An end comes after the last answer of a conversation: a marker, such as the token <|im_end|>, or
+    an id that the folder calls an end. If all ends were known before, nothing is new, and the ends
+    of earlier answers do not count: gpt-oss writes <|end|> after an earlier answer, and also after
+    thoughts. Else a marker after any answer is an end, if the marker is rare inside of answers.
     """
     tokenizer = chat_tokenizer(tokenizer_file)
     try:

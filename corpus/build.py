@@ -21,16 +21,8 @@ import numpy as np
 
 from corpus.files import CONVERSATION, bad_byte, check_beginning, check_nuls, unpacked
 from corpus.mixture import PACKED, format_of, prepare_column
-from corpus.shards import (
-    FIRST,
-    LOSS,
-    cache_name,
-    changed_files,
-    read_index,
-    token_dtype,
-    write_index,
-    write_shard,
-)
+from corpus.shard_damage import changed_files
+from corpus.shards import FIRST, LOSS, cache_name, read_index, token_dtype
 from corpus.special import EOT_NAMES
 from corpus.spelling import (
     MOST,
@@ -44,13 +36,14 @@ from corpus.spelling import (
     traits_of,
 )
 from corpus.tokenizer import BESIDE, BPE_VOCAB, files_beside, load_tokenizer
+from corpus.write_shards import write_index, write_shard
 from distributed.agree import brief
 from flags.config import own_rank
 from flags.files import sha256_file, write_file
 
 VAL_PART = 20  # one document in 20 is for validation, or the last 20th of a file with few documents
 MANY_DOCUMENTS = 100  # a .jsonl with at least so many lines is split by hash
-# lines at the beginning of a file that may be null, when we look what it holds
+# the most null lines at the beginning of a file, when we look for the kind of its contents
 NULLS_AT_MOST = 1000
 BPE_BYTES = 10_000_000  # bytes of text for a tokenizer of our own
 
@@ -326,7 +319,7 @@ def cut_at_lines(split: str, text: str, closed: bool, whole_words: bool = False,
 
 
 class Findings:
-    """What is found in a piece while it is tokenized, beside its tokens."""
+    """Counts and examples found while a piece is tokenized, beside the tokens."""
 
     def __init__(self, tokenizer_file: Path, skip_bad: bool):
         traits = traits_of(tokenizer_file)
@@ -641,9 +634,9 @@ def source_of(
     return source
 
 
-def tokenize_pieces(job, pieces: list, mine: range, workers: int) -> list[dict]:
-    """The notes of the pieces in `mine`, on several processes. job: tokenize_piece."""
-    workers = min(workers, len(mine))
+def tokenize_pieces(job, pieces: list, numbers: range, workers: int) -> list[dict]:
+    """The notes of the pieces in `numbers`, on several processes. job: tokenize_piece."""
+    workers = min(workers, len(numbers))
     notes = []
     with contextlib.ExitStack() as stack:
         do = map
@@ -651,13 +644,13 @@ def tokenize_pieces(job, pieces: list, mine: range, workers: int) -> list[dict]:
             os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread in each process
             spawn = multiprocessing.get_context("spawn")
             do = stack.enter_context(ProcessPoolExecutor(workers, spawn)).map
-        for note in do(job, [pieces[i] for i in mine], mine):
+        for note in do(job, [pieces[i] for i in numbers], numbers):
             notes.append(note)
             if sys.stderr.isatty() and own_rank() == 0:
                 end = ""
-                if len(notes) == len(mine):
+                if len(notes) == len(numbers):
                     end = "\n"
-                progress = f"\rtokenizing {len(notes)}/{len(mine)}"
+                progress = f"\rtokenizing {len(notes)}/{len(numbers)}"
                 print(progress, end=end, file=sys.stderr, flush=True)
     return notes
 

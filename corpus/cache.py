@@ -1,14 +1,15 @@
-"""Tokenized text in the user's cache: found again by path, size and time of the text files, or made
-by corpus/build.py."""
+"""The sources that --data names, and tokenized text in the user's cache: found again by path, size and
+time of the text files, or made by corpus/build.py."""
 
 import os
+import re
 import sys
 import sysconfig
 import time
 from pathlib import Path
 from shlex import quote
+from typing import NamedTuple
 
-from corpus.mixture import PACKED
 from corpus.shards import cache_name
 from corpus.special import TextSource, find_tokenizer, prefix_ids
 from corpus.tokenizer import BPE_VOCAB, added_beside, files_beside, load_tokenizer, tokenizer_path
@@ -27,6 +28,22 @@ STDLIB_SKIPPED = {
     "pydoc_data",
     "entities.py",
 }
+
+
+class Part(NamedTuple):
+    name: str  # "" without a mixture
+    path: str  # stdlib, a file, a glob, a folder of text or of token shards
+    share: int  # sequences of this part in a period
+
+
+def parse_mixture(data: str, flag: str = "--data") -> list[Part]:
+    """The parts of --data, sorted by name; without a mixture a single part without a name.
+    flag: for errors. Raises ValueError."""
+    if not re.match(r"\w[\w.-]*=", data) or os.path.lexists(data):
+        return [Part("", data, 1)]
+    from corpus.mixture import mixture_parts  # only mixtures need the file
+
+    return [Part(*values) for values in mixture_parts(data, flag)]
 
 
 def stdlib_files() -> list:
@@ -74,6 +91,7 @@ def cached_corpus(data: str, source: TextSource, cache_dir: str, no_chats: str =
 
         paths, left_out = text_files(data)
     if tokenizer:
+        from corpus.mixture import PACKED
         from corpus.spelling import SEGMENT, spelling_rules
 
         file = tokenizer_path(tokenizer)

@@ -22,7 +22,8 @@ import jinja2.meta
 import jinja2.nodes
 
 from corpus.sandbox import BEGIN, END, Endless, Sandbox, limits
-from corpus.tokenizer import encoding_of, load_tokenizer, read_chat_template, read_special_tokens
+from corpus.tokenizer import encoding_of, load_tokenizer, read_beside, read_special_tokens
+from flags.files import HF_LIMIT, hf_file
 
 # other words for a role, in lower case, in "role" as in "from"
 ROLES = {
@@ -86,6 +87,22 @@ def add_marks(template: str) -> tuple[str, str]:
                 template = template.replace(text, marked)
             return template, row["sha256"][found]
     return template, ""
+
+
+def read_chat_template(folder: str, name: str = "default") -> str | None:
+    """The chat template of a Hugging Face folder, None without one. name: of the template, if the
+    folder has several."""
+    if os.path.lexists(os.path.join(folder, "chat_template.jinja")):
+        return Path(hf_file(folder, "chat_template.jinja", HF_LIMIT)).read_text("utf-8")
+    template = read_beside(folder, "tokenizer_config.json").get("chat_template")
+    if isinstance(template, list):
+        for named in template:
+            if isinstance(named, dict) and named.get("name") == name:
+                template = named.get("template")
+                break
+    if isinstance(template, str):
+        return template
+    return None
 
 
 def read_template(folder: str, user: str) -> ChatTemplate:
@@ -414,8 +431,8 @@ def with_words(message: dict, i: int, words: dict) -> dict:
 
 @cache
 def arguments_as(template: ChatTemplate) -> type | None:
-    """How a template reads the arguments of a call: dict, if it writes them as JSON itself or one
-    by one; str, if it wants their JSON text; None, if neither shows them right."""
+    """How a template reads the arguments of a call: dict, if the template writes JSON itself or
+    each argument alone; str, if the template wants JSON text; None, if neither comes out right."""
     for kind in (dict, str):
         arguments = {"Qkey": "Qvalue"}
         if kind is str:
@@ -437,7 +454,7 @@ def arguments_as(template: ChatTemplate) -> type | None:
 
 def with_arguments(conversation: Conversation, template: ChatTemplate) -> Conversation:
     """The conversation, with the arguments of its calls as the template reads them: OpenAI writes a
-    JSON text, and a template that encodes it once more would train escaped quotes."""
+    JSON text, and a template that encodes the text once more would train escaped quotes."""
     if not any(message.get("tool_calls") for message in conversation.messages):
         return conversation
     wanted = arguments_as(template)

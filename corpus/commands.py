@@ -18,7 +18,8 @@ from corpus.cache import cached_corpus
 from corpus.chat import chat_tokenizer
 from corpus.files import describe_left_out, text_files
 from corpus.mixture import FORMATS
-from corpus.shards import find_damage, is_shards, read_index
+from corpus.shard_damage import find_damage
+from corpus.shards import is_shards, read_index
 from corpus.special import EOT_NAMES, TextSource, find_tokenizer, prefix_ids
 from corpus.spelling import MOST, WARN, describe_lost, per_cent, traits_of
 from corpus.tokenizer import BPE_VOCAB, load_tokenizer
@@ -43,8 +44,8 @@ def documents_of(path: Path, tokenizer_file: Path, eot: int, text_column: str = 
 
 
 def colour_text(ids: list[int], mask: list[int], tokenizer) -> str:
-    """The text of the tokens, those with a loss in green. Markers that are one id, such as
-    <|im_end|>, are underlined: without the line they are several tokens, letters to the model.
+    """The text of the tokens, in green if a token has a loss. Markers of a single id, such as
+    <|im_end|>, are underlined: a marker without the line is several tokens, letters to the model.
     Characters that would command the terminal are shown as U+FFFD."""
     markers = tokenizer.get_added_tokens_decoder()
     # a run: whether it has a loss, and the place of a marker, because each has a line of its own

@@ -24,7 +24,7 @@ BESIDE_DATA = "no data beside .jsonl or .parquet; to train on it, name the file"
 REPEATED = "a link to what is read already"
 CIRCLE = "a link to a folder around it"
 EMPTY = "empty"
-# First bytes of files that are no UTF-8, and what to do
+# First bytes of files in other encodings than UTF-8: the name, and the command that converts
 BEGINNINGS = {
     b"\xff\xfe\0\0": ("UTF-32", "iconv -f utf-32 -t utf-8"),
     b"\0\0\xfe\xff": ("UTF-32", "iconv -f utf-32 -t utf-8"),
@@ -128,7 +128,7 @@ def files_of_glob(pattern: str) -> tuple[list[Path], dict[Path, str]]:
 
 
 def expand(pattern: str) -> list[str]:
-    """glob.glob for a pattern with **, which goes round and round in circles of links there."""
+    """glob.glob, but with ** no link to a folder is followed round and round."""
     match = re.search(r"(?:^|/)\*\*(?:/|$)", pattern)
     if match is None:
         return glob.glob(pattern)
@@ -147,8 +147,8 @@ def expand(pattern: str) -> list[str]:
 
 def walk(top: Path) -> tuple[list[tuple[str, list[str]]], dict[Path, str]]:
     """([(folder, names of its files)] in and below a folder, {linked folder that is left out:
-    reason}). Without hidden files and folders. Linked folders are followed, after all folders that
-    are really there; a folder that was read is not read again, under whatever name."""
+    reason}). Without hidden files and folders. Linked folders are followed after all real
+    folders; no folder is read twice under two names."""
     visited = []
     left_out = {}
     seen = set()
@@ -269,7 +269,7 @@ def bad_byte(path: Path, place: int, text: bytes) -> str:
 
 
 def filtered(path: Path, command: str) -> str:
-    """What to type for a new file with the unpacked text of this one, changed by a command."""
+    """The command line that unpacks a file, changes the text by a command, and writes a new file."""
     unpack = {".gz": "zcat", ".zst": "zstdcat"}.get(path.suffix)
     if unpack:
         name = path.with_suffix("").name
@@ -360,8 +360,8 @@ def parquet_lines(path: Path, text_column: str, most: int):
                 group = file.metadata.row_group(number)
                 sizes += [group.column(i).total_uncompressed_size for i in range(group.num_columns)]
             check_unpacked(path, max(sizes), most)
-            # Few rows, because a row may be a whole book. A text that is there once may be the text
-            # of many rows.
+            # Few rows, because a row may be a whole book. A text stored once may be the text of many
+            # rows.
             rows = max(1, min(128, most // max(1, *sizes)))
             done = 0
             for batch in file.iter_batches(rows, columns=columns, use_threads=False):
@@ -393,7 +393,7 @@ def columns_to_read(path: Path, names: list[str], text_column: str) -> list[str]
 
 def json_rows(path: Path, batch, done: int, all_text: bool) -> list[dict]:
     """The rows of a batch, as JSON knows them. done: rows before them, for errors. all_text: refuse
-    bytes that are no UTF-8, else leave them out: they may be a picture."""
+    bytes other than UTF-8, else leave the bytes out: a picture, perhaps."""
     try:
         return [json_row(row, all_text) for row in batch.to_pylist()]
     except UnicodeDecodeError:
@@ -411,7 +411,7 @@ def json_rows(path: Path, batch, done: int, all_text: bool) -> list[dict]:
 
 
 def json_row(row: dict, all_text: bool) -> dict:
-    """A row as JSON knows it. Nothing but nulls is told by one of them, so that it can be counted."""
+    """A row as JSON values. A row of nulls alone becomes a single null, so that the row is counted."""
     if all_text and all(value is None for value in row.values()):
         return dict.fromkeys([*row][:1])
     return json_value(row, all_text)

@@ -8,7 +8,6 @@ counting from the beginning.
 """
 
 import math
-import os
 import re
 from fractions import Fraction
 from pathlib import Path
@@ -48,18 +47,9 @@ def prepare_column(path: Path) -> str:
     )
 
 
-class Part(NamedTuple):
-    name: str  # "" without a mixture
-    path: str  # stdlib, a file, a glob, a folder of text or of token shards
-    share: int  # sequences of this part in a period
-
-
-def parse_mixture(data: str, flag: str = "--data") -> list[Part]:
-    """The parts of --data, sorted by name; without a mixture a single part without a name. The
-    shares have no common divisor.
-    flag: for errors. Raises ValueError."""
-    if not re.match(r"\w[\w.-]*=", data) or os.path.lexists(data):
-        return [Part("", data, 1)]
+def mixture_parts(data: str, flag: str) -> list[tuple[str, str, int]]:
+    """(name, path, share) of each part of a mixture, sorted by name. The shares have no common
+    divisor. flag: for errors. Raises ValueError."""
     found = {}
     for item in map(str.strip, data.split(",")):
         name, _, rest = item.partition("=")
@@ -83,7 +73,7 @@ def parse_mixture(data: str, flag: str = "--data") -> list[Part]:
         )
     parts = []
     for name, (path, share) in sorted(found.items()):
-        parts.append(Part(name, path, int(share / total * period)))
+        parts.append((name, path, int(share / total * period)))
     return parts
 
 
@@ -130,3 +120,25 @@ def take_turns(shares: list[int]) -> Turns:
         number.append(given[i])
         given[i] += 1
     return Turns(*(np.array(x, np.int64) for x in (shares, part, number)))
+
+
+def check_same_ids(sources: dict):
+    """Raises ValueError if two sources have different tokenizers. sources: {flag and source, for
+    errors: TokenData}."""
+    (first, known), *others = sources.items()
+    for name, data in others:
+        if ids_of_data(data) != ids_of_data(known):
+            raise ValueError(
+                f"{first} and {name} have different tokenizers ({about_ids(known)}; "
+                f"{about_ids(data)}); prepare both with one"
+            )
+
+
+def ids_of_data(data) -> tuple:
+    """What decides which text an id stands for."""
+    return data.fingerprint["tokenizer_sha256"], data.vocab_size, data.eot
+
+
+def about_ids(data) -> str:
+    sha256, n_ids, eot = ids_of_data(data)
+    return f"{n_ids} ids, end of text {eot}, sha256 {sha256[:12]}"

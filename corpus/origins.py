@@ -1,7 +1,7 @@
 """From a place in the stream of tokens back to the text: file, document, and line.
 
-Nothing was recorded for it. A shard comes from one piece of a file, and its documents stand in the
-order of the file, so the file is cut into pieces and its lines are counted again.
+No place was recorded. A shard comes from one piece of a file, and the documents of a shard stand in
+the order of the file, so the file is cut into pieces again, and lines are counted again.
 """
 
 import json
@@ -21,9 +21,9 @@ from corpus.build import (
     split_of,
     text_of,
 )
-from corpus.cache import cache_folder
+from corpus.cache import cache_folder, parse_mixture
 from corpus.files import text_files
-from corpus.mixture import format_of, parse_mixture
+from corpus.mixture import format_of
 from corpus.shards import FIRST, is_shards, read_index
 from corpus.tokenizer import load_tokenizer
 from distributed.agree import brief

@@ -1,5 +1,5 @@
-"""Runs a chat template, a program by a stranger: Python's objects are out of its reach, and it is
-stopped if it does not end.
+"""Runs a chat template, a program by a stranger: the template cannot reach Python's
+objects, and a template without end is stopped.
 
 jinja2's sandbox limits neither time nor memory. Python can raise an error in another thread,
 between two of its instructions (PyThreadState_SetAsyncExc): a thread looks every 50 ms at the
@@ -117,8 +117,8 @@ def limits():
     try:
         yield
     finally:
-        # watch() holds the lock while it ends a template, so its error comes inside of this context
-        # or never
+        # watch() holds the lock while ending a template, so the error comes inside of this context or
+        # never
         with lock:
             running.pop(threading.get_ident(), None)
 

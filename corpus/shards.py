@@ -12,7 +12,6 @@ the chat template has already written every separator.
 """
 
 import hashlib
-import io
 import json
 import os
 import re
@@ -24,7 +23,6 @@ from pathlib import Path
 import numpy as np
 
 from corpus.tokenizer import BESIDE
-from flags.files import sha256_file, write_file
 
 VERSION = 2  # of this format; version 1 had shards with another header
 MASKED = 3  # version 2 with masks; programs that know only 2 must refuse the folder
@@ -45,44 +43,6 @@ def mask_name(name: str) -> str:
     return f"{name.removesuffix('.npy')}.mask.npy"
 
 
-def write_array(path: Path, array: np.ndarray) -> tuple[str, int]:
-    """Returns (sha256, bytes) of the file."""
-    buffer = io.BytesIO()
-    np.save(buffer, array)
-    content = buffer.getbuffer()  # no copy of a gigabyte
-    write_file(path, content)
-    return hashlib.sha256(content).hexdigest(), len(content)
-
-
-def write_shard(
-    path: Path, tokens: np.ndarray, documents: int, mask: np.ndarray | None = None
-) -> dict:
-    """Returns the shard's entry in index.json."""
-    sha256, size = write_array(path, tokens)
-    entry = {
-        "name": path.name,
-        "sha256": sha256,
-        "bytes": size,
-        "tokens": len(tokens),
-        "documents": documents,
-    }
-    if mask is not None:
-        entry["mask_sha256"], entry["mask_bytes"] = write_array(
-            path.with_name(mask_name(path.name)), mask
-        )
-    return entry
-
-
-def changed_files(folder: Path, entry: dict) -> list[str]:
-    """Names of the files of a shard, tokens and mask, whose checksum is not the one of the entry."""
-    checksums = {entry["name"]: entry["sha256"], mask_name(entry["name"]): entry.get("mask_sha256")}
-    changed = []
-    for name, sha256 in checksums.items():
-        if sha256 and sha256_file(folder / name) != sha256:
-            changed.append(name)
-    return changed
-
-
 def index_totals(index: dict) -> dict:
     """Entries of index.json about all shards together.
 
@@ -96,16 +56,6 @@ def index_totals(index: dict) -> dict:
     for split, entries in splits.items():
         documents[split] = sum(entry["documents"] for entry in entries)
     return {"sha256": hashlib.sha256(identity.encode()).hexdigest(), "documents": documents}
-
-
-def write_index(folder: Path, index: dict):
-    version = VERSION
-    if any("mask_sha256" in entry for entry in chain(*index["splits"].values())):
-        version = MASKED
-    write_file(
-        folder / "index.json",
-        json.dumps({"version": version, **index_totals(index), **index}, indent=1).encode(),
-    )
 
 
 def check_index(index: dict):
@@ -210,45 +160,6 @@ def check_arrays(folder: Path, index: dict):
 
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(check, arrays))
-
-
-def find_damage(folder: Path) -> list:
-    """One line per damage in a folder of shards: checksums, counts and ids of every file."""
-    try:
-        index = read_index(folder)
-        problems = []
-    except ValueError as error:
-        return [str(error)]
-    for name, sha256 in {"tokenizer.json": index["source"]["tokenizer"], **index["beside"]}.items():
-        if not (folder / name).is_file() or sha256_file(folder / name) != sha256:
-            problems.append(f"{folder / name} is missing or changed")
-    for entry in chain(*index["splits"].values()):
-        path = folder / entry["name"]
-        masked = index["version"] == MASKED
-        try:
-            tokens = open_array(folder, *array_of(entry, index))
-            if masked:
-                begins = open_array(folder, *mask_array_of(entry)) & FIRST
-            else:
-                begins = tokens == index["eot"]
-        except ValueError as error:
-            problems.append(str(error))
-            continue
-        problems += [
-            f"{folder / name}: wrong checksum, a byte has changed"
-            for name in changed_files(folder, entry)
-        ]
-        if tokens.max(initial=0) >= index["vocab_size"]:
-            problems.append(
-                f"{path}: token id {tokens.max()}, but the vocabulary ends at "
-                f"{index['vocab_size'] - 1}"
-            )
-        documents = np.count_nonzero(begins)
-        if documents != entry["documents"]:
-            problems.append(
-                f"{path}: {documents} documents, but index.json says {entry['documents']}"
-            )
-    return problems
 
 
 def cache_name(*what) -> str:

@@ -1,8 +1,8 @@
-"""The one place that knows which ids begin, end and pad a text: of a Hugging Face folder, of token
-shards, of a step of ours and of an export.
+"""The ids that begin, end and pad a text: of a Hugging Face folder, of token shards, of a step of ours
+and of an export. No other file decides about these ids.
 
-Transformers resolves these ids twice. Its tokenizer reads tokenizer_config.json (or, in old folders,
-special_tokens_map.json) and puts before a text what the post-processor of tokenizer.json says.
+Transformers resolves the ids twice. The tokenizer reads tokenizer_config.json (or, in old folders,
+special_tokens_map.json) and begins a text as the post-processor of tokenizer.json says.
 generate() stops at the ids of generation_config.json, else of config.json. Folders contradict
 themselves often, so an end is here an id that any of these files calls an end.
 """
@@ -20,7 +20,7 @@ from corpus.tokenizer import (
     tokenizer_path,
 )
 
-# Tokens that end a document of text, the first that a tokenizer has
+# Tokens that end a document of text: a tokenizer uses the first token of this list in its vocabulary
 EOT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 
 
@@ -55,10 +55,11 @@ def find_tokenizer(path: str, eot: str = "") -> tuple[Path, int, int]:
 class SpecialIds(NamedTuple):
     """The ids with a meaning in a folder."""
 
-    bos: (
-        int | None
-    )  # that the files call the beginning of a text; prefix_ids() says what is put there
-    ends: list[int]  # each of them ends a text; the first is the tokenizer's, if it has one
+    # the files call this id the beginning of a text; prefix_ids() has the ids of a real beginning
+    bos: int | None
+    ends: list[
+        int
+    ]  # each id ends a text; the first is the tokenizer's, if the tokenizer has an end
     pad: int | None
 
     def for_config(self) -> dict:
@@ -113,8 +114,8 @@ def special_ids(folder: str, is_ours: bool = False) -> SpecialIds:
     in_generation = listed_ids(files[0].get("eos_token_id"))
     ends += in_generation
     for file in files[1:]:
-        # generate() reads config.json only without the other file. It often holds a default of
-        # transformers there, such as 2, which may be a letter.
+        # generate() reads config.json only without the other file. config.json often holds a default
+        # of transformers, such as 2, perhaps the id of a letter.
         more = listed_ids(file.get("eos_token_id"))
         ends += [i for i in more if i in markers or not in_generation]
     if not ends:
@@ -133,13 +134,13 @@ class TextSource(NamedTuple):
     begins: bool = False  # each document begins with prefix_ids()
 
     def or_of(self, data) -> "TextSource":
-        """This source, with the tokenizer of data (TokenData) if it has none."""
+        """This source; without a tokenizer, with the tokenizer of data (TokenData)."""
         return self._replace(folder=self.folder or data.tokenizer_file or "")
 
 
 def prefix_ids(tokenizer) -> list[int]:
-    """The ids that the post-processor of a tokenizer puts before a text, such as <s>. What it puts
-    after a text, such as </s>, is none of them: prompts go on."""
+    """The ids that the post-processor of a tokenizer puts before a text, such as <s>. Ids
+    after a text, such as </s>, are left out: prompts go on."""
     encoding = tokenizer.encode("a", add_special_tokens=True)
     ids = encoding.ids
     text = tokenizer.encode("a", add_special_tokens=False).ids
@@ -155,7 +156,7 @@ NEW_TOKENIZER = TextSource()
 
 
 def ids_of(tokenizer, text: str, begins: bool = False) -> list[int]:
-    """The ids of a text. begins: with what the tokenizer puts before a text, and nothing after it."""
+    """The ids of a text. begins: with the tokenizer's ids before a text, and no ids after the text."""
     prefix = []
     if begins:
         prefix = prefix_ids(tokenizer)

@@ -1,11 +1,11 @@
 """Text that a tokenizer cannot spell, and tokenizers for the inside of a long text.
 
 A tokenizer without all 256 bytes drops characters, or writes <unk>, and says nothing: the loss of a
-model that never saw them looks better. So we count them (Spelling). A tokenizer of byte-level BPE
-with all bytes can spell everything, and nothing is counted.
+model that never saw these characters looks better. So we count lost characters (Spelling). A
+tokenizer of byte-level BPE with all bytes can spell everything, and nothing is counted.
 
 A long text is cut into segments. Many tokenizers put a space in front of a text, or strip the space
-around it: at the seams they must not (segment_tokenizer).
+around a text; at a seam no tokenizer may do so (segment_tokenizer).
 """
 
 import json
@@ -23,7 +23,7 @@ WARN = 0.1  # per cent of the characters that a tokenizer may fail to spell with
 MOST = 5.0  # per cent, above which preparation is refused
 SEGMENT = 1 << 16  # characters of a segment of a long text
 EXAMPLES = 8  # characters or words named
-# Rules that keep every character. Replace and Split are looked at one by one.
+# Rules that keep every character. Each Replace and each Split is looked at by itself.
 HARMLESS = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Prepend", "Strip", "ByteLevel"}
 HARMLESS |= {"Metaspace", "Digits", "UnicodeScripts", "FixedLength"}
 WORD_MODELS = {"WordLevel", "WordPiece"}
@@ -31,16 +31,16 @@ WORD_SPLITS = {"Whitespace", "WhitespaceSplit", "BertPreTokenizer", "CharDelimit
 
 
 # --------------------------------------------------------------------------------------------------
-# What a tokenizer.json does to a text, from its rules
+# How a tokenizer.json changes a text, from the rules
 class Traits(NamedTuple):
-    """What a tokenizer does to a text that it is given, by the rules in its tokenizer.json."""
+    """How a tokenizer changes a text, by the rules in tokenizer.json."""
 
     spells_all: bool  # no text is lost
-    has_seams: bool  # it may change a text where we cut it
+    has_seams: bool  # the tokenizer may change a text at our cuts
     is_byte_level: bool
     by_word: bool  # a word is in the vocabulary, or unknown
     prefix: str  # of a token inside of a word
-    unknown: str | int | None  # the token for what is not in the vocabulary: its text or its id
+    unknown: str | int | None  # the token for unknown words: text or id
 
 
 def traits_of(file: Path) -> Traits:
@@ -51,7 +51,7 @@ def traits_of(file: Path) -> Traits:
 
 @lru_cache(maxsize=4)
 def read_traits(file: Path, sha256: str) -> Traits:
-    """sha256: of the file, so that a file that has changed is read again."""
+    """sha256: of the file, so that a changed file is read again."""
     try:
         rules = json.loads(Path(file).read_bytes())
     except (ValueError, RecursionError):
@@ -119,8 +119,8 @@ def spells_all(model: dict, steps: list[dict]) -> bool:
 
 
 def has_seams(model: dict, steps: list[dict]) -> bool:
-    """Whether a tokenizer may change a text where we cut it: it adds or strips a space, or it reads
-    whole words, of which a half is another word."""
+    """Whether a tokenizer may change a text at our cuts: by adding or stripping a space, or by reading
+    whole words, because half a word is another word."""
     if model.get("type") in WORD_MODELS:
         return True
     kinds = {step.get("type") for step in steps}
@@ -130,8 +130,8 @@ def has_seams(model: dict, steps: list[dict]) -> bool:
 
 
 def spelling_rules(file: Path, may_be_long: bool = True) -> tuple:
-    """What decides, beside the tokenizer's file, about tokens and counts of a text: () for a
-    tokenizer that spells everything, and that puts nothing in at seams. may_be_long: whether a text
+    """The rules, beside the tokenizer's file, that decide about tokens and counts of a text: () for a
+    tokenizer that spells everything and adds nothing at seams. may_be_long: whether a text
     may have seams."""
     traits = traits_of(file)
     counts = ("counted",)
@@ -146,8 +146,8 @@ def spelling_rules(file: Path, may_be_long: bool = True) -> tuple:
 # --------------------------------------------------------------------------------------------------
 # Seams
 def rule_inside(rule, opens: bool, closes: bool):
-    """A normalizer or pre-tokenizer for a part of a text: what it does to the beginning of a text
-    is done only if the part opens the text, and to the end if it closes the text."""
+    """A normalizer or pre-tokenizer for a part of a text: a change of the beginning of a text
+    is made only if the part opens the text, a change of the end only if the part closes the text."""
     if not isinstance(rule, dict):
         return rule
     for key in ("normalizers", "pretokenizers"):
@@ -199,14 +199,14 @@ def tokenizer_inside(whole, opens: bool, closes: bool):
 # What is lost
 class Spelling:
     """Counts the characters of texts that a tokenizer drops or writes as <unk>. White space does
-    not count for a tokenizer that takes it for the border of words."""
+    not count if the tokenizer takes white space for the border of words."""
 
     def __init__(self, file: Path):
         traits = traits_of(file)
         self.is_byte_level = traits.is_byte_level
         self.tokenizer = segment_tokenizer(file, False, False)
         self.vocab = self.tokenizer.get_vocab(with_added_tokens=True)
-        # without one, the tokenizer drops what it does not know
+        # without this token, the tokenizer drops unknown words
         self.unknown = traits.unknown
         if isinstance(traits.unknown, str):
             self.unknown = self.vocab.get(traits.unknown)
@@ -239,7 +239,7 @@ class Spelling:
         return [word for word, _ in self.tokenizer.pre_tokenizer.pre_tokenize_str(text)]
 
     def look(self, text: str, ids: list[int] | None = None):
-        """Counts the lost characters of a text. ids: its tokens, if they are known."""
+        """Counts the lost characters of a text. ids: of the tokens of the text, if known."""
         self.characters += len(text)
         if self.lengths is None:
             self.count_characters(text)

@@ -1,5 +1,5 @@
-"""Tokenizers: tokenizer.json and the files beside it, which name more tokens. corpus/special.py says
-which ids begin, end and pad a text."""
+"""Tokenizers: tokenizer.json and the files beside tokenizer.json, which name more tokens.
+corpus/special.py has the ids that begin, end and pad a text."""
 
 import json
 import os
@@ -82,8 +82,8 @@ def listed_tokens(folder: str) -> dict[int, dict]:
 
 
 def older_tokens(folder: str) -> dict[int, dict]:
-    """{id: AddedToken's fields} of added_tokens.json, which holds {text: id}. As in transformers those
-    that another file names are special. Raises ValueError."""
+    """{id: AddedToken's fields} of added_tokens.json, which holds {text: id}. As in transformers a
+    token is special if another file names the token. Raises ValueError."""
     named = named_tokens(folder)
     found = {}
     for content, number in read_beside(folder, "added_tokens.json").items():
@@ -100,7 +100,7 @@ def older_tokens(folder: str) -> dict[int, dict]:
 
 def named_tokens(folder: str) -> list[str]:
     """The texts of the special tokens that the files beside tokenizer.json name without an id: eos,
-    pad and others, then additional_special_tokens. In the order in which transformers adds them."""
+    pad and others, then additional_special_tokens. In the order of transformers."""
     names = read_special_tokens(folder)
     found = [names[f"{name}_token"] for name in STANDARD if f"{name}_token" in names]
     for file in special_files(folder):
@@ -117,7 +117,7 @@ def named_tokens(folder: str) -> list[str]:
 
 def rows_in_model(folder: str) -> int | None:
     """The number of ids that the model of a folder knows: of Hugging Face, of token shards, or a step
-    of ours. None where nothing says it."""
+    of ours. None if no file has the number."""
     for name in ("state.json", "index.json", "config.json"):
         with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
             content = read_json(folder, name)
@@ -168,8 +168,8 @@ def add_tokens_beside(tokenizer, folder: str) -> None:
     for content in named_tokens(folder):
         if content in known:
             continue
-        # A padding token often has no row in the model. Transformers gives it an id with which the
-        # model crashes; here it stays text.
+        # A padding token often has no row in the model. In transformers the token gets an id, and
+        # the model crashes at the id; here the token stays text.
         rows = rows_in_model(folder)
         if tokenizer.token_to_id(content) is None and rows is not None:
             if max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1 >= rows:
@@ -290,7 +290,7 @@ def check_hf_tokenizer(folder: str, vocab_size: int) -> str | None:
     return path
 
 
-# The names of special tokens that transformers knows, in its order
+# The names of special tokens in transformers, in the order of transformers
 STANDARD = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
@@ -305,8 +305,8 @@ def text_of_token(token) -> str | None:
 
 
 def special_files(folder: str) -> list[str]:
-    """The files that name special tokens, the stronger last. As in transformers, which no longer
-    writes special_tokens_map.json, that file counts only where tokenizer_config.json has no
+    """The files that name special tokens, the stronger last. As in transformers,
+    special_tokens_map.json, a file of older versions, counts only if tokenizer_config.json has no
     added_tokens_decoder."""
     if "added_tokens_decoder" in read_beside(folder, "tokenizer_config.json"):
         return ["tokenizer_config.json"]
@@ -323,22 +323,6 @@ def read_special_tokens(folder: str) -> dict[str, str]:
             if name.endswith("_token") and text is not None:
                 found[name] = text
     return found
-
-
-def read_chat_template(folder: str, name: str = "default") -> str | None:
-    """The chat template of a Hugging Face folder, None without one. name: of the template, if the
-    folder has several."""
-    if os.path.lexists(os.path.join(folder, "chat_template.jinja")):
-        return Path(hf_file(folder, "chat_template.jinja", HF_LIMIT)).read_text("utf-8")
-    template = read_beside(folder, "tokenizer_config.json").get("chat_template")
-    if isinstance(template, list):
-        for named in template:
-            if isinstance(named, dict) and named.get("name") == name:
-                template = named.get("template")
-                break
-    if isinstance(template, str):
-        return template
-    return None
 
 
 @dataclass(kw_only=True)

@@ -1,7 +1,6 @@
 """Checks on a built model and running processes: the model's tables fit the model, memory holds the
 training state, and all ranks have the same weights and data."""
 
-import dis
 import fnmatch
 import os
 import socket
@@ -19,16 +18,10 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from distributed.agree import brief, gather, holds_on_any_rank
 from distributed.initial import constants_of, initial_values
-from distributed.layout import Layout, local_slice, local_tensor, pattern_of
+from distributed.layout import Layout, local_slice, local_tensor
 from models.layers import takes_places
 from models.loss import IGNORE
 
-# Styles to suggest for a parameter without one
-STYLES = (
-    '"sequence" (a norm or gain of (B, T/tp, D)), "head_norm" (of (B, T, H/tp, K)), '
-    '"sequence_linear" (a linear of T/tp '
-    'tokens), "colwise" or "rowwise" (a linear that is split)'
-)
 DROPOUT = "use models.dropout.dropout, see 'Random numbers' in docs/fork_me.md"
 
 
@@ -86,32 +79,14 @@ def check_documents(model, layout: Layout) -> None:
     such a block."""
     if layout.rank > 0:
         return
+    from distributed.doc_mask_check import blocks_without_attend  # only --doc_mask needs the file
+
     names = blocks_without_attend(model)
     if names:
         print(
             f"--doc_mask does nothing in {brief(names)}: they do not call attend, so what else "
             "mixes tokens mixes documents"
         )
-
-
-def blocks_without_attend(model) -> list[str]:
-    """Names of the blocks with a forward, of their own or of a module inside, that takes `attend`
-    and never reads it."""
-    names = []
-    for name, block in model.blocks.items():
-        if any(map(ignores_attend, block.modules())):
-            names.append(f"blocks.{name}")
-    return names
-
-
-def ignores_attend(module) -> bool:
-    code = type(module).forward.__code__
-    if "attend" not in code.co_varnames[: code.co_argcount]:
-        return False
-    for step in dis.get_instructions(code):
-        if step.opname.startswith("LOAD") and "attend" in str(step.argval):
-            return False
-    return True
 
 
 def check_tp_plan(model, styles) -> None:
@@ -166,29 +141,6 @@ def check_owners(model, layout: Layout) -> None:
                 f"{fqn} is {other}: no layout can split a parameter that two modules hold; call "
                 "one module twice"
             )
-
-
-def check_split(stage, plan: dict[str, str]) -> None:
-    """Raise ValueError for the first parameter without a tp style. Every tp rank would train its
-    own copy of the parameter, on its own tokens or heads. Not checked: experts, split by
-    expert_parallel, and styles of a fork. plan: module -> style."""
-    for fqn, p in stage.named_parameters():
-        name = fqn.rpartition(".")[0]
-        if isinstance(p, DTensor) or ".experts." in fqn:
-            continue
-        # "gather" and "gather_sequence" move activations only
-        if plan.get(name) not in (None, "gather", "gather_sequence"):
-            continue
-        fix = (
-            "put it into a small module of its own, see 'A bare parameter under tp' in "
-            "docs/fork_me.md"
-        )
-        if name and not [*stage.get_submodule(name).children()]:
-            fix = f'add "{pattern_of(name)}" to tp_plan: {STYLES}'
-        raise ValueError(
-            f"--tp: {fqn} has no style in tp_plan, so every tp rank would train a copy of its "
-            f"own: {fix}"
-        )
 
 
 def check_memory(model, layout: Layout, cfg) -> None:
@@ -263,14 +215,15 @@ def check_replicas(stages, layout: Layout, **values) -> list[tuple]:
     parameters, for Guard.
     """
     start = [(fqn, p, bits_sum(p)) for stage in stages for fqn, p in stage.named_parameters()]
-    mine = {}
+    known = {}
     for name, value in values.items():  # a dict field by field, so that the message names the flag
         if isinstance(value, dict):
             for field, x in value.items():
-                mine[f"{name} {field}".strip(), 0] = repr(x)
+                known[f"{name} {field}".strip(), 0] = repr(x)
         else:
-            mine[name, 0] = repr(value)
-    groups = {dist.group.WORLD: [zlib.crc32(repr(mine).encode())]}  # ranks that must agree: numbers
+            known[name, 0] = repr(value)
+    # ranks that must agree: numbers
+    groups = {dist.group.WORLD: [zlib.crc32(repr(known).encode())]}
     for _, p, total in start:
         if not isinstance(p, DTensor):
             continue
@@ -282,15 +235,15 @@ def check_replicas(stages, layout: Layout, **values) -> list[tuple]:
         if differ(numbers, group, layout.device):
             found = True
     if holds_on_any_rank(found, dist.group.WORLD):
-        mine |= {(fqn, local_slice(p)): total for fqn, p, total in start}
-        raise_first_difference(mine)
+        known |= {(fqn, local_slice(p)): total for fqn, p, total in start}
+        raise_first_difference(known)
     return [(fqn, p, total) for fqn, p, total in start if p.requires_grad]
 
 
-def raise_first_difference(mine: dict) -> None:
-    """Raise ValueError, on all ranks, for the first value that differs between ranks. mine:
+def raise_first_difference(known: dict) -> None:
+    """Raise ValueError, on all ranks, for the first value that differs between ranks. known:
     {(name, part): this rank's value}."""
-    everyone = gather((socket.gethostname(), mine), dist.group.WORLD)
+    everyone = gather((socket.gethostname(), known), dist.group.WORLD)
     first = {}
     for rank, (host, theirs) in enumerate(everyone):
         for key, value in theirs.items():
@@ -304,8 +257,8 @@ def raise_first_difference(mine: dict) -> None:
 
 def differ(numbers: list[int], group, device) -> bool:
     """Whether any of the numbers is not equal on all ranks of the group."""
-    mine = torch.tensor(numbers, device=device)
-    both = torch.stack([mine, -mine])
+    own = torch.tensor(numbers, device=device)
+    both = torch.stack([own, -own])
     dist.all_reduce(both, dist.ReduceOp.MAX, group)  # the highest, and minus the lowest
     return not torch.equal(both[0], -both[1])
 

@@ -11,11 +11,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import register_sharding
 
+from distributed.exchange import Arrive, Depart
 from distributed.layout import (
     AllGather,
     AllToAll,
-    Arrive,
-    Depart,
     Layout,
     ReduceScatter,
     all_blocks,

@@ -104,12 +104,13 @@ def draw_block(
     name: str,
 ) -> None:
     """Draw block b, of `rows` rows, of a parameter of shape `whole`, from a generator that `name`
-    seeds. What of it `local` holds, which begins at `offset` in the whole, is written there."""
+    seeds. Writes the numbers that belong to this rank into `local`, the rank's part of the
+    parameter, which begins at `offset`."""
     generator = torch.Generator().manual_seed(
         int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
     )
     drawn = torch.randn(min(rows, whole[0] - b * rows), *whole[1:], generator=generator).mul_(std)
-    # the rows of it that are in local
+    # the rows of the block that are in local
     begin = max(offset[0], b * rows)
     end = min(offset[0] + len(local), (b + 1) * rows)
     columns = [slice(o, o + n) for o, n in zip(offset[1:], local.shape[1:], strict=True)]

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 KEPT = {
     "_c10d_functional::all_to_all_single",
     "_c10d_functional::reduce_scatter_tensor",
-    # FlexAttention, plain and compiled: models.attention.compiled_flex_attention
+    # FlexAttention, plain and compiled: models.flex_attention.compiled_flex_attention
     "flex_attention",
     "inductor_compiled_code",
     *(
@@ -36,7 +36,7 @@ KEPT = {
 MATMUL = torch.ops.aten.mm.default
 
 
-class Only(TorchDispatchMode):
+class PassKept(TorchDispatchMode):
     """Pass matmuls and the ops in KEPT to torch's mode of selective checkpointing, and run all
     other ops directly.
 
@@ -85,4 +85,4 @@ def keep_contexts(is_compiled: bool) -> tuple:
     # inside.
     if is_compiled:
         return modes
-    return tuple(map(Only, modes))
+    return tuple(map(PassKept, modes))

@@ -4,15 +4,13 @@ rank's part of a tensor."""
 import math
 import re
 from dataclasses import dataclass
-from functools import cache
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from flags.config import Need, flag
@@ -301,37 +299,6 @@ class AllToAll(torch.autograd.Function):
         return AllToAll.apply(grad, *ctx.given), None, None, None
 
 
-class Depart(torch.autograd.Function):
-    """AllToAll in two halves, Arrive.apply(*Depart.apply(x, *sizes), *sizes) with sizes (group,
-    sent, received). Work between the halves runs while rows travel. In the backward Arrive sends
-    the gradient, and Depart waits for it: autograd goes back in the reverse order, so the backward
-    of the same work runs in between."""
-
-    @staticmethod
-    def forward(ctx, x, group, sent, received):
-        """Returns x, and the rows on the way in a list, where autograd does not see them."""
-        return x.view_as(x), [start_exchange(x, group, sent, received)]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad, _):
-        return functional.wait_tensor(grad), None, None, None
-
-
-class Arrive(torch.autograd.Function):
-    """The second half of the exchange that Depart starts."""
-
-    @staticmethod
-    def forward(ctx, x, rows, group, sent, received):
-        ctx.given = group, received, sent
-        return functional.wait_tensor(*rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        return start_exchange(grad, *ctx.given), None, None, None, None
-
-
 def local_tensor(p: Tensor) -> Tensor:
     """This rank's part of a parameter or gradient; a plain tensor is whole on every rank."""
     if isinstance(p, DTensor):
@@ -354,27 +321,6 @@ def reshard(*stages) -> None:
         for module in stage.modules():
             if hasattr(module, "reshard"):
                 module.reshard()
-
-
-def beside_weight(x: DTensor, weight: DTensor) -> tuple[Placement, Placement]:
-    """(placement of the gradient of x, placement of y) where each rank multiplies its own parts of
-    x and of a linear's weight. They tell DTensor how to read this rank's part: Partial means that
-    the ranks hold summands."""
-    (cut,) = weight.placements
-    # colwise: x (..., in) is whole, and every rank has a summand of its gradient
-    if cut.is_shard(0):
-        return Partial(), Shard(x.dim() - 1)
-    # rowwise: x (..., in/tp), and y is a summand
-    if cut.is_shard(1):
-        return x.placements[0], Partial()
-    # a whole weight on every rank, and tokens of its own
-    return x.placements[0], x.placements[0]
-
-
-@cache
-def with_forward(kind: type, Forward: type) -> type:
-    """A class of linears, `kind`, with the forward of `Forward`."""
-    return type(kind.__name__, (Forward, kind), {})
 
 
 def local_slice(p: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

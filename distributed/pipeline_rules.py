@@ -7,14 +7,8 @@ import torch
 
 from distributed.agree import divisors
 from distributed.layout import Layout
-from distributed.pipeline import (
-    ONE_STAGE_PER_RANK,
-    V_SHAPED,
-    ZERO_BUBBLE,
-    csv_rows,
-    n_microbatches,
-    split_stages,
-)
+from distributed.pipeline import V_SHAPED, ZERO_BUBBLE, n_microbatches
+from distributed.stages import ONE_STAGE_PER_RANK, csv_rows, split_stages
 
 
 def pipeline_rows(layout: Layout, cfg, c):

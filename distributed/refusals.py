@@ -104,9 +104,13 @@ def check_layout(
         *option_rows(cfg, on_cuda and here),
     ]
     if isinstance(cfg, Float8Config) and cfg.float8 != "off":  # grpo.py has no float8
+        from distributed.float8_rules import float8_rows
+
         rows += float8_rows(cfg, on_cuda)
     if layout.has_experts:
-        rows += expert_rows(layout, cfg, model_config)
+        from distributed.expert_rules import expert_rows
+
+        rows += expert_rows(layout, optimizer_of(cfg), model_config)
     if layout.pp > 1 and layout.accumulation:
         from distributed.pipeline_rules import pipeline_rows
 
@@ -157,12 +161,17 @@ def check_degrees(cfg: ParallelConfig, world_size: int) -> dict[str, int]:
         start += f": torchrun --nproc_per_node {product} {shlex.join(sys.argv)}"
     numbers = f"{'*'.join(given)} = {'*'.join(map(str, given.values()))} = {product}"
     refuse(
-        [(product != world_size, f"{count(world_size, 'process')} but {numbers}; {fix} or {start}")]
+        [
+            (
+                product != world_size,
+                f"{plural(world_size, 'process')} but {numbers}; {fix} or {start}",
+            )
+        ]
     )
     return degrees
 
 
-def count(n: int, noun: str) -> str:
+def plural(n: int, noun: str) -> str:
     if n == 1:
         return f"1 {noun}"
     if noun[-1] == "s":
@@ -180,7 +189,7 @@ def batch_rows(layout: Layout):
         n < 1 or n % forward,
         (
             f"--global_batch_size {n} is not a multiple of --local_batch_size {local} x "
-            f"{count(ranks, 'data rank')} = {forward}; use --global_batch_size {near}"
+            f"{plural(ranks, 'data rank')} = {forward}; use --global_batch_size {near}"
         ),
     )
 
@@ -198,11 +207,11 @@ def model_rows(layout: Layout, cfg, c, seq_len: int):
         sizes["n_shared_experts x moe_ffn_dim"] = c.n_shared_experts * c.moe_ffn_dim
     odd = [f"{name} {size}" for name, size in sizes.items() if size % tp]
     # cp cuts a sequence into 2*cp chunks, tp each rank's part into tp
-    pieces = tp
+    divisor = tp
     if cp > 1:
-        pieces *= 2 * cp
+        divisor *= 2 * cp
     rule = " x ".join(["2", "cp"] * (cp > 1) + ["tp"] * (tp > 1)) + " = "
-    near = max(1, min(round(seq_len / pieces), c.max_seq_len // pieces)) * pieces
+    near = max(1, min(round(seq_len / divisor), c.max_seq_len // divisor)) * divisor
     heads = c.n_heads // tp
     kv_heads = c.n_kv_heads // tp
     alltoall = cp > 1 and cfg.cp_method == "alltoall" and kv_heads > 0
@@ -215,8 +224,8 @@ def model_rows(layout: Layout, cfg, c, seq_len: int):
         ),
     )
     yield (
-        seq_len % pieces,
-        f"--seq_len {seq_len} is not a multiple of {rule}{pieces}; use --seq_len {near}",
+        seq_len % divisor,
+        f"--seq_len {seq_len} is not a multiple of {rule}{divisor}; use --seq_len {near}",
     )
     yield (
         alltoall and (heads % cp or kv_heads % cp and cp % kv_heads),
@@ -247,7 +256,7 @@ def option_rows(cfg, count_gpus: bool):
     yield (
         local_world > n_gpus and not own,
         (
-            f"{count(local_world, 'process')} here, but torch finds {n_gpus} GPUs; use "
+            f"{plural(local_world, 'process')} here, but torch finds {n_gpus} GPUs; use "
             "--device cpu or fewer processes"
         ),
     )
@@ -263,53 +272,3 @@ def option_rows(cfg, count_gpus: bool):
         ),
     )
     yield not 0 <= cfg.ac_budget <= 1, f"--ac_budget {cfg.ac_budget} must be between 0 and 1"
-
-
-def float8_rows(cfg, on_cuda: bool):
-    capability = (0, 0)
-    if on_cuda:
-        capability = torch.cuda.get_device_capability()
-    yield (
-        on_cuda and capability < (8, 9),
-        (
-            f"--float8 {cfg.float8} needs a GPU of capability 8.9 (H100: 9.0, B200: 10.0), and "
-            f"this one has {capability[0]}."
-            f"{capability[1]}; use --float8 off"
-        ),
-    )
-    yield (
-        not on_cuda and cfg.compile,
-        f"--float8 {cfg.float8} is emulated on CPU and cannot be compiled; leave out --compile",
-    )
-
-
-def expert_rows(layout: Layout, cfg, c):
-    ep = layout.ep
-    etp = layout.etp
-    # ranks that ep may borrow
-    lenders = layout.dp_shard * layout.cp
-    named = "dp_shard x cp"
-    if etp <= 1:
-        lenders *= layout.tp
-    if etp == 1:
-        named += " x tp"
-    ranks = f"{named} = {lenders}"
-    yield etp not in (1, layout.tp), f"--etp {etp} must be 1 or --tp {layout.tp}"
-    yield (
-        etp > 1 and c.moe_ffn_dim % etp,
-        f"--etp {etp} does not divide moe_ffn_dim {c.moe_ffn_dim}; use --etp 1",
-    )
-    yield (
-        etp > 1 and optimizer_of(cfg) == "muon",
-        (
-            f"--optimizer muon needs whole matrices, but --etp {etp} splits every expert; use "
-            "--etp 1 or adamw"
-        ),
-    )
-    yield (
-        ep < 1 or c.n_experts % ep or lenders % ep,
-        (
-            f"--ep {ep} must divide n_experts {c.n_experts} and {ranks}; use "
-            f"{divisors(c.n_experts, lenders)}"
-        ),
-    )

@@ -10,14 +10,8 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
 
 from distributed.layout import Layout, local_tensor
-from distributed.pipeline import (
-    ONE_STAGE_PER_RANK,
-    Schedule,
-    embeds_at_both_ends,
-    n_microbatches,
-    stage_ids,
-    tied_copy,
-)
+from distributed.pipeline import Schedule, embeds_at_both_ends, n_microbatches, stage_ids, tied_copy
+from distributed.stages import ONE_STAGE_PER_RANK
 
 
 def pipeline_schedule(stages, layout: Layout, n: int, shape: torch.Size, kwargs: dict):
@@ -112,25 +106,25 @@ def sum_tied_gradients(stages, layout: Layout) -> None:
     copies = [tied_copy(s) for s in stages]
     last = next((w for w in copies if w is not None), None)
     # both may be frozen
-    mine = [local_tensor(w.grad) for w in (first, last) if w is not None and w.requires_grad]
-    if len(mine) == 2:  # a V schedule: both ends are on this rank
-        mine[0].add_(mine[1])
-        mine[1].copy_(mine[0])
-    elif len(mine) == 1:
+    grads = [local_tensor(w.grad) for w in (first, last) if w is not None and w.requires_grad]
+    if len(grads) == 2:  # a V schedule: both ends are on this rank
+        grads[0].add_(grads[1])
+        grads[1].copy_(grads[0])
+    elif len(grads) == 1:
         group = layout.group("pp")
         ends = dist.get_process_group_ranks(group)
         if last is None:
             peer = ends[-1]
         else:
             peer = ends[0]
-        theirs = torch.empty_like(mine[0])
+        received = torch.empty_like(grads[0])
         ops = [
-            dist.P2POp(dist.isend, mine[0].clone(), peer, group),
-            dist.P2POp(dist.irecv, theirs, peer, group),
+            dist.P2POp(dist.isend, grads[0].clone(), peer, group),
+            dist.P2POp(dist.irecv, received, peer, group),
         ]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
-        mine[0].add_(theirs)
+        grads[0].add_(received)
 
 
 def pipeline_forward(
@@ -148,7 +142,7 @@ def pipeline_forward(
     results = []
     ranks = dist.get_process_group_ranks(group)
     n_stages = stages[0].n_stages
-    mine = layout.coordinate("pp")
+    pp_rank = layout.coordinate("pp")
     by_index = {s.index: s for s in stages}
     owner = {i: r for r in range(layout.pp) for i in stage_ids(layout, n_stages, r)}
     for values in zip(*(x.split(layout.microbatch_size) for x in kwargs.values()), strict=True):
@@ -156,13 +150,13 @@ def pipeline_forward(
         h = b["tokens"]  # the input of a stage, then its output
         B, T = h.shape
         for i in range(n_stages):
-            if owner[i] == mine:
+            if owner[i] == pp_rank:
                 h = by_index[i](**b | {"tokens": h, "loss_denom": loss_denom})
                 if i + 1 == n_stages:
                     results.append(h)
-                elif owner[i + 1] != mine:
+                elif owner[i + 1] != pp_rank:
                     dist.send(h.contiguous(), ranks[owner[i + 1]], group)
-            elif i + 1 < n_stages and owner[i + 1] == mine:
+            elif i + 1 < n_stages and owner[i + 1] == pp_rank:
                 h = torch.empty(
                     B,
                     T // layout.tp,

@@ -14,7 +14,8 @@ import torch
 
 import train_llama3
 import train_qwen3
-from distributed.pipeline import split_stages, stage_ids
+from distributed.pipeline import stage_ids
+from distributed.stages import split_stages
 from models.loss import IGNORE
 from parallel import replicas, sequence_index
 from tools.reports import svg

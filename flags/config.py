@@ -257,7 +257,9 @@ def parse_config(Config, argv=None):
         explain_flag(asked, parser, helps)
     given, unknown = parser.parse_known_args(argv)
     if unknown:
-        refuse_unknown(unknown[0], kinds, helps)
+        from flags.other_names import refuse_word  # only mistakes need the file
+
+        usage_error(refuse_word(unknown[0], kinds, helps))
     given = vars(given)
     values = {}
     file = given.pop("config")
@@ -295,37 +297,20 @@ def flag_after_help(argv: list[str]) -> str:
 
 def explain_flag(name: str, parser: Parser, helps: dict) -> NoReturn:
     """Print the help of one flag, or why a flag of an earlier version is gone, and end."""
-    from flags.gone import tell_gone
-
-    gone = tell_gone(name, helps)
-    if gone:
-        text = f"--{name} is {gone}"
-    elif name in helps:
+    if name in helps:
         (action,) = [action for action in parser._actions if f"--{name}" in action.option_strings]
         about = (action.help or "").replace("%%", "%")
         text = f"--{name} {action.metavar}\n    {about}"
     else:
-        refuse_unknown(f"--{name}", {}, helps)
+        from flags.other_names import refuse_word, tell_gone
+
+        gone = tell_gone(name, helps)
+        if not gone:
+            usage_error(refuse_word(f"--{name}", {}, helps))
+        text = f"--{name} is {gone}"
     if own_rank() == 0:
         print(text)
     raise SystemExit(0)
-
-
-def refuse_unknown(word: str, kinds: dict, helps: dict):
-    """End with a usage error for the first unknown word of the command line."""
-    from flags.other_names import did_you_mean  # not at the top: only mistakes need it
-
-    if word.startswith("-"):
-        flag = word.split("=")[0]
-        negated = {f"no-{name}": "" for name in kinds if kinds[name] is bool}
-        usage_error(
-            f"unknown flag {flag}; "
-            f"{did_you_mean(flag, helps | negated | {'config': ''}, '--')}--help lists all flags"
-        )
-    wish = ""
-    if "checkpoint" in helps:
-        wish = f"did you mean --checkpoint {word}? "
-    usage_error(f"unexpected argument {word!r}; {wish}flags are written --name value, see --help")
 
 
 def check_range(cfg, least: float, most: float, *names: str):
@@ -340,13 +325,23 @@ def check_range(cfg, least: float, most: float, *names: str):
 
 
 def read_config(path, helps, kinds) -> dict:
-    """Field values of a saved config.json; unknown keys and wrong values are usage errors."""
+    """Field values of a saved config.json; unknown keys and wrong values are usage errors. A key of an
+    earlier version that was switched off is left out, and rank 0 says so."""
     try:
         saved = {**read_json(path)}
     except (OSError, ValueError, TypeError, RecursionError) as error:
         usage_error(f"--config {path!r}: {error}; need a config.json that a run has saved")
     saved.pop("_run", None)  # facts about the run, by save_config(); not flags
-    saved = leave_out_gone(path, saved, helps)
+    unknown = [name for name in saved if name not in helps]
+    if unknown:
+        from flags.other_names import refuse_keys
+
+        wrong = refuse_keys(path, {name: saved[name] for name in unknown}, helps)
+        if wrong:
+            usage_error(wrong)
+        if own_rank() == 0:
+            print(f"{path}: without {', '.join(unknown)}, which are gone and were off", flush=True)
+        saved = {name: value for name, value in saved.items() if name in helps}
     for name, value in saved.items():
         try:
             saved[name] = parse_value(spell(value), kinds[name])
@@ -357,33 +352,6 @@ def read_config(path, helps, kinds) -> dict:
         except (ValueError, KeyError):
             usage_error(f"{path}: {name} = {json.dumps(value)}: need {describe(kinds[name])}")
     return saved
-
-
-def leave_out_gone(path: str, saved: dict, helps: dict) -> dict:
-    """The keys of a config.json that are flags of this program. A key of an earlier version that was
-    switched off (false, 0, none or empty) is left out, and rank 0 says so. Any other unknown key is
-    a usage error, which names all of them."""
-    unknown = [name for name in saved if name not in helps]
-    if not unknown:
-        return saved
-    from flags.gone import tell_gone
-    from flags.other_names import did_you_mean
-
-    for name in unknown:
-        if not tell_gone(name, helps):
-            usage_error(
-                f"{path}: unknown key {name!r}; {did_you_mean(name, helps, '')}--help lists all "
-                "names"
-            )
-    if any(saved[name] for name in unknown):
-        reasons = [f"{name} is {tell_gone(name, helps)}" for name in unknown]
-        usage_error(
-            f"{path}: {', '.join(unknown)}: no flags of this version; {'; '.join(reasons)}; to go "
-            "on, delete these keys from a copy of the file, and give that copy to --config"
-        )
-    if own_rank() == 0:
-        print(f"{path}: without {', '.join(unknown)}, which are gone and were off", flush=True)
-    return {name: value for name, value in saved.items() if name in helps}
 
 
 def save_config(cfg, path, run: dict):

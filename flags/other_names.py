@@ -220,3 +220,32 @@ def did_you_mean(name: str, helps: dict, dashes: str) -> str:
     if found:
         return f"did you mean {dashes}{found[0]}? "
     return ""
+
+
+def refuse_word(word: str, kinds: dict, helps: dict) -> str:
+    """The usage error for an unknown word of the command line. kinds: {flag: type}."""
+    if word.startswith("-"):
+        flag = word.split("=")[0]
+        negated = {f"no-{name}": "" for name in kinds if kinds[name] is bool}
+        wish = did_you_mean(flag, helps | negated | {"config": ""}, "--")
+        return f"unknown flag {flag}; {wish}--help lists all flags"
+    wish = ""
+    if "checkpoint" in helps:
+        wish = f"did you mean --checkpoint {word}? "
+    return f"unexpected argument {word!r}; {wish}flags are written --name value, see --help"
+
+
+def refuse_keys(path: str, unknown: dict, helps: dict) -> str:
+    """The usage error for the unknown keys of a config.json. "" if all are flags of an earlier version
+    that were switched off (false, 0, none or empty)."""
+    for name in unknown:
+        if not tell_gone(name, helps):
+            wish = did_you_mean(name, helps, "")
+            return f"{path}: unknown key {name!r}; {wish}--help lists all names"
+    if not any(unknown.values()):
+        return ""
+    reasons = [f"{name} is {tell_gone(name, helps)}" for name in unknown]
+    return (
+        f"{path}: {', '.join(unknown)}: no flags of this version; {'; '.join(reasons)}; to go on, "
+        "delete these keys from a copy of the file, and give that copy to --config"
+    )

@@ -19,14 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from models import qwen3
-from models.hf_config import (
-    SHARED_FIELDS,
-    SHARED_FIXED,
-    YARN,
-    check_sizes,
-    config_from_hf,
-    config_to_hf,
-)
+from models.hf_config import SHARED_FIELDS, SHARED_FIXED, YARN, check_sizes
 from models.layers import cos_and_sin, rotate
 from models.llama3 import Attention as Llama3Attention
 from models.moe import Experts, Router, apply_experts, combine, grouped_linear, spread
@@ -71,6 +64,8 @@ class GptOssConfig(Qwen3Config):
     def from_hf(cls, config_json: dict) -> "GptOssConfig":
         """The config of a Hugging Face folder's config.json. Raises ValueError naming the field
         that we cannot represent."""
+        from models.hf_convert import config_from_hf  # only Hugging Face folders need it
+
         names = [name for name in ("rope_scaling", "rope_parameters") if config_json.get(name)]
         ropes = {name: dict(config_json[name]) for name in names} or {
             "rope_scaling": {"rope_type": "yarn", **_yarn}
@@ -93,6 +88,8 @@ class GptOssConfig(Qwen3Config):
 
     def to_hf(self) -> dict:
         """The inverse: a config.json for transformers."""
+        from models.hf_convert import config_to_hf  # only Hugging Face folders need it
+
         yarn = {"rope_type": "yarn", "truncate": False}
         # without a word it would be yarn
         rope = yarn | self.rope_scaling if self.rope_scaling else {"rope_type": "default"}

@@ -20,14 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models import qwen3
-from models.hf_config import (
-    SHARED_FIELDS,
-    SHARED_FIXED,
-    STRETCHES,
-    check_sizes,
-    config_from_hf,
-    config_to_hf,
-)
+from models.hf_config import SHARED_FIELDS, SHARED_FIXED, STRETCHES, check_sizes
 from models.layers import RMSNorm, cos_and_sin, rotate
 from models.llama3 import Attention as Llama3Attention
 from models.llama3 import FeedForward, scaled
@@ -112,6 +105,8 @@ class Llama4Config(Qwen3Config):
 
         The tables of names are at the end of this file.
         """
+        from models.hf_convert import config_from_hf  # only Hugging Face folders need it
+
         tuning = config_json.get("attn_temperature_tuning")
         hf = dict(config_json)
         if tuning is not None:  # a published file says 4 for true
@@ -127,6 +122,8 @@ class Llama4Config(Qwen3Config):
 
     def to_hf(self) -> dict:
         """The inverse: a config.json for transformers."""
+        from models.hf_convert import config_to_hf  # only Hugging Face folders need it
+
         rope = {"rope_type": "default"}
         if self.rope_scaling:
             rope = {"rope_type": "llama3", **self.rope_scaling}

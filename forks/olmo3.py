@@ -18,7 +18,7 @@ import torch
 
 from forks.norm_over_heads import NormOverHeads
 from models import llama3
-from models.hf_config import SHARED_FIXED, YARN, config_from_hf, config_to_hf
+from models.hf_config import SHARED_FIXED, YARN
 from models.layers import RMSNorm, cos_and_sin, rotate
 from models.llama3 import Llama3, Llama3Config
 from parallel import TP_STYLES
@@ -41,6 +41,8 @@ class Olmo3Config(Llama3Config):
 
         The tables of names are at the end of this file.
         """
+        from models.hf_convert import config_from_hf  # only Hugging Face folders need it
+
         hf = dict(config_json)
         kinds = config_json.get("layer_types")
         ropes = config_json.get("rope_parameters") or {}
@@ -63,6 +65,8 @@ class Olmo3Config(Llama3Config):
 
     def to_hf(self) -> dict:
         """The inverse: a config.json for transformers, 4 and 5."""
+        from models.hf_convert import config_to_hf  # only Hugging Face folders need it
+
         found = config_to_hf(self, HF_FIELDS, HF_FIXED)
         plain = dict(rope_type="default", rope_theta=self.rope_theta)
         ropes = dict(sliding_attention=plain, full_attention=plain | (found["rope_scaling"] or {}))

@@ -28,7 +28,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.autograd.function import once_differentiable
 
-from distributed.layout import AllToAll, Arrive, Depart, local_tensor
+from distributed.exchange import Arrive, Depart
+from distributed.layout import AllToAll, local_tensor
 from models.moe import apply_experts
 
 

@@ -22,14 +22,7 @@ from torch import nn
 from distributed.layout import local_tensor
 from forks.delta_rule import GatherRows, OwnRows, ShortConv, cached_scan, make_scan
 from models import qwen3
-from models.hf_config import (
-    SHARED_FIELDS,
-    SHARED_FIXED,
-    YARN,
-    check_sizes,
-    config_from_hf,
-    config_to_hf,
-)
+from models.hf_config import SHARED_FIELDS, SHARED_FIXED, YARN, check_sizes
 from models.layers import RMSNorm, cos_and_sin, rotate
 from models.qwen3 import FeedForward, MoE, Qwen3, Qwen3Config
 from parallel import TP_STYLES
@@ -96,6 +89,8 @@ class Qwen3NextConfig(Qwen3Config):
 
         The tables of names are at the end of this file.
         """
+        from models.hf_convert import config_from_hf  # only Hugging Face folders need it
+
         hf = dict(config_json)
         kinds = config_json.get("layer_types")
         if kinds and kinds != layer_types(len(kinds)) or hf.get("full_attention_interval", 4) != 4:
@@ -116,6 +111,8 @@ class Qwen3NextConfig(Qwen3Config):
 
     def to_hf(self) -> dict:
         """The inverse: a config.json for transformers."""
+        from models.hf_convert import config_to_hf  # only Hugging Face folders need it
+
         kinds = layer_types(self.n_layers)
         return config_to_hf(self, HF_FIELDS, HF_FIXED) | dict(
             architectures=["Qwen3NextForCausalLM"],

@@ -32,7 +32,7 @@ from flags.config import given_flags
 from rl.datasets import Text, open_task
 from rl.environments import alphabet_of
 from rl.policy import build_policy, model_of
-from storage.saved import load_weights
+from storage.loading import load_weights
 from tools.run import run
 
 # distill: flags about advantages that come from rewards, and about another reference

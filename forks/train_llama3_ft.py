@@ -107,13 +107,13 @@ def lr_at(step: int, cfg: Config) -> float:
     The decay ends one step after the last, so that with --min_lr_ratio 0 the last step still
     learns.
     """
-    total = cfg.steps if cfg.schedule_steps == -1 else cfg.schedule_steps
+    total = cfg.schedule_steps
+    if total == -1:
+        total = cfg.steps
     warmup = min(cfg.warmup_steps, total)
-    decay = (
-        total - warmup
-        if cfg.decay_ratio is None
-        else min(round(total * cfg.decay_ratio), total - warmup)
-    )
+    decay = total - warmup
+    if cfg.decay_ratio is not None:
+        decay = min(round(total * cfg.decay_ratio), decay)
     if step <= warmup:
         return step / max(warmup, 1)
     x = min(max(step - (total - decay), 0) / (decay + 1), 1.0)  # progress of the decay
@@ -128,26 +128,27 @@ def lr_at(step: int, cfg: Config) -> float:
 def build_optimizers(stages, cfg: Config) -> list[torch.optim.Optimizer]:
     """AdamW for everything, or Muon for the blocks' matrices and AdamW for the rest; one learning
     rate serves both."""
-    params = [
-        (fqn, p) for stage in stages for fqn, p in stage.named_parameters() if p.requires_grad
-    ]
-    matrices = [
-        p
-        for fqn, p in params
-        if cfg.optimizer == "muon" and p.dim() > 1 and fqn.startswith("blocks.")
-    ]
-    rest = [p for _, p in params if all(p is not matrix for matrix in matrices)]
-    decays = [p for p in rest if p.dim() > 1 or cfg.wd_on == "all"]
-    others = [p for p in rest if p.dim() <= 1 and cfg.wd_on != "all"]
-    groups = [
-        {"params": decays, "weight_decay": cfg.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    # without groups: a pipeline stage in the middle may have matrices only
-    optimizers = (
-        [adamw(groups, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, cfg.optimizer)] if groups else []
-    )
+    matrices = []  # for Muon
+    decayed = []
+    undecayed = []
+    for stage in stages:
+        for fqn, p in stage.named_parameters():
+            if not p.requires_grad:
+                continue
+            if cfg.optimizer == "muon" and p.dim() > 1 and fqn.startswith("blocks."):
+                matrices.append(p)
+            elif p.dim() > 1 or cfg.wd_on == "all":
+                decayed.append(p)
+            else:
+                undecayed.append(p)
+    groups = []
+    if decayed:
+        groups.append({"params": decayed, "weight_decay": cfg.weight_decay})
+    if undecayed:
+        groups.append({"params": undecayed, "weight_decay": 0.0})
+    optimizers = []
+    if groups:  # a pipeline stage in the middle may have matrices only
+        optimizers.append(adamw(groups, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, cfg.optimizer))
     if matrices:
         from training.muon import Muon
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
-from distributed.layout import beside_weight, with_forward
+from distributed.linears import beside_weight, with_forward
 from flags.config import Need, flag
 from storage.adapters import block_linears, lora_names, merged_weight
 

@@ -23,14 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.attention import causal_attention
-from models.hf_config import (
-    SHARED_FIELDS,
-    SHARED_FIXED,
-    YARN,
-    check_sizes,
-    config_from_hf,
-    config_to_hf,
-)
+from models.hf_config import SHARED_FIELDS, SHARED_FIXED, YARN, check_sizes
 from models.layers import RMSNorm, attention_factors, cos_and_sin, rotate, weight_of
 from models.loss import IGNORE, linear_cross_entropy
 from models.moe import Balance, Experts, Router, apply_experts
@@ -136,6 +129,8 @@ class DeepSeekConfig:
 
         The tables of names are at the end of this file.
         """
+        from models.hf_convert import config_from_hf  # only Hugging Face folders need it
+
         is_v2 = config_json.get("model_type") == "deepseek_v2"
         # both names are in use
         mtp = config_json.get("num_nextn_predict_layers") or config_json.get("num_mtp_layers") or 0
@@ -147,6 +142,8 @@ class DeepSeekConfig:
 
     def to_hf(self) -> dict:
         """The inverse: a config.json for transformers."""
+        from models.hf_convert import config_to_hf  # only Hugging Face folders need it
+
         is_v2 = self.score_func == "softmax"
         name = "DeepseekV3ForCausalLM"
         table = HF_V3

@@ -22,14 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from models.attention import causal_attention
-from models.hf_config import (
-    SHARED_FIELDS,
-    SHARED_FIXED,
-    STRETCHES,
-    check_sizes,
-    config_from_hf,
-    config_to_hf,
-)
+from models.hf_config import SHARED_FIELDS, SHARED_FIXED, STRETCHES, check_sizes
 from models.layers import RMSNorm, cos_and_sin, rotate
 from models.loss import linear_cross_entropy
 
@@ -74,6 +67,8 @@ class Llama3Config:
 
         The tables of names are at the end of this file.
         """
+        from models.hf_convert import config_from_hf  # only Hugging Face folders need it
+
         kind = config_json.get("model_type")
         window = None
         if kind == "mistral":
@@ -89,6 +84,8 @@ class Llama3Config:
 
     def to_hf(self) -> dict:
         """The inverse: a config.json for transformers."""
+        from models.hf_convert import config_to_hf  # only Hugging Face folders need it
+
         if self.qkv_bias:
             kind = "qwen2"
         elif self.sliding_window:

@@ -61,23 +61,24 @@ def softmax_loss(
         logits = torch.mm(h, weight.T, out=out)
     valid = labels != IGNORE
     local = labels - vocab_start
-    mine = (local >= 0) & (local < V)  # the label's logit is on this rank; always False for IGNORE
-    local = torch.where(mine, local, 0)[:, None]
+    # the label's logit is on this rank; always False for IGNORE
+    on_rank = (local >= 0) & (local < V)
+    local = torch.where(on_rank, local, 0)[:, None]
     target = logits.gather(1, local)[:, 0].float()
     top = all_reduce(logits.amax(1).float(), "max")
     exp = (logits - top[:, None]).exp_()  # in fp32, as top is
     # two sums in a single all-reduce: exp over the vocabulary, and the label's logit (0 on ranks
     # without the label)
-    sums = all_reduce(torch.stack([exp.sum(1), torch.where(mine, target, 0.0)]), "sum")
+    sums = all_reduce(torch.stack([exp.sum(1), torch.where(on_rank, target, 0.0)]), "sum")
     if out is not None:  # softmax - one_hot(label); zero for a token without a loss
         total = torch.where(valid, sums[0], torch.inf)
         if compiled:  # the subtraction joins the only pass over the logits
-            one_hot = (torch.arange(V, device=h.device) == local) & mine[:, None]
+            one_hot = (torch.arange(V, device=h.device) == local) & on_rank[:, None]
             out.copy_(exp / total[:, None] - one_hot.float())
         else:
             # at the label, too, the subtraction comes before the rounding
             torch.div(exp, total[:, None], out=out)
-            at_label = (target - top).exp() / total - mine.float()
+            at_label = (target - top).exp() / total - on_rank.float()
             out.scatter_(1, local, at_label.to(out.dtype)[:, None])
     return torch.where(valid, sums[0].log() + top - sums[1], 0.0).sum()
 
@@ -177,23 +178,23 @@ class TokenLogprobs(torch.autograd.Function):
         for begin in range(0, h.shape[0], size):
             rows = slice(begin, begin + size)
             local = labels[rows] - vocab_start
-            mine = (local >= 0) & (local < V)
+            on_rank = (local >= 0) & (local < V)
             logits = F.linear(h[rows], weight).float().div_(temperature)
             if unknown is not None:
                 here = unknown - vocab_start
                 logits.index_fill_(1, here[(here >= 0) & (here < V)], NEVER)
-            yield rows, logits, torch.where(mine, local, 0)[:, None], mine
+            yield rows, logits, torch.where(on_rank, local, 0)[:, None], on_rank
 
     @staticmethod
     def forward(ctx, h, weight, labels, temperature, all_reduce, vocab_start, unknown):
         logprobs = h.new_empty(h.shape[0], dtype=torch.float32)
         entropy = torch.empty_like(logprobs)
         lse = torch.empty_like(logprobs)
-        for rows, logits, index, mine in TokenLogprobs.chunks(
+        for rows, logits, index, on_rank in TokenLogprobs.chunks(
             h, weight, labels, temperature, vocab_start, unknown
         ):
             lse[rows] = log_normalizer(logits, all_reduce)
-            target = all_reduce(torch.where(mine, logits.gather(1, index)[:, 0], 0.0), "sum")
+            target = all_reduce(torch.where(on_rank, logits.gather(1, index)[:, 0], 0.0), "sum")
             logprobs[rows] = target - lse[rows]
             # of the log p that the backward computes: where one token has almost all probability,
             # the rounding of lse is as large as the entropy, and cancels in log p + entropy
@@ -213,14 +214,14 @@ class TokenLogprobs(torch.autograd.Function):
             grad = torch.zeros_like(lse)
         dh = torch.empty_like(h)
         dw = None
-        for rows, logits, index, mine in TokenLogprobs.chunks(h, weight, labels, *ctx.options):
+        for rows, logits, index, on_rank in TokenLogprobs.chunks(h, weight, labels, *ctx.options):
             logp = logits.sub_(lse[rows, None])
             if entropy_grad is not None:
                 # -d entropy / d logit = p (log p + entropy) / temperature
                 fall = (logp + entropy[rows, None]).mul_(logp.exp())
                 fall.mul_(entropy_grad[rows, None])
             # d logprob / d logit = (one_hot(label) - softmax) / temperature
-            dlogits = logp.exp_().neg_().scatter_add_(1, index, mine.float()[:, None])
+            dlogits = logp.exp_().neg_().scatter_add_(1, index, on_rank.float()[:, None])
             dlogits.mul_(grad[rows, None])
             if entropy_grad is not None:
                 dlogits.sub_(fall)

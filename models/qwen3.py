@@ -20,14 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from models.attention import causal_attention
-from models.hf_config import (
-    SHARED_FIELDS,
-    SHARED_FIXED,
-    YARN,
-    check_sizes,
-    config_from_hf,
-    config_to_hf,
-)
+from models.hf_config import SHARED_FIELDS, SHARED_FIXED, YARN, check_sizes
 from models.layers import RMSNorm, cos_and_sin, rotate
 from models.loss import linear_cross_entropy
 from models.moe import Balance, Experts, Router, apply_experts
@@ -74,6 +67,8 @@ class Qwen3Config:
 
         The tables of names are at the end of this file.
         """
+        from models.hf_convert import config_from_hf  # only Hugging Face folders need it
+
         # transformers 4 / 5
         experts = config_json.get("num_experts") or config_json.get("num_local_experts")
         fields = HF_FIELDS
@@ -85,6 +80,8 @@ class Qwen3Config:
 
     def to_hf(self) -> dict:
         """The inverse: a config.json for transformers."""
+        from models.hf_convert import config_to_hf  # only Hugging Face folders need it
+
         name = "Qwen3ForCausalLM"
         experts = {}
         if self.n_experts:

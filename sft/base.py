@@ -9,8 +9,8 @@ from flags.files import step_folders
 from lora.lora import ADAPTERS
 from storage.adapters import check_base
 from storage.hf import check_hf_config, class_of, load_hf, read_hf_config
-from storage.newest import ABOUT, is_hf_folder, newest_readable, resume_source
-from storage.saved import load_weights, saved_model
+from storage.loading import load_weights
+from storage.newest import ABOUT, is_hf_folder, newest_readable, resume_source, saved_model
 
 
 def read_model(cfg):

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from corpus.answer_ends import find_ends
-from corpus.chat import add_marks
+from corpus.chat import add_marks, read_chat_template
 from corpus.shards import FIRST, LOSS, mask_array_of, open_array, opened_array
-from corpus.tokenizer import load_tokenizer, read_chat_template
+from corpus.tokenizer import load_tokenizer
 from data import TokenData
 from flags.config import own_rank
 

@@ -59,13 +59,13 @@ def base_hash(modules, group=None) -> str:
     In bfloat16, because the weights are kept in the compute dtype: fp32 on one machine, bfloat16 on
     the next.
     """
-    mine = {}
+    own_sums = {}
     for module in modules:
         for fqn, t in named_tensors(module).items():
             if is_frozen(fqn):
-                mine[fqn, local_slice(t)] = placed_sum(t)
+                own_sums[fqn, local_slice(t)] = placed_sum(t)
     parts = {}  # a part that several ranks hold counts once
-    for of_rank in gather(mine, group):
+    for of_rank in gather(own_sums, group):
         parts |= of_rank
     sums = Counter()
     for (fqn, _), value in parts.items():

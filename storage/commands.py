@@ -3,26 +3,31 @@
 import logging
 import math
 import os
+import shutil
+import time
+import uuid
 from contextlib import suppress
 from dataclasses import asdict
 
 import torch
 
 from corpus.tokenizer import read_beside, tokenizer_and_beside
-from distributed.agree import reason
+from distributed.agree import Failed, reason
 from distributed.layout import named_tensors
 from flags.config import Parser, usage_error
-from flags.files import read_json, step_folders
+from flags.files import json_bytes, read_json, step_folders
 from storage.changes import changes, describe_changes
-from storage.dcp import read_table, read_tensor
+from storage.dcp import SavePlan, read_table, read_tensor, write_tensors
 from storage.hf import HF_DTYPES, load_hf_model
 from storage.hf_config import check_same_model, class_of, read_hf_config
 from storage.hf_write import check_export, file_kinds, save_hf, say_lost, write_hf
-from storage.manifest import Damaged, read_manifest, verify
-from storage.newest import candidates, has_adapters
+from storage.manifest import Damaged, checksums, read_manifest, verify
+from storage.newest import candidates, has_adapters, open_saved
 from storage.peft import export_peft
-from storage.saved import load_model, open_saved, write_run
+from storage.run_tensors import model_tensors
+from storage.saved import load_model
 from storage.source_tokenizer import ids_of_folder
+from storage.writer import commit_step
 
 
 def ls(run: str):
@@ -178,6 +183,41 @@ def memory_available() -> int:
         return int(line.split()[1]) * 1024
     except OSError:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def write_run(
+    out: str,
+    model: torch.nn.Module,
+    identity: dict,
+    state: dict,
+    tokenizer_file: str | None,
+    generation: dict | None = None,
+) -> None:
+    """Writes a run folder with one checkpoint, of the weights of a plain model alone. generation:
+    its generation_config.json, None: that beside the tokenizer. Raises RuntimeError if the folder
+    could not be written."""
+    began = time.perf_counter()
+    step = state["step"]
+    target = os.path.join(out, "checkpoints", f"step-{step}")
+    folder = f"{target}.tmp-{uuid.uuid4().hex[:8]}"
+    about = {"step": step, "model_only": True, "identity": identity, "state": state}
+    contents = {"state.json": json_bytes(about), "config.json": json_bytes({}), "recipe.py": b""}
+    if tokenizer_file:
+        contents |= tokenizer_and_beside(tokenizer_file)
+    if generation is not None:
+        contents["generation_config.json"] = json_bytes(generation)
+    try:
+        os.makedirs(folder)
+        names = write_tensors(model_tensors([model]), folder, None, SavePlan())
+        listed = checksums(folder, names, sync=True)
+        size = commit_step(
+            folder, target, contents, listed, step=step, model_only=True, layout={}, world_size=1
+        )
+    except (Failed, OSError) as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise RuntimeError(f"{target} could not be saved: {error}") from None
+    seconds = time.perf_counter() - began
+    print(f"checkpoint: saved {target} ({size / 1e6:.1f} MB in {seconds:.2f} s)", flush=True)
 
 
 def from_hf(folder: str, out: str):

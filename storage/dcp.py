@@ -13,11 +13,7 @@ two million shards. In format 2, "shards" has a row for each shard.
 
 import json
 import math
-import os
-import signal
-import threading
 import warnings
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,11 +100,11 @@ def write_tensors(
         except BrokenProcessPool:
             raise ChildProcessError("the writer process has died") from None
 
-    mine = fail_together(plan_alone, group)
-    is_new = holds_on_any_rank(plan.items != mine.items, group)
+    own_plan = fail_together(plan_alone, group)
+    is_new = holds_on_any_rank(plan.items != own_plan.items, group)
     if is_new:
-        on_rank_0(plan_for_all, group, mine)
-        plan.items = mine.items
+        on_rank_0(plan_for_all, group, own_plan)
+        plan.items = own_plan.items
         plan.final = scatter(plans, group)
         plan.written = None
     written = fail_together(write, group)
@@ -123,29 +119,6 @@ def write_tensors(
     if is_first:
         write_file(Path(folder, TABLE), plan.table)
     return sorted({result.storage_data.relative_path for result in written})
-
-
-def writer_process() -> ProcessPoolExecutor:
-    """A process for write_apart(), so that serialising does not take Python's lock from the
-    training loop. The process has no process group. Tensors arrive through shared memory."""
-    # spawn, because a fork would copy CUDA and locks held by other threads
-    pool = ProcessPoolExecutor(1, torch.multiprocessing.get_context("spawn"), begin_writing)
-    pool.submit(int)  # starts the process now
-    return pool
-
-
-def begin_writing():
-    """The start of the writer process: it completes a save when launchers signal all processes, and
-    ends with its parent."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    import_dcp()
-
-
-def end_with_parent():
-    torch.multiprocessing.parent_process().join()
-    os._exit(1)
 
 
 def write_apart(folder: str, plan, tensors: dict) -> list:

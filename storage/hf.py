@@ -192,8 +192,8 @@ class HFTensors:
 
 def open_tensors(Model: type[nn.Module], folder: str) -> HFTensors:
     """The tensors of a folder; a model with a format of its own names the reader (hf_tensors in
-    forks/gpt_oss.py). Those of a PEFT adapter are its base's, merged with the adapters as they are
-    read."""
+    forks/gpt_oss.py). For a PEFT adapter: the tensors of the base, each merged with
+    its adapter while it is read."""
     source = getattr(Model, "hf_tensors", HFTensors)(weights_folder(folder))
     source.split_experts()
     if source.folder != folder:

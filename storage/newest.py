@@ -1,13 +1,23 @@
-"""Finds the checkpoint to start from: the newest undamaged step folder of a run, in --out or of
---init_from."""
+"""Finds the checkpoint to start from, the newest undamaged step folder of a run, in --out or of
+--init_from; and opens a step folder as a model without memory."""
 
+import importlib
 import json
 import os
+import re
+import sys
+from functools import partial
 from typing import NamedTuple
 
+import torch
+from torch import nn
+
 from distributed.agree import Failed
+from distributed.layout import named_tensors
 from flags.files import hub_hint, read_json, step_folders
-from storage.manifest import TABLE, Damaged, check_files, read_manifest
+from storage.dcp import read_table
+from storage.manifest import TABLE, Damaged, check_files, read_manifest, verify
+from storage.provenance import changed_code, local_code
 
 ADAPTER = "adapter_config.json"  # of peft, beside adapter_model.safetensors
 # of Hugging Face folders
@@ -134,3 +144,61 @@ def saved_state(path: str) -> dict:
 def has_adapters(path: str) -> bool:
     """Whether a step folder holds the adapters of a LoRA run, not the weights of a whole model."""
     return "lora" in read_json(path, "state.json").get("identity", {})
+
+
+# --- A step folder as a model ---
+def saved_model(path: str) -> tuple[type, object]:
+    """(model class, config) of a step folder. Raises ValueError unless the class is in models/ or
+    forks/."""
+    try:
+        fields = dict(read_json(path, "state.json")["identity"]["model"])
+        module = fields.pop("module")
+        name = fields.pop("class")
+        # a file must not decide what is imported
+        if not re.fullmatch(r"(models|forks)\.[A-Za-z_]\w*", module):
+            raise ValueError(
+                f"it is a {module}.{name}, and only those in models/ and forks/ are loaded"
+            )
+        module = importlib.import_module(module)
+        config = getattr(module, f"{name}Config")(**fields)
+        if not 0 < config.n_layers <= 10_000:
+            raise ValueError(f"n_layers {config.n_layers} is absurd: 10,000 are the most")
+        return getattr(module, name), config
+    except (ImportError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}/state.json does not describe a model: {error}") from None
+
+
+def open_saved(folder: str) -> tuple[str, nn.Module, object]:
+    """(path, model on meta, DCP's table) of a step folder, or of a run folder's newest good
+    checkpoint. Raises ValueError.
+
+    The table of a LoRA run has only the adapters.
+    """
+    say = partial(print, "checkpoint:", file=sys.stderr, flush=True)  # stdout is for sampled text
+    path, manifest = newest_good(folder, candidates(folder), verify, say)
+    Model, config = saved_model(path)
+    code = {}  # what computes the model
+    for file, text in local_code().items():
+        if file.startswith(("models/", "forks/")):
+            code[file] = text
+    changed = changed_code(path, code)
+    if changed:
+        say(changed)
+    with torch.device("meta"):  # takes memory only once, and in the wanted dtype
+        model = Model(config)
+    table = read_table(path, manifest["files"])
+    there = {key for key in table if key.startswith("model.")}
+    names = list(named_tensors(model))
+    if has_adapters(path):
+        from storage.adapters import lora_names, lora_of
+
+        names = []
+        for name in lora_names(model, lora_of(path)["on"]):
+            names += [f"{name}.lora_a.weight", f"{name}.lora_b.weight"]
+    odd = sorted(there ^ {f"model.{fqn}" for fqn in names})
+    if odd:
+        kind = f"{Model.__module__}.{Model.__name__}"
+        raise ValueError(
+            f"{path} does not fit {kind}: {len(odd)} odd tensors, the first is {odd[0]}"
+        )
+    return path, model, table

@@ -183,14 +183,14 @@ class OptimizerNumbers:
 def find_copies(tensors: dict[str, Tensor], gather) -> dict[str, Tensor]:
     """Tensors held by several ranks, which must stay equal: parameters of several pipeline stages,
     replicas of a part of a parameter, and all buffers."""
-    mine = sorted(
+    own_names = sorted(
         fqn
         for fqn, t in tensors.items()
         if isinstance(t, nn.Parameter) and not fqn.startswith("blocks.")
     )
     elsewhere = set()  # parameters of the other pipeline stages
-    for names in gather(mine):
-        if names != mine:
+    for names in gather(own_names):
+        if names != own_names:
             elsewhere.update(names)
     found = {}
     for fqn, t in tensors.items():

@@ -4,8 +4,8 @@ import json
 from collections.abc import Callable
 from contextlib import suppress
 
-from corpus.chat import PROBE, read_template, remove_marks
-from corpus.tokenizer import ChatConfig, read_chat_template
+from corpus.chat import PROBE, read_chat_template, read_template, remove_marks
+from corpus.tokenizer import ChatConfig
 from flags.escapes import unescape
 from storage.source_tokenizer import text_folder
 

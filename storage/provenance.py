@@ -88,15 +88,15 @@ def check_machines(code: dict[str, str], out: str, gather) -> None:
     """Raises ValueError on all ranks when machines run different sources or another torch, or do
     not share the run folder `out` ("": none is written). The first rank of each machine has read
     `code`; gather: of all ranks' answers."""
-    mine = None
+    own = None
     if own_rank("LOCAL_RANK") == 0:
         lock = Path(out, ".lock")  # signed by rank 0 before the processes connected
         signed = ""
         if out and lock.exists():
             signed = lock.read_text(errors="replace")
         sources = {"torch": torch.__version__} | summarize_code({}, code)["code"]
-        mine = (socket.gethostname(), signed, sources)
-    machines = [(rank, answer) for rank, answer in enumerate(gather(mine)) if answer]
+        own = (socket.gethostname(), signed, sources)
+    machines = [(rank, answer) for rank, answer in enumerate(gather(own)) if answer]
     _, (first, signed, sources) = machines[0]
     for rank, (host, theirs, found) in machines[1:]:
         where = f"rank 0 ({first}) and rank {rank} ({host})"

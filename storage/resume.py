@@ -91,7 +91,7 @@ def check_run(out: str, identity: dict, cfg, lr_at=None):
             "the step"
         )
     if cfg.init_from and not has_new_ids(cfg):
-        from storage.source_tokenizer import check_tokenizer
+        from storage.other_tokenizer import check_tokenizer
 
         check_tokenizer(out, identity, cfg)
     if source := resume_source(out, cfg):
@@ -240,10 +240,10 @@ def keep_batch(cfg):
     """
     wait_for_run(cfg.out)
     processes = int(os.environ.get("WORLD_SIZE", 1))
-    others = cfg.pp * cfg.cp * cfg.tp
-    if min(cfg.pp, cfg.cp, cfg.tp, cfg.local_batch_size) < 1 or processes % others:
+    ranks_per_data_rank = cfg.pp * cfg.cp * cfg.tp
+    if min(cfg.pp, cfg.cp, cfg.tp, cfg.local_batch_size) < 1 or processes % ranks_per_data_rank:
         return cfg  # check_layout reports the error
-    data_ranks = processes // others
+    data_ranks = processes // ranks_per_data_rank
     source = "--config" if "global_batch_size" in FROM_FILE else ""
     if cfg.global_batch_size == -1:
         source = continued_folder(cfg) or ""

@@ -6,7 +6,27 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from distributed.layout import named_tensors
-from storage.saved import split_twins
+
+
+def split_twins(modules: list[nn.Module]) -> tuple[dict, dict]:
+    """({fqn: parameter}, {fqn: its twin}) of this rank. A V-shaped pipeline has its first and last
+    stage on one rank: with tied embeddings, two equal parameters of one name."""
+    found = []
+    for module in modules:
+        for fqn, tensor in named_tensors(module).items():
+            if isinstance(tensor, nn.Parameter):
+                found.append((fqn, tensor))
+    params = dict(reversed(found))  # the first of two with one name
+    return params, {fqn: tensor for fqn, tensor in found if tensor is not params[fqn]}
+
+
+def model_tensors(modules: list[nn.Module]) -> dict[str, Tensor]:
+    """{"model.<fqn>": tensor} of the parameters and saved buffers of this rank."""
+    found = {}
+    for module in modules:
+        found |= named_tensors(module)
+    found |= split_twins(modules)[0]
+    return {f"model.{fqn}": tensor.detach() for fqn, tensor in found.items()}
 
 
 class RunTensors:

@@ -13,16 +13,17 @@ import subprocess
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from distributed.agree import Failed, fail_together, on_rank_0, rank_in
 from distributed.layout import AXES
-from flags.files import step_folders
-from storage.dcp import SavePlan, import_dcp, write_tensors, writer_process
-from storage.manifest import Damaged, checksums, read_manifest
-from storage.saved import commit_step
+from flags import VERSION
+from flags.files import publish, step_folders, write_file
+from storage.dcp import SavePlan, import_dcp, write_tensors
+from storage.manifest import TABLE, Damaged, checksums, read_manifest, write_manifest
 
 # folders left by a process killed while saving or deleting
 LEFTOVER = re.compile(r"step-\d+\.tmp-.*|trash-.*")
@@ -88,6 +89,8 @@ class Writer:
         self.process = None
         if not cfg.load_only:
             if cfg.checkpoint_async == "process":
+                from storage.writer_process import writer_process
+
                 self.process = writer_process()
             if self.rank == 0:
                 delete_leftovers(out)
@@ -250,3 +253,15 @@ def set_aside(path: str, why: str, say):
     target = os.path.join(os.path.dirname(path), name)
     os.rename(path, target)
     say(f"{path} is now {target} ({why})")
+
+
+def commit_step(folder: str, target: str, contents: dict[str, bytes], listed: dict, **about) -> int:
+    """Completes a folder of tensors and renames it to `target`, a step folder. contents: {name:
+    bytes} of the other files; listed: checksums() of the files that are there; about: values of the
+    manifest. Returns the size in bytes."""
+    for name, content in contents.items():
+        write_file(Path(folder, name), content)
+    files = listed | checksums(folder, [TABLE, *contents])
+    write_manifest(folder, files, **about, version=VERSION, torch=torch.__version__)
+    publish(folder, target)
+    return sum(size for size, _ in files.values())

@@ -49,14 +49,14 @@ from flags.files import STEP_FOLDER, json_bytes, step_folders
 from generate import generate
 from models.llama3 import Llama3, Llama3Config
 from storage import commands as checkpoint_commands
-from storage import dcp, saved, writer
+from storage import dcp, writer
 from storage.commands import diff
 from storage.dcp import pack_column, unpack_column
 from storage.hf import save_hf
 from storage.manifest import Damaged, verify
-from storage.newest import ABOUT, has_adapters, newest_readable
+from storage.newest import ABOUT, has_adapters, newest_readable, saved_model
 from storage.resume import check_run
-from storage.saved import load_model, saved_model
+from storage.saved import load_model
 from storage.source_tokenizer import has_bos
 
 
@@ -190,7 +190,7 @@ def test_an_existing_step_is_never_overwritten(tmp_path):
 def kill_while_saving(out, function_name, after):
     """Saves step 2 and dies by SIGKILL when the save calls a function of storage/writer.py, or right
     after the call."""
-    owners = {"rmtree": shutil, "write_manifest": saved, "publish": saved}
+    owners = {"rmtree": shutil, "write_manifest": writer, "publish": writer}
     owner = owners.get(function_name, writer)
     original = getattr(owner, function_name)
 

@@ -31,7 +31,7 @@ import data
 from corpus import build as texts
 from corpus import cache
 from corpus import commands as data_commands
-from corpus import shards as shard_files
+from corpus.shard_damage import find_damage
 from corpus.special import find_tokenizer
 from data import DataConfig, TokenData, hash_sequences, open_data, permute
 from distributed.checks import check_first_batch, reduce_hash
@@ -525,7 +525,7 @@ def test_eot_in_plain_text_separates_documents_but_not_in_json(tmp_path):
     ]:
         loaded = opened(tmp_path, name, content, 8)
         assert json.loads((loaded.folder / "index.json").read_text())["documents"] == documents
-        assert shard_files.find_damage(loaded.folder) == []
+        assert find_damage(loaded.folder) == []
 
 
 def test_no_document_end_is_lost_between_pieces(tmp_path):
@@ -550,10 +550,7 @@ def test_long_text_in_pieces(tmp_path):
     assert len(index["splits"]["train"]) >= 2 and index["documents"] == {"train": 1, "val": 1}
     tokens = all_tokens(loaded.folder, "train")
     tokenizer = Tokenizer.from_file(loaded.tokenizer_file)
-    assert (
-        text.startswith(tokenizer.decode(tokens[:-1]))
-        and shard_files.find_damage(loaded.folder) == []
-    )
+    assert text.startswith(tokenizer.decode(tokens[:-1])) and find_damage(loaded.folder) == []
     border = index["splits"]["train"][0]["tokens"] // 1000
     # over two shards
     assert (
@@ -610,7 +607,7 @@ def test_stdlib_corpus(tmp_path):
         0.01 < index["documents"]["val"] / index["documents"]["train"] < 0.1
         and loaded.n_val_samples > 64
     )
-    assert shard_files.find_damage(loaded.folder) == []
+    assert find_damage(loaded.folder) == []
     assert open_data(cfg, 256).fingerprint == loaded.fingerprint
 
 
@@ -736,7 +733,7 @@ def test_given_tokenizer_and_uint32(tmp_path):
     assert tokens.dtype == np.uint32 and tokens.max() == 70_000 == loaded.eot and len(tokens) > 1400
     assert (loaded.vocab_size, loaded.token_bytes) == (70_001, None)
     assert next(loaded.val_batches(2, 2, 0, 1, "cpu")).n_bytes is None
-    assert shard_files.find_damage(loaded.folder) == []
+    assert find_damage(loaded.folder) == []
     same = open_data(DataConfig(data=str(loaded.folder), tokenizer=str(file)), 16)
     assert same.fingerprint == loaded.fingerprint and same.tokenizer_file == str(
         loaded.folder / "tokenizer.json"
@@ -791,7 +788,7 @@ def test_the_files_beside_a_tokenizer_come_along(tmp_path, monkeypatch, capsys):
     assert call_cli(monkeypatch, capsys, *argv)[0] == 0
     for folder in Path(open_data(cfg, 16).tokenizer_file).parent, tmp_path / "tokens":
         assert {name: (folder / name).read_bytes() for name in CHAT_FILES} == CHAT_FILES
-        assert shard_files.find_damage(folder) == []
+        assert find_damage(folder) == []
     # the same tokenizer.json with another template: other files, but the same data
     chat_tokenizer(tmp_path / "hf", b"{{ other }}")
     again = open_data(cfg, 16)
@@ -800,7 +797,7 @@ def test_the_files_beside_a_tokenizer_come_along(tmp_path, monkeypatch, capsys):
     )
     assert again.fingerprint == open_data(DataConfig(data=str(tmp_path / "tokens")), 16).fingerprint
     (tmp_path / "tokens" / "chat_template.jinja").write_bytes(b"{{ evil }}")
-    damage = shard_files.find_damage(tmp_path / "tokens")
+    damage = find_damage(tmp_path / "tokens")
     assert damage == [f"{tmp_path / 'tokens' / 'chat_template.jinja'} is missing or changed"]
 
 
@@ -922,7 +919,7 @@ def test_damaged_index(shards, tmp_path, change):
     refused(lambda: TokenData(folder, 8), "index.json is damaged or old", "python data.py prepare")
     (folder / "index.json").write_text("{")
     refused(lambda: TokenData(folder, 8), "index.json is damaged or old", "python data.py prepare")
-    assert len(shard_files.find_damage(folder)) == 1
+    assert len(find_damage(folder)) == 1
 
 
 def test_damaged_shards(shards, tmp_path, monkeypatch):
@@ -949,13 +946,13 @@ def test_damaged_shards(shards, tmp_path, monkeypatch):
             "make the shards again",
             part,
         )
-        assert any(str(shard) in line for line in shard_files.find_damage(folder))
+        assert any(str(shard) in line for line in find_damage(folder))
     # ids beyond the vocabulary never reach the model
     shard.write_bytes(whole[:128] + b"\xff" * (len(whole) - 128))
     refused(
         lambda: next(TokenData(folder, 8).batches(0, 1, 1, 0, 1, "cpu")), "65535", "data.py check"
     )
-    assert any("token id 65535" in line for line in shard_files.find_damage(folder))
+    assert any("token id 65535" in line for line in find_damage(folder))
     shard.unlink()
     refused(lambda: TokenData(folder, 8), str(shard), "missing")
     # one rank of a machine looks at all files, the others at those that they open
@@ -963,7 +960,7 @@ def test_damaged_shards(shards, tmp_path, monkeypatch):
     opened = TokenData(folder, 8)
     refused(lambda: opened.windows("train", [0]), str(shard), "missing")
     shard.write_bytes(whole)
-    assert shard_files.find_damage(folder) == []
+    assert find_damage(folder) == []
 
 
 def test_check_finds_every_flipped_byte(shards, tmp_path):
@@ -983,9 +980,9 @@ def test_check_finds_every_flipped_byte(shards, tmp_path):
             (folder / name).write_bytes(
                 whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :]
             )
-            assert shard_files.find_damage(folder), (name, place)
+            assert find_damage(folder), (name, place)
         (folder / name).write_bytes(whole)
-    assert shard_files.find_damage(folder) == []
+    assert find_damage(folder) == []
 
 
 def test_another_tokenizer_in_the_folder(shards, tmp_path):
@@ -995,9 +992,7 @@ def test_another_tokenizer_in_the_folder(shards, tmp_path):
     refused(lambda: TokenData(folder, 8), "tokenizer.json", "make the shards again")
     tokenizer.unlink()
     bare = TokenData(folder, 8)
-    assert (bare.tokenizer_file, bare.token_bytes) == (None, None) and len(
-        shard_files.find_damage(folder)
-    ) == 1
+    assert (bare.tokenizer_file, bare.token_bytes) == (None, None) and len(find_damage(folder)) == 1
 
 
 # ---- the command line ----------------------------------------------------------------------------

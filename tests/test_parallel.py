@@ -35,9 +35,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import parallel
-from distributed.checks import STYLES
 from distributed.keep import KEPT, keep_contexts
 from distributed.layout import AXES, Layout, ParallelConfig, local_tensor, reduces_always
+from distributed.tp_check import STYLES
 from models import llama3, moe, qwen3
 from models.layers import rotate
 from tools.failure import failed_module

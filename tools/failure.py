@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from distributed.agree import brief
-from distributed.checks import STYLES
 from distributed.launch import host_of, name_rank
 from distributed.layout import pattern_of
+from distributed.tp_check import STYLES
 from flags.config import usage_error
 from flags.files import printable
 

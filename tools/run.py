@@ -8,8 +8,11 @@ from dataclasses import fields
 
 import torch.distributed as dist
 
-from distributed.launch import allow_many_ranks, check_launcher, disconnect, watch_launcher
+from distributed.launch import allow_many_ranks, disconnect
 from flags.config import parse_config, say_flags
+
+# a launcher sets one of these variables
+STARTED = {"RANK", "WORLD_SIZE", "SLURM_PROCID"}
 
 
 def run(main, Config) -> None:
@@ -20,9 +23,14 @@ def run(main, Config) -> None:
     known = {f"--{no}{field.name}" for field in fields(Config) for no in ("", "no-")} | {"--config"}
     asked = {word.split("=")[0] for word in sys.argv[1:] if word.startswith("--") or word == "-h"}
     try:
-        check_launcher()
+        if STARTED & os.environ.keys():
+            from distributed.launcher import check_launcher  # a plain `python` does not need it
+
+            check_launcher()
         allow_many_ranks()
         if "RANK" in os.environ:
+            from distributed.launcher import watch_launcher
+
             # waits for other ranks, inside of C++, do not hear Python's handler
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             watch_launcher()

@@ -10,7 +10,6 @@ import re
 import resource
 import sys
 import time
-import uuid
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -54,25 +53,6 @@ def profiled_steps(text: str) -> range | None:
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     steps = match and range(int(match[1]), int(match[2] or match[1]) + 1)
     return steps if steps and steps.start > 0 else None
-
-
-# Dense bf16 FLOP/s of one device, without sparsity (the vendors' data sheets). The first match
-# counts. A device that is not listed has no MFU, rather than a wrong MFU (\b keeps GB200 from
-# passing for a B200, MIG slices are no whole device).
-PEAK_FLOPS = [
-    (r"\bMIG\b", None),
-    (r"\bA100\b", 312e12),
-    (r"\bH100\b.*\bPCIe\b", 756e12),
-    (r"\bH[12]00\b.*\bNVL\b", 835e12),
-    (r"\bH[12]00\b", 989e12),
-    (r"\bB200\b", 2250e12),
-    (r"\bMI300X\b", 1307e12),
-]
-
-
-def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s of one device by the name that the driver reports; None if unknown."""
-    return next((peak for pattern, peak in PEAK_FLOPS if re.search(pattern, device_name)), None)
 
 
 def peak_memory_gib(device) -> float:
@@ -191,6 +171,8 @@ class Metrics:
         self.step = first_step - 1  # the last finished step
         self.job_flops = None
         if self.device.type == "cuda":
+            from training.peak_flops import peak_flops
+
             peak = peak_flops(torch.cuda.get_device_name(self.device))
             self.job_flops = peak and peak * layout.world_size
         self.reset_interval()
@@ -203,8 +185,7 @@ class Metrics:
             torch._C._cuda_attach_out_of_memory_observer(
                 lambda *_: self.dump_memory("out-of-memory")
             )
-        self.writers = []
-        self.closers = []
+        self.boards = []
         if self.rank0:
             os.makedirs(out, exist_ok=True)
             self.path = os.path.join(out, "metrics.jsonl")
@@ -221,29 +202,10 @@ class Metrics:
                     f"{steps}",
                     flush=True,
                 )
-            if cfg.tensorboard:
-                from torch.utils.tensorboard import SummaryWriter
+            if cfg.tensorboard or cfg.wandb:
+                from training.boards import open_boards
 
-                board = SummaryWriter(os.path.join(out, "tb"), purge_step=first_step)
-
-                def write_board(step, line):
-                    for name, number in line.items():
-                        board.add_scalar(name, number, step)
-
-                self.writers.append(write_board)
-                self.closers.append(board.close)
-            if cfg.wandb:
-                import wandb
-
-                known = Path(out, "wandb_id")  # a continued run continues its curves
-                if first_step == 1 or not known.exists():
-                    known.write_text(uuid.uuid4().hex)
-                about = dict(
-                    id=known.read_text(), name=out, dir=out, resume="allow", config=vars(cfg)
-                )
-                project = wandb.init(project=cfg.wandb, **about)
-                self.writers.append(lambda step, line: project.log(line, step=step))
-                self.closers.append(project.finish)
+                self.boards = open_boards(out, cfg, first_step)
         # Python starts a collection whenever a rank happens to have made enough objects. Ranks
         # pause at different moments, and all ranks wait for each pause; so pause together, and
         # rarely.
@@ -405,8 +367,8 @@ class Metrics:
         for key, value in line.items():
             if type(value) in (int, float) and key != "step":
                 numbers[key] = value
-        for write in self.writers:
-            write(line["step"], numbers)
+        for board in self.boards:
+            board.write(line["step"], numbers)
 
     def write_lines(self, step: int):
         """Append the lines that are not in the file yet. A disk that is full, or away for a while,
@@ -438,8 +400,8 @@ class Metrics:
         gc.enable()
         if self.cfg.memory_snapshot:
             self.dump_memory(f"step-{self.step}")
-        for close in self.closers:  # unwritten numbers would be lost with the process
-            close()
+        for board in self.boards:  # unwritten numbers would be lost with the process
+            board.close()
         if self.rank0:
             self.file.close()
             if self.unwritten:

@@ -91,7 +91,7 @@ class Muon(torch.optim.Muon):
             rank = dist.get_rank(process_group)
         for begin in range(0, len(params), ranks):
             chunk = params[begin : begin + ranks]
-            mine = torch.zeros(chunk[0].shape, dtype=torch.bfloat16, device=chunk[0].device)
+            orthogonal = torch.zeros(chunk[0].shape, dtype=torch.bfloat16, device=chunk[0].device)
             for i, p in enumerate(chunk):
                 buffer = self.state[p]["momentum_buffer"]
                 if group["nesterov"]:
@@ -101,14 +101,14 @@ class Muon(torch.optim.Muon):
                 # the dtype of Newton-Schulz, and half the bytes
                 update = whole_tensor(update.bfloat16())
                 if i == rank:
-                    mine = self.orthogonalize(update, group)
-            results = [mine]
+                    orthogonal = self.orthogonalize(update, group)
+            results = [orthogonal]
             if process_group is not None:
                 results = [
-                    torch.empty_like(mine, memory_format=torch.contiguous_format)
+                    torch.empty_like(orthogonal, memory_format=torch.contiguous_format)
                     for _ in range(ranks)
                 ]
-                dist.all_gather(results, mine.contiguous(), group=process_group)
+                dist.all_gather(results, orthogonal.contiguous(), group=process_group)
             for p, result in zip(chunk, results, strict=False):
                 shape, offset = local_slice(p)
                 here = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))

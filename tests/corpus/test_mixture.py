@@ -18,7 +18,8 @@ from test_flags import observed
 
 import train_llama3
 from corpus.build import build_shards
-from corpus.mixture import LONGEST_PERIOD, parse_mixture, take_turns
+from corpus.cache import parse_mixture
+from corpus.mixture import LONGEST_PERIOD, take_turns
 from corpus.shards import opened_array
 from corpus.special import find_tokenizer
 from data import DataConfig, MixedData, TokenData, open_data

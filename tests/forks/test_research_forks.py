@@ -15,8 +15,8 @@ from research_forks import CODE, IMPORTS, REPO, M, write_fork
 from saves import refuses
 from torch import nn
 
-from distributed.checks import blocks_without_attend
-from distributed.pipeline import stages_of_parts
+from distributed.doc_mask_check import blocks_without_attend
+from distributed.stages import stages_of_parts
 from models import llama3
 from models.dropout import dropout
 from models.layers import places_of
@@ -302,9 +302,7 @@ def test_unequal_copies_are_not_saved(tmp_path):
     them."""
     path = write_fork(tmp_path, "two_heads")
     text = path.read_text()
-    copied = (
-        "import distributed.pipeline\n\ndistributed.pipeline.stages_of_parts = lambda model: {}\n"
-    )
+    copied = "import distributed.stages\n\ndistributed.stages.stages_of_parts = lambda model: {}\n"
     path.write_text(text.replace("\nif __name__", f"\n{copied}\nif __name__"))
     command = runs.launch(2, path, *M, "--pp", 2, "--val_every", 0, "--steps", 2, "--out", "run")
     assert (

@@ -29,7 +29,7 @@ import parallel
 import train_llama3
 from distributed.checks import check_model
 from distributed.layout import AXES, Layout
-from models import attention, deepseek, llama3, qwen3
+from models import deepseek, flex_attention, llama3, qwen3
 from models.attention import causal_attention, sdpa
 from models.layers import RMSNorm, rope_frequencies, rotate
 from models.llama3 import FLAVORS, Llama3, Llama3Config, scaled
@@ -495,7 +495,7 @@ def test_documents_of_many_lengths_are_all_compiled(monkeypatch):
         torch, "compile", lambda f, options=None, **kw: real(f, backend="eager", **kw)
     )
     with torch._dynamo.config.patch(recompile_limit=8), warnings.catch_warnings():
-        flex = attention.compiled_flex_attention.__wrapped__()
+        flex = flex_attention.compiled_flex_attention.__wrapped__()
         warnings.simplefilter("error")
         for T in range(16, 160, 16):
             flex(*torch.randn(3, 1, 2, T, 16))

@@ -188,6 +188,7 @@ def fake_world(world_size: int, module) -> None:
     from torch.testing._internal.distributed import fake_pg  # noqa: F401, registers the backend
 
     import distributed.launch
+    import distributed.launcher
 
     def connect(layout, cfg, *args, **kwargs):
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -220,7 +221,7 @@ def fake_world(world_size: int, module) -> None:
     replace(module, "Checkpoints", always(no_checkpoints))
     replace(module, "check_replicas", always([]))
     replace(module, "set_timeouts", always(None))
-    replace(distributed.launch, "watch_launcher", always(None))
+    replace(distributed.launcher, "watch_launcher", always(None))
 
 
 def empty_weights() -> None:

@@ -22,8 +22,9 @@ from sft.base import load_base
 from storage import commands as checkpoint_commands
 from storage import hf
 from storage.adapters import base_hash, is_adapter, lora_names, placed_sum
+from storage.loading import load_weights
 from storage.resume import check_run
-from storage.saved import load_model, load_weights
+from storage.saved import load_model
 
 DS = dict(model="deepseek", n_layers=2)
 WITHOUT_FFN = MLA | dict(lora_on=MLA["lora_on"][:-1])

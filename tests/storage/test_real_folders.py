@@ -39,8 +39,8 @@ from corpus.tokenizer import bytes_of_tokens, listed_tokens, load_tokenizer
 from generate import generate
 from storage import commands
 from storage.hf import load_hf_model
+from storage.other_tokenizer import describe_ends
 from storage.source_tokenizer import (
-    describe_ends,
     ends_of,
     generation_of_run,
     has_bos,

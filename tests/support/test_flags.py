@@ -46,12 +46,13 @@ import models.attention
 import models.llama3
 import parallel
 import storage.writer
+import storage.writer_process
 import tools.parity.against
 import tools.parity.check_parity
 import tools.parity.where
 from data import DataConfig, open_data
 from distributed.layout import local_tensor
-from distributed.pipeline import split_stages
+from distributed.stages import split_stages
 from flags.config import option_groups
 from rl import rollouts
 from rl.datasets import open_task
@@ -361,7 +362,7 @@ def observed(program: str, cfg, poison=0, launched=False, continues=False, drift
             "write",
             before=lambda *a, **k: seen.writers.add(threading.current_thread().name),
         ),
-        wrap(storage.writer, "writer_process", before=lambda: seen.writers.add("process")),
+        wrap(storage.writer_process, "writer_process", before=lambda: seen.writers.add("process")),
     ]
     if program == "grpo":
         patches += [

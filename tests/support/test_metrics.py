@@ -17,7 +17,8 @@ from saves import refuses
 
 from tools.reports.options import run_report
 from training import metrics
-from training.metrics import Metrics, MetricsConfig, loss_curve, peak_flops
+from training.metrics import Metrics, MetricsConfig, loss_curve
+from training.peak_flops import peak_flops
 
 KEYS = [
     "step",

@@ -11,7 +11,7 @@ from dry import config, recipe_of, world
 from layouts import Flags, layouts_of
 from tables import as_parameters
 
-from distributed.pipeline import ONE_STAGE_PER_RANK
+from distributed.stages import ONE_STAGE_PER_RANK
 from models.llama3 import Llama3Config
 from tools.reports import dryrun
 from tools.reports.dryrun import bubble, rows_of, simulate

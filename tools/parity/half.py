@@ -59,7 +59,7 @@ def run_plan(runs: list[dict], recipe: str, flags: list[str]):
     # not at the top: the recipe's folder comes first in sys.path
     import torch
 
-    from distributed.launch import watch_launcher
+    from distributed.launcher import watch_launcher
 
     if "RANK" in os.environ:  # one of several processes, which begin and end together
         (run,) = runs

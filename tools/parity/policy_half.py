@@ -33,7 +33,7 @@ import distributed.initial
 import parallel
 from distributed import refusals
 from distributed.checks import bits_sum
-from distributed.launch import watch_launcher
+from distributed.launcher import watch_launcher
 from distributed.layout import AXES, local_tensor, named_tensors, whole_tensor
 from flags.config import default_of, no_effect, unmet_needs
 from rl import engines, policy, rollouts

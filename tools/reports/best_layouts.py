@@ -18,13 +18,13 @@ from dataclasses import replace
 from itertools import product
 
 from distributed.layout import AXES, ExpertConfig, n_experts_of
-from distributed.refusals import check_layout, count
+from distributed.refusals import check_layout, plural
 from flags.config import given_flags, spell_flag
 from tools.parity.halves import without_refused
 from tools.reports.dryrun import human, make_report, table
 from tools.reports.schedule import bubble, simulate
 from tools.reports.stop_main import stop_main
-from training.metrics import peak_flops
+from training.peak_flops import peak_flops
 
 # layouts in the table; dry runs; devices with fast links to each other
 SHOWN = 10
@@ -238,7 +238,7 @@ def print_best(main, cfg, n: int, machine: str) -> int:
             "devices"
         )
     print(
-        f"{len(found)} legal layouts of {count(n, 'device')}; the best that fit an "
+        f"{len(found)} legal layouts of {plural(n, 'device')}; the best that fit an "
         f"{machine}, for --global_batch_size "
         f"{found[0].global_batch_size}:\n"
     )

@@ -36,7 +36,7 @@ from tools.reports.costs import Watch, totals, unwatched
 from tools.reports.schedule import bubble, duration, in_flight, rows_of, simulate
 from tools.reports.stop_main import do_nothing, stop_main
 from training import muon
-from training.metrics import peak_flops
+from training.peak_flops import peak_flops
 
 
 class DryWatch(Watch):

@@ -3,7 +3,7 @@
 from collections import Counter
 from itertools import chain
 
-from distributed.pipeline import ONE_STAGE_PER_RANK, csv_rows
+from distributed.stages import ONE_STAGE_PER_RANK, csv_rows
 
 LETTERS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 DOES = {

@@ -1,0 +1,80 @@
+"""What a process checks and watches that torchrun, srun or another launcher started. A plain
+`python` does not load this file."""
+
+import os
+import socket
+import threading
+import time
+
+
+def check_launcher() -> None:
+    """Raises ValueError for a launcher's environment variables that are incomplete or wrong: such a
+    process would wait for others without end, or train alone."""
+    env = os.environ
+    if "RANK" not in env:
+        if "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS") or 1) > 1:
+            raise ValueError(
+                f"srun started {env['SLURM_NTASKS']} tasks, and each would train alone; set "
+                "RANK=$SLURM_PROCID "
+                "WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID, MASTER_ADDR and MASTER_PORT "
+                "in each task, or "
+                "let srun start one torchrun per machine: docs/cluster.md; SLURM_NTASKS=1 trains "
+                "alone"
+            )
+        if int(env.get("WORLD_SIZE") or 1) > 1:
+            raise ValueError(
+                f"WORLD_SIZE={env['WORLD_SIZE']}, but RANK is not set; start with torchrun, or "
+                "set RANK, too"
+            )
+        return
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "MASTER_PORT",
+        *sorted({"LOCAL_RANK", "LOCAL_WORLD_SIZE"} & env.keys()),
+    ):
+        if not env.get(name, "").isdigit():
+            raise ValueError(
+                f"{name}={env.get(name, '')!r} is no number; start with torchrun, or set RANK, "
+                "WORLD_SIZE, "
+                "MASTER_ADDR and MASTER_PORT"
+            )
+    if not env.get("MASTER_ADDR"):
+        raise ValueError(
+            "MASTER_ADDR is not set, and RANK is; set the address of rank 0's machine, or start "
+            "with torchrun"
+        )
+    if int(env["RANK"]) >= int(env["WORLD_SIZE"]):
+        raise ValueError(f"RANK={env['RANK']} must be below WORLD_SIZE={env['WORLD_SIZE']}")
+
+
+def record_collectives(trace: str) -> None:
+    """Let NCCL's flight recorder keep each rank's last 20,000 collectives. When a collective times
+    out, every rank writes its own to the folder `trace`."""
+    os.makedirs(trace, exist_ok=True)
+    os.environ |= {
+        "TORCH_FR_BUFFER_SIZE": "20000",
+        "TORCH_FR_DUMP_TEMP_FILE": f"{trace}/rank_",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    }
+
+
+def watch_launcher() -> None:
+    """End the process when its launcher dies: workers of a torchrun killed by SIGKILL would go on
+    writing checkpoints."""
+    launcher = os.getppid()
+    env = os.environ
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and env.get("GROUP_RANK") == "0":
+        try:  # torchrun may have died during the import of torch: then its store does not answer
+            socket.create_connection(
+                (env["MASTER_ADDR"], int(env["MASTER_PORT"])), timeout=60
+            ).close()
+        except OSError as error:
+            raise RuntimeError(f"torchrun, which started this process, is gone: {error}") from None
+
+    def watch():
+        while os.getppid() == launcher:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

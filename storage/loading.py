@@ -1,0 +1,246 @@
+"""Weights of a checkpoint into a run of any layout: which step folder, whether it fits, and the
+tensors. Only runs that begin with saved weights load this file."""
+
+import os
+from dataclasses import asdict
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distributed.agree import (
+    brief,
+    fail_together,
+    gather,
+    holds_on_any_rank,
+    new_gloo_group,
+    on_rank_0,
+    rank_in,
+)
+from distributed.layout import named_tensors
+from flags.files import matches, read_json
+from storage.dcp import read_table, read_tensors
+from storage.manifest import Progress, check_files, read_manifest
+from storage.newest import (
+    Source,
+    candidates,
+    has_adapters,
+    is_hf_folder,
+    newest_good,
+    newest_readable,
+    open_saved,
+)
+from storage.optimizer_numbers import OptimizerNumbers
+from storage.provenance import changed_code
+from storage.run_tensors import RunTensors, model_tensors, split_twins
+
+
+def choose_step(folder: str, step: int, group, say) -> tuple[str, dict, list[str]]:
+    """(path, manifest) of the newest undamaged step folder, or of `step`, and the newer step folders,
+    which are damaged. One decision for all ranks; each rank checks a share of the files. say: prints
+    a line on rank 0."""
+    rank = rank_in(group)
+    world_size = dist.get_world_size(group) if group else 1
+
+    def check(path):
+        manifest = on_rank_0(lambda: read_manifest(path), group)
+        sizes = {name: size for name, (size, _) in manifest["files"].items()}
+        share = sorted(sizes, key=sizes.get)[rank::world_size]
+        n_bytes = sum(sizes[name] for name in share)
+        progress = Progress(f"verifying {path}", n_bytes, say)
+        fail_together(lambda: check_files(path, manifest, share, progress), group)
+        return manifest
+
+    paths = on_rank_0(lambda: candidates(folder, step), group)
+    path, manifest = newest_good(folder, paths, check, say)
+    listed = {*manifest["files"], "manifest.json"}
+    # a note, leftovers of a file system
+    unlisted = on_rank_0(lambda: sorted(set(os.listdir(path)) - listed), group)
+    if unlisted:
+        say(f"{path} has files that no save has written, and they are not read: {brief(unlisted)}")
+    return path, manifest, paths[: paths.index(path)]
+
+
+def check_excluded(patterns: list[str], modules: list[nn.Module], group) -> None:
+    """Raises ValueError for a name in --exclude_from_loading that no parameter of the model has."""
+    own = [fqn for module in modules for fqn in named_tensors(module)]
+    known = set().union(*gather(own, group))
+    for pattern in patterns:
+        if pattern != "optimizer" and not any(matches([pattern], f"model.{fqn}") for fqn in known):
+            raise ValueError(
+                f"--exclude_from_loading {pattern}: no such parameter; the model has "
+                f"{brief(sorted(known))}"
+            )
+
+
+def check_fit(tensors: dict[str, Tensor], there: dict, folder: str, same_dtype: bool, group):
+    """Raises ValueError with all keys that are missing, unknown, or of another shape or dtype. DCP
+    itself would ignore unknown keys, cast dtypes, and find a wrong shape after half of the model is
+    overwritten."""
+    wrong = {"missing": [], "shape": [], "dtype": []}
+    for key, t in tensors.items():
+        saved = there.get(key)
+        if saved is None:
+            wrong["missing"].append(key)
+        elif saved.size != t.shape:
+            wrong["shape"].append(f"{key} {tuple(saved.size)}, here {tuple(t.shape)}")
+        elif same_dtype and key.startswith("model.") and saved.dtype != t.dtype:
+            wrong["dtype"].append(f"{key} {saved.dtype}, here {t.dtype}")
+    # a pipeline stage lacks the other stages' keys: unknown means absent on all ranks
+    known = torch.tensor([key in tensors for key in there], dtype=torch.uint8)
+    if group:
+        dist.all_reduce(known, dist.ReduceOp.MAX, group)
+    found = wrong
+    if holds_on_any_rank(any(wrong.values()), group):
+        found = {}
+        for of_rank in gather(wrong, group):
+            for what, texts in of_rank.items():
+                found[what] = list(dict.fromkeys(found.get(what, []) + texts))
+    found["unknown"] = [key for key, n in zip(there, known) if not n]
+    problems = [f"{what}: {brief(texts)}" for what, texts in found.items() if texts]
+    if problems:
+        fix = ""
+        if found["dtype"]:
+            fix = "; give the --param_dtype that it was trained with"
+        # such as experts, once AdamW's
+        if any(key.startswith("optimizer.") for key in found["missing"]):
+            fix += "; the optimizer has another state now: --exclude_from_loading optimizer starts it anew"
+        raise ValueError(
+            f"{folder} does not fit this model: {'; '.join(problems)}{fix}".replace("torch.", "")
+        )
+
+
+def put_into_run(
+    run: RunTensors,
+    numbers: OptimizerNumbers,
+    folder: str,
+    manifest: dict,
+    *,
+    everything: bool,
+    excluded: list[str],
+    group,
+) -> None:
+    """Reads the tensors of a step folder into a run. everything: the optimizer's, too. excluded:
+    names of --exclude_from_loading. Raises ValueError, the same on all ranks, before a tensor is
+    touched."""
+    table = fail_together(lambda: read_table(folder, manifest["files"]), group)
+    check_excluded(excluded, run.modules, group)
+    with_optimizer = everything and "optimizer" not in excluded
+    wanted = {}
+    for key, saved in table.items():
+        if matches(excluded, key):
+            continue
+        if with_optimizer or key.startswith("model."):
+            wanted[key] = saved
+    about = read_json(folder, "state.json")
+    if with_optimizer:
+        moments = {}
+        fqns = set()
+        for key, saved in wanted.items():
+            if key.startswith("optimizer."):
+                moments[key] = saved
+                fqns.add(key.removeprefix("optimizer.").rpartition(".")[0])
+        fail_together(lambda: run.create_optimizer_state(fqns), group)
+        run.create_late_state(moments, about.get("late", []))
+    tensors = {}
+    for key, t in run.named(with_optimizer).items():
+        if not matches(excluded, key):
+            tensors[key] = t
+    check_fit(tensors, wanted, folder, everything, group)
+    fail_together(lambda: read_tensors(tensors, folder, table), group)
+    run.fill_twins()
+    if with_optimizer:
+        numbers.restore(about.get("optimizer", {}))
+
+
+def describe_load(
+    folder: str, manifest: dict, everything: bool, differ, code: dict[str, str]
+) -> list[str]:
+    """One line on what a run starts from, and one on source files that have changed. code: the
+    sources of the run."""
+    from storage.changes import describe_changes
+
+    changed = ""
+    if not everything:
+        what = "step 0, with the weights of"
+    elif differ:
+        what = "step 0, with the weights and the optimizer state of"
+    else:
+        what = "continuing from"
+    if differ and not everything:
+        changed = f"; {describe_changes(differ)}"
+    lines = [f"{what} {folder} (written by {manifest['world_size']} rank(s)){changed}"]
+    if code:
+        text = changed_code(folder, code)
+        if text:
+            lines.append(text)
+    return lines
+
+
+def load_weights(modules: list[nn.Module], folder: str, exclude=()) -> None:
+    """Fills this rank's part of a model, sharded in any way, from a run, step or Hugging Face
+    folder. Every rank calls.
+    exclude: parameters to leave alone, as in --exclude_from_loading. Raises ValueError, the same on
+    all ranks."""
+    group = new_gloo_group("weights") if dist.is_initialized() else None
+    say = partial(print_on_rank_0, group)
+    excluded = list(exclude)
+    if is_hf_folder(folder):
+        from storage.hf import load_hf
+
+        check_excluded(excluded, modules, group)
+        load_hf(modules, folder, excluded, group)
+        say(f"step 0, with the weights of {folder} (Hugging Face)")
+        return
+    if has_adapters(newest_readable(folder)):
+        path, _, table = open_saved(folder)
+        return fill_merged(modules, path, table)
+    config = modules[0].config
+    model = {
+        "module": type(config).__module__,
+        "class": type(config).__name__.removesuffix("Config"),
+        **asdict(config),
+    }
+    from storage.changes import compare_start, describe_changes
+
+    path, manifest, _ = choose_step(folder, -1, group, say)
+    source = Source(folder, -1, everything=False)
+    excludes = SimpleNamespace(exclude_from_loading=excluded)
+    differ = on_rank_0(
+        lambda: compare_start(path, source, False, {"model": model}, excludes), group
+    )
+    table = fail_together(lambda: read_table(path, manifest["files"]), group)
+    check_excluded(excluded, modules, group)
+    tensors = {}
+    for key, t in model_tensors(modules).items():
+        if not matches(excluded, key):
+            tensors[key] = t
+    wanted = {}
+    for key, saved in table.items():
+        if key.startswith("model.") and not matches(excluded, key):
+            wanted[key] = saved
+    check_fit(tensors, wanted, path, False, group)
+    fail_together(lambda: read_tensors(tensors, path, table), group)
+    params, twins = split_twins(modules)
+    for fqn, twin in twins.items():
+        twin.detach().copy_(params[fqn].detach())
+    changed = f"; {describe_changes(differ)}" if differ else ""
+    written = f"written by {manifest['world_size']} rank(s)"
+    say(f"step 0, with the weights of {path} ({written}){changed}")
+
+
+def print_on_rank_0(group, text: str) -> None:
+    if rank_in(group) == 0:
+        print(f"checkpoint: {text}", flush=True)
+
+
+def fill_merged(modules: list[nn.Module], path: str, table):
+    """Fills a model, plain or this rank's part, from a step folder of a LoRA run: loads the frozen
+    weights from the folder named in state.json, then adds the adapters. Raises ValueError."""
+    from storage.adapters import add_adapters_of, base_of, check_base
+
+    load_weights(modules, base_of(path))
+    check_base(path, modules, new_gloo_group("base") if dist.is_initialized() else None)
+    add_adapters_of(path, table, modules)
