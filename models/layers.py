@@ -28,7 +28,7 @@ class RMSNorm(nn.RMSNorm):
         return Normalize.apply(x, self.weight, self.eps)
 
 
-def normalized(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def normalized(x: Tensor, weight: Tensor, eps: float | None) -> tuple[Tensor, Tensor]:
     """(x / rms(x) * weight, 1 / rms(x) (..., 1)), computed in fp32 (arXiv:1910.07467, eq. 4)."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)  # (..., 1)
     if eps is None:
@@ -81,9 +81,10 @@ def weight_of(linear: nn.Linear) -> Tensor:
     """The effective matrix (out, in), LoRA's product included (lora/lora.py). Use it wherever code
     multiplies with .weight instead of calling the linear; plain .weight would leave the adapters
     out."""
-    if hasattr(linear, "merged"):
-        return linear.merged().to(linear.weight.dtype)
-    return linear.weight
+    merged = getattr(linear, "merged", None)
+    if merged is None:
+        return linear.weight
+    return merged().to(linear.weight.dtype)
 
 
 def rope_frequencies(config, K: int, device, truncate=True) -> Tensor:

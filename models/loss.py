@@ -33,13 +33,12 @@ def rows_per_chunk(h: Tensor, weight: Tensor) -> int:
 def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """total + a @ b in fp32, in the memory of total; with total None a @ b. Of bf16 a and b, too: a
     bf16 total would round away the later chunks."""
-    if a.is_cuda and total is None:
-        return torch.mm(a, b, out_dtype=torch.float32)
+    if total is None:
+        if a.is_cuda:
+            return torch.mm(a, b, out_dtype=torch.float32)
+        return (a @ b).float()  # on a CPU no matmul of bf16 returns fp32
     if a.is_cuda:  # a single kernel, adding in fp32 registers
         return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    # on a CPU no matmul of bf16 returns fp32
-    if total is None:
-        return (a @ b).float()
     return total.add_(a @ b)
 
 
@@ -94,7 +93,9 @@ class LinearCrossEntropy(torch.autograd.Function):
         # gradient, and no sum is read and written.
         at_once = wants_w and N <= max(rows, 2 * D)
         total = h.new_zeros((), dtype=torch.float32)
-        dh = torch.empty_like(h) if wants_h else None
+        dh = None
+        if wants_h:
+            dh = torch.empty_like(h)
         dw = None
         dlogits = None
         out = None
@@ -105,11 +106,13 @@ class LinearCrossEntropy(torch.autograd.Function):
             if dlogits is not None:
                 out = dlogits[begin % len(dlogits) :][: len(hc)]  # (n, V)
             total += kernel(hc, weight, labels[begin : begin + rows], all_reduce, vocab_start, out)
-            if wants_h:
+            if out is None:
+                continue  # no gradient is wanted
+            if dh is not None:
                 torch.mm(out, weight, out=dh[begin : begin + rows])
             if wants_w and not at_once:
                 dw = add_product(dw, out.T, hc)
-        if at_once:
+        if at_once and dlogits is not None:
             dw = dlogits.T @ h
         ctx.save_for_backward(dh, dw)
         ctx.dtype = h.dtype
