@@ -271,7 +271,9 @@ def parse_config(Config, argv=None):
     for field in dataclasses.fields(Config):  # no count is negative, unless the default is -1
         value = values.get(field.name)
         if value is not None and unwrap(kinds[field.name])[0] is int:
-            least = min(default_of(field) or 0, 0)
+            least = 0
+            if isinstance(field.default, int):
+                least = min(field.default, 0)
             if value < least:
                 usage_error(f"--{field.name} {value} must be {least} or more")
             if value >= 2**63:

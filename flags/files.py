@@ -9,6 +9,7 @@ import socket
 from fnmatch import fnmatchcase
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
 # with fullmatch: a folder renamed to old-step-5 is not ours
 STEP_FOLDER = re.compile(r"step-(0|[1-9]\d*)")
@@ -18,7 +19,7 @@ def json_bytes(value) -> bytes:
     return (json.dumps(value, indent=1) + "\n").encode()
 
 
-def read_json(*path: str):
+def read_json(*path: str | Path) -> Any:
     return json.loads(Path(*path).read_bytes())
 
 
