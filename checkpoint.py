@@ -192,7 +192,7 @@ class Checkpoints:
         )
         if self.generation is not None and file:
             beside["generation_config.json"] = json_bytes(self.generation)
-        if new:
+        if new and self.tokenizer_file:
             self.say(describe_ends(self.tokenizer_file, new))
         if file and self.begins:
             line = describe_beginning(file)

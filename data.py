@@ -295,6 +295,7 @@ class TokenData:
             split = "val"
             n = self.n_val_samples
         ids = self.windows(split, range(min(n, 1 + 256 // self.seq_len)))[:, :-1].ravel()
+        assert self.tokenizer_file is not None, "without a tokenizer there are no words"
         tokenizer = load_tokenizer(Path(self.tokenizer_file))
         for part in np.split(ids, np.flatnonzero(ids == self.eot)):
             document = part[(part >= 0) & (part != self.eot)].tolist()
@@ -397,8 +398,12 @@ class TokenData:
             for cursor in count(first_sample, global_batch_size):
                 arrays = self.sequences(np.arange(cursor + first_row, cursor + first_row + share))
                 digest = f"{hash_sequences(*arrays[:2], first_row):012x}"
+                tokens, labels, positions, doc_ids = to_tensors(arrays, local_batch_size, device)
                 yield Batch(
-                    *to_tensors(arrays, local_batch_size, device),
+                    tokens,
+                    labels,
+                    positions,
+                    doc_ids,
                     global_batch_size,
                     digest,
                     first=cursor + first_row,
@@ -428,12 +433,23 @@ class TokenData:
                     mine = batch[data_rank * local_batch_size :][:local_batch_size]
                     windows[: len(mine)] = data.windows("val", mine)
                     arrays = data.arrays(windows)
-                    labels = arrays[1]
+                    ids = arrays[1]
                     n_bytes = None
                     if data.token_bytes is not None:
-                        n_bytes = int(data.token_bytes[labels[labels >= 0]].sum())
-                    tensors = to_tensors(arrays, local_batch_size, device)
-                    yield Batch(*tensors, min(rows, len(numbers) - first), "", n_bytes, data.name)
+                        n_bytes = int(data.token_bytes[ids[ids >= 0]].sum())
+                    tokens, labels, positions, doc_ids = to_tensors(
+                        arrays, local_batch_size, device
+                    )
+                    yield Batch(
+                        tokens,
+                        labels,
+                        positions,
+                        doc_ids,
+                        min(rows, len(numbers) - first),
+                        "",
+                        n_bytes,
+                        data.name,
+                    )
 
         return prefetch(make(), torch.device(device))
 
@@ -578,7 +594,7 @@ def open_part(
 ) -> TokenData:
     """Data of one source. what: flag and source, for errors."""
     no_chats = ""
-    if not Chats:
+    if Chats is None:
         no_chats = (
             f"{what} holds conversations, and this recipe trains on text; use finetune.py "
             "--init_from "
@@ -598,10 +614,10 @@ def open_part(
 
             warn_lost(what, index["lost"])
         is_chat = index["version"] == MASKED
-        if is_chat and no_chats:
-            raise ValueError(no_chats)
         Data = TokenData
         if is_chat:
+            if Chats is None:
+                raise ValueError(no_chats)
             Data = Chats
         data = Data(folder, seq_len, cfg.data_seed, cfg.doc_mask, part.name, all_val)
     except OSError as error:

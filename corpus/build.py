@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import sysconfig
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import chain, islice
@@ -43,7 +44,7 @@ from corpus.spelling import (
     spelling_rules,
     traits_of,
 )
-from corpus.tokenizer import BESIDE, BPE_VOCAB, files_beside, load_tokenizer
+from corpus.tokenizer import BESIDE, BPE_VOCAB, files_beside, load_tokenizer, token_text
 from distributed.agree import brief
 from flags.config import own_rank
 from flags.files import sha256_file, write_file
@@ -79,6 +80,7 @@ def read_chunks(piece: Piece):
         else:
             yield b"".join(chunks)[piece.start : piece.end]
     else:
+        assert piece.end is not None, "only a packed file is read to an unknown end"
         with open(piece.path, "rb") as file:
             file.seek(piece.start)
             yield file.read(piece.end - piece.start)
@@ -247,7 +249,9 @@ def goes_on(piece: Piece, eot_text: str) -> bool:
         return not begins and piece.start != tail_border(text, False)
 
 
-def read_documents(piece: Piece, eot_text: str, whole_words: bool = False, nulls: list = None):
+def read_documents(
+    piece: Piece, eot_text: str, whole_words: bool = False, nulls: list | None = None
+):
     """Yields (split, text, whether the document ends) for each segment. In a .txt the spelled eot
     token ends a document. whole_words: see cut_at_lines. nulls: list that takes the lines or rows
     with null for a text, which are left out."""
@@ -344,11 +348,11 @@ class Findings:
 
 
 def tokenize_text(
-    piece: Piece, tokenizer_file: Path, eot: int, findings: Findings, begin: list[int] = ()
+    piece: Piece, tokenizer_file: Path, eot: int, findings: Findings, begin: Sequence[int] = ()
 ):
     """Yields (split, ids, mask, whether a document ends) for each segment; begin: ids before the
     first segment of a document, eot follows the last."""
-    eot_text = load_tokenizer(tokenizer_file).id_to_token(eot)
+    eot_text = token_text(load_tokenizer(tokenizer_file), eot)
     seams = findings.has_seams
     found = read_documents(piece, eot_text, seams, findings.nulls)
     # whether a segment begins a document
@@ -426,7 +430,7 @@ def is_null_line(line: bytes) -> bool:
 
 
 def tokenize_documents(
-    piece: Piece, tokenizer_file: Path, eot: int, findings: Findings, begin: list[int] = ()
+    piece: Piece, tokenizer_file: Path, eot: int, findings: Findings, begin: Sequence[int] = ()
 ):
     """tokenize_chats or tokenize_text, depending on the file. A chat template begins its own texts."""
     if is_chat(piece.path, piece.text_column):
@@ -542,7 +546,7 @@ def build_shards(
     text_column="text",
     skip_bad=0,
     share=(0, 1),
-    begin: list[int] = (),
+    begin: Sequence[int] = (),
     max_lost=MOST,
     accept="",
 ):
@@ -557,7 +561,7 @@ def build_shards(
     before each document of text. max_lost: per cent of the characters that the tokenizer may fail
     to spell; accept: the command that takes --max_lost, "" if it is the user's. Raises ValueError."""
     tokenizer_file, eot, vocab_size = tokenizer
-    pieces = cut_into_pieces(paths, load_tokenizer(tokenizer_file).id_to_token(eot), text_column)
+    pieces = cut_into_pieces(paths, token_text(load_tokenizer(tokenizer_file), eot), text_column)
     with_text = {piece.path for piece in pieces}
     empty = [str(path) for path in paths if path not in with_text]
     if empty:
@@ -613,7 +617,7 @@ def build_shards(
 
 
 def source_of(
-    paths: list, texts: list, tokenizer_file: Path, text_column: str, begin: list[int]
+    paths: list, texts: list, tokenizer_file: Path, text_column: str, begin: Sequence[int]
 ) -> dict:
     """The sources of a folder of shards, for the index. texts: the files with content. Raises
     ValueError for conversations beside text."""

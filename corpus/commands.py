@@ -21,7 +21,7 @@ from corpus.mixture import FORMATS
 from corpus.shards import find_damage, is_shards, read_index
 from corpus.special import EOT_NAMES, TextSource, find_tokenizer, prefix_ids
 from corpus.spelling import MOST, WARN, describe_lost, per_cent, traits_of
-from corpus.tokenizer import BPE_VOCAB, load_tokenizer
+from corpus.tokenizer import BPE_VOCAB, load_tokenizer, token_text
 from flags.config import Parser, usage_error
 from flags.files import check_local
 
@@ -35,7 +35,7 @@ NO_LINE = "\033[24m"
 def documents_of(path: Path, tokenizer_file: Path, eot: int, text_column: str = "text"):
     """Yields (ids, mask) of each document, of a long text in parts. Every token of a text has a
     loss, of a conversation the assistant's tokens."""
-    eot_text = load_tokenizer(tokenizer_file).id_to_token(eot)
+    eot_text = token_text(load_tokenizer(tokenizer_file), eot)
     findings = Findings(tokenizer_file, skip_bad=False)
     for piece in cut_file(path, eot_text, text_column, piece_size([path])):
         for _, ids, mask, _ in tokenize_documents(piece, tokenizer_file, eot, findings):
@@ -137,7 +137,7 @@ def add_prepare_flags(prepare: Parser):
     )
 
 
-def define_commands(about: str) -> Parser:
+def define_commands(about: str | None) -> Parser:
     parser = Parser(description=about)
     parser.set_defaults(input=[], out="reading")  # of commands without these
     commands = parser.add_subparsers(
@@ -235,7 +235,7 @@ def prepare(args, paths: list[Path], folder: Path) -> bool:
     return n == 1
 
 
-def main(about: str = ""):
+def main(about: str | None = None) -> None:
     args = define_commands(about).parse_args()
     try:
         if args.command == "show" and is_shards(args.input[0]):

@@ -9,6 +9,7 @@ import zlib
 from functools import partial
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
 from corpus.mixture import FORMATS, format_of, is_text_file, prepare_column
 from distributed.agree import brief
@@ -417,7 +418,7 @@ def json_row(row: dict, all_text: bool) -> dict:
     return json_value(row, all_text)
 
 
-def json_value(value, all_text: bool):
+def json_value(value: Any, all_text: bool) -> Any:
     """A value of pyarrow as JSON knows it: bytes as text; an object without nulls and dates. Raises
     UnicodeDecodeError. all_text: see json_rows."""
     if isinstance(value, bytes):

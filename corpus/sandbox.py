@@ -16,8 +16,10 @@ import threading
 import time
 from contextlib import contextmanager
 from datetime import datetime
+from typing import Any
 
 import jinja2.ext
+import jinja2.nodes
 import jinja2.sandbox
 
 # around the assistant's text; Unicode reserves both for programs, so no text has them
@@ -78,8 +80,9 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return fail(f"its text is longer than {LARGEST:,} characters")
 
 
-def write_json(value, **options) -> str:
-    return json.dumps(value, **({"ensure_ascii": False} | options))
+def write_json(value: Any, **options: Any) -> str:
+    options.setdefault("ensure_ascii", False)
+    return json.dumps(value, **options)
 
 
 def strftime_now(text: str) -> str:

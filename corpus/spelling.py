@@ -288,6 +288,7 @@ class Spelling:
         letters = text
         if normalizer is not None:
             letters = normalizer.normalize_str(text)
+        assert self.lengths is not None, "look() counts characters where words have no lengths"
         lost = len(without_space(letters)) - int(self.lengths[ids].sum())
         if lost <= 0:
             return

@@ -93,7 +93,7 @@ def placed_sum(t) -> int:
         starts = torch.arange(first, first + len(rows), device=device) * n_columns
         bits = rows.to(torch.bfloat16).view(torch.int16).long()
         total += (bits.sum(1) * starts).sum() + (bits.sum(0) * (columns + 1)).sum()
-    return total.item()
+    return int(total.item())
 
 
 def lora_of(path: str) -> dict:

@@ -5,6 +5,7 @@ import math
 import os
 from contextlib import suppress
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
@@ -185,10 +186,11 @@ def from_hf(folder: str, out: str):
     --init_from and generate.py."""
     check_export(out)
     model, tokenizer_file = load_hf_model(folder)
+    config: Any = model.config
     about = {
         "module": type(model).__module__,
         "class": type(model).__name__,
-        **asdict(model.config),
+        **asdict(config),
     }
     generation = None
     if tokenizer_file:
@@ -240,7 +242,7 @@ def mean_of_steps(run: str, out: str, last=0, steps=()):
             )
     model.to_empty(device="cpu")
     for fqn, mean in named_tensors(model).items():
-        total = 0
+        total = torch.zeros(())
         for path, _, table in opened:
             total = total + read_tensor(f"model.{fqn}", path, table).float()
         mean.detach().copy_(total / len(opened))
@@ -296,7 +298,7 @@ def step_list(text: str) -> list[int]:
     return [int(step) for step in text.split(",")]
 
 
-def main(argv: list[str], about: str = "") -> int:
+def main(argv: list[str], about: str | None = None) -> int:
     parser = Parser(prog="python checkpoint.py", description=about)
     commands = parser.add_subparsers(metavar="ls|verify|diff|average|to_hf|from_hf", required=True)
 

@@ -20,8 +20,8 @@ import warnings
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from types import SimpleNamespace
-from typing import NamedTuple
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -43,7 +43,7 @@ from storage.manifest import TABLE
 MOST_SHARDS = 1 << 20  # of a tensor; more in a file of a stranger would take all memory
 
 
-def import_dcp():
+def import_dcp() -> ModuleType:
     # imported late: takes long, and only saving and loading need DCP
     import torch.distributed.checkpoint as dcp
 
@@ -60,7 +60,10 @@ class SavePlan:
     plan afterwards; written:
     DCP's results of the last save; table: the content of tensors.json, on rank 0."""
 
-    items = final = written = table = None
+    items: list | None = None
+    final: Any = None
+    written: list | None = None
+    table: Any = None
 
 
 def write_tensors(
@@ -144,14 +147,16 @@ def begin_writing():
 
 
 def end_with_parent():
-    torch.multiprocessing.parent_process().join()
+    parent = torch.multiprocessing.parent_process()
+    assert parent is not None, "only writer_process() starts this"
+    parent.join()
     os._exit(1)
 
 
 def write_apart(folder: str, plan, tensors: dict) -> list:
     """In the writer process: writes this plan of DCP's. Returns DCP's results."""
     writer = import_dcp().FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0)
-    planner = SimpleNamespace(resolve_data=lambda item: tensors[item.index])
+    planner: Any = SimpleNamespace(resolve_data=lambda item: tensors[item.index])
     return writer.write_data(plan, planner).value()
 
 
@@ -285,7 +290,8 @@ def read_table(folder: str, files: dict[str, list]) -> dict[str, SavedTensor]:
     key = ""
     try:
         saved = read_json(folder, TABLE)
-        files = saved["files"], np.array([files[name][0] for name in saved["files"]])
+        sizes = np.array([files[name][0] for name in saved["files"]])
+        names_and_sizes = (saved["files"], sizes)
         for key, entry in saved["tensors"].items():
             dtype = getattr(torch, entry["dtype"])
             shards = entry["shards"]
@@ -296,7 +302,8 @@ def read_table(folder: str, files: dict[str, list]) -> dict[str, SavedTensor]:
                 raise ValueError(f"it is said to have {n} shards")
             if "n" not in entry:  # format 2: a row for each shard
                 shards = [*np.array(shards).T]
-            table[key] = SavedTensor(torch.Size(entry["shape"]), dtype, files, n, shards)
+            shape = torch.Size(entry["shape"])
+            table[key] = SavedTensor(shape, dtype, names_and_sizes, n, shards)
     except Exception as error:
         raise ValueError(f"{folder}/{TABLE} is refused: {key}: {reason(error)}") from None
     return table

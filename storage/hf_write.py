@@ -9,10 +9,11 @@ import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from corpus.special import SpecialIds
 from corpus.tokenizer import files_beside, load_tokenizer
@@ -280,9 +281,7 @@ def tokenizer_files(file: str, max_seq_len: int) -> tuple[dict[str, bytes], Spec
 
 
 # --- A model in memory ---
-def file_kinds(
-    tensors: dict[str, Tensor], module: nn.Module, dtype: torch.dtype
-) -> dict[str, tuple]:
+def file_kinds(tensors: dict[str, Tensor], module: Any, dtype: torch.dtype) -> dict[str, tuple]:
     """fqn -> (shape, dtype in the file): parameters in `dtype`, buffers unchanged, buffers without
     an HF name left out."""
     keys = module.hf_keys()
@@ -374,9 +373,9 @@ def save_hf(
 
 def gather_whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """The whole tensor in `dtype`. A rank casts its part of a DTensor before the parts travel."""
-    if not hasattr(tensor, "placements"):
+    if not isinstance(tensor, DTensor):
         return tensor.to(dtype)
-    local = type(tensor).from_local(
+    local = DTensor.from_local(
         tensor.to_local().to(dtype),
         tensor.device_mesh,
         tensor.placements,

@@ -65,7 +65,9 @@ class RunTensors:
         """The optimizers' state of one parameter. Raises ValueError for what DCP would not save."""
         is_first = True  # of the ranks that have the number
         if isinstance(param, DTensor):
-            is_first = not any(param.device_mesh.get_coordinate())
+            coordinate = param.device_mesh.get_coordinate()
+            assert coordinate is not None, "a rank has only the parameters of its own mesh"
+            is_first = not any(coordinate)
         found = {}
         for name, t in self.state_of(param).items():
             if not isinstance(t, Tensor):

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,7 +64,7 @@ def choose_step(folder: str, step: int, group, say) -> tuple[str, dict, list[str
     def check(path):
         manifest = on_rank_0(lambda: read_manifest(path), group)
         sizes = {name: size for name, (size, _) in manifest["files"].items()}
-        share = sorted(sizes, key=sizes.get)[rank::world_size]
+        share = sorted(sizes, key=sizes.__getitem__)[rank::world_size]
         n_bytes = sum(sizes[name] for name in share)
         progress = Progress(f"verifying {path}", n_bytes, say)
         fail_together(lambda: check_files(path, manifest, share, progress), group)
@@ -167,7 +168,7 @@ def load_weights(modules: list[nn.Module], folder: str, exclude=()) -> None:
     if has_adapters(newest_readable(folder)):
         path, _, table = open_saved(folder)
         return fill_merged(modules, path, table)
-    config = modules[0].config
+    config: Any = modules[0].config
     model = {
         "module": type(config).__module__,
         "class": type(config).__name__.removesuffix("Config"),
@@ -238,7 +239,7 @@ def saved_model(path: str) -> tuple[type, object]:
         raise ValueError(f"{path}/state.json does not describe a model: {error}") from None
 
 
-def open_saved(folder: str) -> tuple[str, nn.Module, object]:
+def open_saved(folder: str) -> tuple[str, Any, dict]:
     """(path, model on meta, DCP's table) of a step folder, or of a run folder's newest good
     checkpoint. Raises ValueError.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from corpus.mixture import parse_mixture
 from corpus.shards import MASKED, is_shards, read_index
 from corpus.special import EOT_NAMES, SpecialIds, TextSource, prefix_ids, special_ids
-from corpus.tokenizer import BESIDE, load_tokenizer, read_beside, tokenizer_path
+from corpus.tokenizer import BESIDE, load_tokenizer, read_beside, token_text, tokenizer_path
 from flags.files import matches, read_json, sha256_file, tokenizer_hint
 from storage.newest import ABOUT, ADAPTER, is_hf_folder, newest_readable, resume_source, saved_state
 
@@ -174,7 +174,7 @@ def describe_beginning(tokenizer_file: str) -> str:
     prefix = prefix_ids(tokenizer)
     if not prefix or index["version"] == MASKED or "begin" in index["source"]:
         return ""
-    name = "".join(tokenizer.id_to_token(i) for i in prefix)
+    name = "".join(token_text(tokenizer, i) for i in prefix)
     return (
         f"the documents of {shards} do not begin with {name}, as texts do for the model of "
         "--init_from; make them with data.py prepare --bos"
