@@ -21,11 +21,13 @@ Read next: corpus/build.py (text -> shards), corpus/shards.py (files of a folder
 import hashlib
 import threading
 from collections import deque
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,7 +41,7 @@ from flags.config import Need, flag, own_rank
 from flags.files import sha256_file
 
 
-def reads_text(cfg) -> bool:
+def reads_text(cfg: Any) -> bool:
     """Whether --data or --val_data names something else than token shards."""
     for data in filter(None, (cfg.data, cfg.val_data)):
         for part in parse_mixture(data):
@@ -129,7 +131,9 @@ def hash_sequences(tokens: np.ndarray, labels: np.ndarray, first_row: int) -> in
     return total % 2**48
 
 
-def to_tensors(arrays, local_batch_size: int, device: torch.device | str) -> list:
+def to_tensors(
+    arrays: Iterable[np.ndarray | None], local_batch_size: int, device: torch.device | str
+) -> list:
     """Each array (sequences, T) as a tensor (A, B, T) on the host, page-locked if the batch goes to
     a GPU."""
     tensors = []
@@ -260,7 +264,7 @@ class TokenData:
         self.check_ids(out)
         return out
 
-    def check_ids(self, ids: np.ndarray):
+    def check_ids(self, ids: np.ndarray) -> None:
         if ids.max(initial=0) >= self.vocab_size:
             raise ValueError(
                 f"{self.folder} is damaged: token id {ids.max()} is too large; see python data.py "
@@ -355,7 +359,7 @@ class TokenData:
                 return True
         return False
 
-    def check(self, what: str, path: str, split: str):
+    def check(self, what: str, path: str, split: str) -> None:
         """Raises ValueError if a split has nothing to learn from. what: flag and source, for
         errors; path: source."""
         n_samples = self.n_samples
@@ -561,7 +565,7 @@ def open_parts(
     return MixedData([found[part.name] for part in parts], [part.share for part in parts], named)
 
 
-def check_same_ids(sources: dict[str, TokenData]):
+def check_same_ids(sources: dict[str, TokenData]) -> None:
     """Raises ValueError if two sources have different tokenizers. sources: {flag and source, for
     errors: data}."""
     (first, known), *others = sources.items()
@@ -631,7 +635,7 @@ def open_part(
     return data
 
 
-def check_tokenizer_of(folder: Path, tokenizer: str):
+def check_tokenizer_of(folder: Path, tokenizer: str) -> None:
     """Raises ValueError if a folder of token shards was made with another tokenizer."""
     if sha256_file(find_tokenizer(tokenizer)[0]) != read_index(folder)["source"]["tokenizer"]:
         raise ValueError(

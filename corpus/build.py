@@ -11,12 +11,12 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -70,7 +70,7 @@ class Piece(NamedTuple):
     text_column: str = "text"  # key of the text in the objects of a .jsonl, column of a .parquet
 
 
-def read_chunks(piece: Piece):
+def read_chunks(piece: Piece) -> Generator[bytes, None, None]:
     """Yields the text of a piece in chunks of bytes: of a packed file as unpacked, of a .parquet
     lines of JSON."""
     if piece.path.suffix in PACKED:
@@ -86,7 +86,7 @@ def read_chunks(piece: Piece):
             yield file.read(piece.end - piece.start)
 
 
-def json_lines(piece: Piece):
+def json_lines(piece: Piece) -> Generator[bytes, None, None]:
     """Yields the JSON objects of a piece, still as bytes: lines of a .jsonl, rows of a .parquet."""
     rest = b""
     for chunk in read_chunks(piece):
@@ -122,7 +122,7 @@ def is_chat(path: Path, text_column: str = "text") -> bool:
     return False
 
 
-def is_null(record, text_column: str) -> bool:
+def is_null(record: Any, text_column: str) -> bool:
     """Whether a line or row has a null where its text or conversation should be: nothing to train
     on."""
     if not isinstance(record, dict):
@@ -251,7 +251,7 @@ def goes_on(piece: Piece, eot_text: str) -> bool:
 
 def read_documents(
     piece: Piece, eot_text: str, whole_words: bool = False, nulls: list | None = None
-):
+) -> Iterator[tuple]:
     """Yields (split, text, whether the document ends) for each segment. In a .txt the spelled eot
     token ends a document. whole_words: see cut_at_lines. nulls: list that takes the lines or rows
     with null for a text, which are left out."""
@@ -342,14 +342,14 @@ class Findings:
         self.skipped = []  # their errors
         self.nulls = []  # lines or rows with null for a text
 
-    def look(self, text: str, ids: list[int] | None = None):
+    def look(self, text: str, ids: list[int] | None = None) -> None:
         if self.spelling is not None:
             self.spelling.look(text, ids)
 
 
 def tokenize_text(
     piece: Piece, tokenizer_file: Path, eot: int, findings: Findings, begin: Sequence[int] = ()
-):
+) -> Iterator[tuple]:
     """Yields (split, ids, mask, whether a document ends) for each segment; begin: ids before the
     first segment of a document, eot follows the last."""
     eot_text = token_text(load_tokenizer(tokenizer_file), eot)
@@ -391,7 +391,7 @@ def tokenize_segments(texts: list[str], kinds: list[tuple], tokenizer_file: Path
     return all_ids
 
 
-def tokenize_chats(piece: Piece, tokenizer_file: Path, findings: Findings):
+def tokenize_chats(piece: Piece, tokenizer_file: Path, findings: Findings) -> Iterator[tuple]:
     """Yields (split, ids, mask, whether a document ends) for each conversation; mask: 1 for a token
     with a loss. Raises ValueError for a bad conversation, unless findings take them."""
     from corpus.chat import chat_tokenizer, parse_conversation, read_template, tokens_and_mask
@@ -431,7 +431,7 @@ def is_null_line(line: bytes) -> bool:
 
 def tokenize_documents(
     piece: Piece, tokenizer_file: Path, eot: int, findings: Findings, begin: Sequence[int] = ()
-):
+) -> Iterator[tuple]:
     """tokenize_chats or tokenize_text, depending on the file. A chat template begins its own texts."""
     if is_chat(piece.path, piece.text_column):
         return tokenize_chats(piece, tokenizer_file, findings)
@@ -542,14 +542,14 @@ def build_shards(
     paths: list,
     tokenizer: tuple,
     folder: Path,
-    workers=1,
-    text_column="text",
-    skip_bad=0,
-    share=(0, 1),
+    workers: int = 1,
+    text_column: str = "text",
+    skip_bad: int = 0,
+    share: tuple[int, int] = (0, 1),
     begin: Sequence[int] = (),
-    max_lost=MOST,
-    accept="",
-):
+    max_lost: float = MOST,
+    accept: str = "",
+) -> None:
     """Tokenizes text files into a folder of token shards. After an interruption, the same call
     keeps finished pieces.
 
@@ -666,7 +666,7 @@ def tokenize_pieces(job, pieces: list, mine: range, workers: int) -> list[dict]:
     return notes
 
 
-def list_skipped(skipped: list[str], kept: int, skip_bad: int, folder: Path):
+def list_skipped(skipped: list[str], kept: int, skip_bad: int, folder: Path) -> None:
     """Write skipped.txt, the conversations left out. Raises ValueError for more than skip_bad."""
     write_file(folder / "skipped.txt", "".join(f"{line}\n" for line in skipped).encode())
     total = kept + len(skipped)
@@ -678,7 +678,7 @@ def list_skipped(skipped: list[str], kept: int, skip_bad: int, folder: Path):
     print(f"{len(skipped)} of {total} conversations are left out; {folder}/skipped.txt lists them")
 
 
-def say(line: str):
+def say(line: str) -> None:
     if own_rank() == 0:
         print(line, flush=True)
 

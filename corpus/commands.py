@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+from collections.abc import Iterator
 from itertools import chain, groupby, islice
 from pathlib import Path
 
@@ -32,7 +33,9 @@ NO_LINE = "\033[24m"
 
 
 # -------------------------------------------------------- show: documents as training will see them
-def documents_of(path: Path, tokenizer_file: Path, eot: int, text_column: str = "text"):
+def documents_of(
+    path: Path, tokenizer_file: Path, eot: int, text_column: str = "text"
+) -> Iterator[tuple]:
     """Yields (ids, mask) of each document, of a long text in parts. Every token of a text has a
     loss, of a conversation the assistant's tokens."""
     eot_text = token_text(load_tokenizer(tokenizer_file), eot)
@@ -68,7 +71,7 @@ def colour_text(ids: list[int], mask: list[int], tokenizer) -> str:
     return text
 
 
-def show_documents(paths: list[Path], tokenizer: str, n: int, text_column: str):
+def show_documents(paths: list[Path], tokenizer: str, n: int, text_column: str) -> None:
     """Prints the first n documents of the files. Raises ValueError."""
     file, eot, _ = find_tokenizer(tokenizer)
     documents = chain.from_iterable(documents_of(path, file, eot, text_column) for path in paths)
@@ -83,7 +86,7 @@ def show_documents(paths: list[Path], tokenizer: str, n: int, text_column: str):
 
 
 # ------------------------------------------------------------------ the command line
-def own_tokenizer(paths: list, out: Path, vocab_size: int, text_column: str):
+def own_tokenizer(paths: list, out: Path, vocab_size: int, text_column: str) -> None:
     """python data.py tokenizer"""
     if not 257 <= vocab_size <= 1 << 20:
         raise ValueError(
@@ -102,7 +105,7 @@ def own_tokenizer(paths: list, out: Path, vocab_size: int, text_column: str):
     print(f"{out}: {found:,} ids{fewer}; train with --tokenizer {out}")
 
 
-def add_prepare_flags(prepare: Parser):
+def add_prepare_flags(prepare: Parser) -> None:
     prepare.add_argument(
         "--eot", default="", help="token that ends a document, where the tokenizer does not tell"
     )

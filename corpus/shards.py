@@ -98,7 +98,7 @@ def index_totals(index: dict) -> dict:
     return {"sha256": hashlib.sha256(identity.encode()).hexdigest(), "documents": documents}
 
 
-def write_index(folder: Path, index: dict):
+def write_index(folder: Path, index: dict) -> None:
     version = VERSION
     if any("mask_sha256" in entry for entry in chain(*index["splits"].values())):
         version = MASKED
@@ -108,7 +108,7 @@ def write_index(folder: Path, index: dict):
     )
 
 
-def check_index(index: dict):
+def check_index(index: dict) -> None:
     """Raises an error (of various types) if index.json contradicts itself. Reads no shard."""
     if index["version"] not in (VERSION, MASKED):
         raise ValueError(f"format version {index['version']}, need {VERSION} or {MASKED}")
@@ -195,7 +195,7 @@ def open_array(folder: Path, name: str, needed: int, dtype: np.dtype, length: in
 opened_array = lru_cache(32)(open_array)
 
 
-def check_arrays(folder: Path, index: dict):
+def check_arrays(folder: Path, index: dict) -> None:
     """Raises ValueError if a file is missing or its size does not fit index.json: at the start, and
     not in the middle of a run. The header of a shard is checked when the shard is opened. 16
     threads hide the latency of network file systems."""

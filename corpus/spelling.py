@@ -238,7 +238,7 @@ class Spelling:
             return [text]
         return [word for word, _ in self.tokenizer.pre_tokenizer.pre_tokenize_str(text)]
 
-    def look(self, text: str, ids: list[int] | None = None):
+    def look(self, text: str, ids: list[int] | None = None) -> None:
         """Counts the lost characters of a text. ids: its tokens, if they are known."""
         self.characters += len(text)
         if self.lengths is None:
@@ -248,7 +248,7 @@ class Spelling:
             ids = encoding_of(self.tokenizer, text).ids
         self.count_words(text, ids)
 
-    def count_characters(self, text: str):
+    def count_characters(self, text: str) -> None:
         """What is lost does not depend on the neighbours, so each character is tried once."""
         letters = set(text)
         new = sorted(letters - self.spelt - self.unspelt)
@@ -280,7 +280,7 @@ class Spelling:
                 return True
         return False
 
-    def count_words(self, text: str, ids: list[int]):
+    def count_words(self, text: str, ids: list[int]) -> None:
         """A word is known or not: lost is what the tokens do not add up to."""
         if self.unknown is not None and self.unknown not in ids:
             return
@@ -343,7 +343,7 @@ def describe_lost(lost: dict) -> str:
     return f"{line}: they are lost or <unk>, most often {examples}"
 
 
-def warn_lost(what: str, lost: dict):
+def warn_lost(what: str, lost: dict) -> None:
     """Prints a line if more is lost than a reader would expect. what: flag and source."""
     if per_cent(lost) > WARN:
         print(f"warning: {what}: {describe_lost(lost)}", flush=True)

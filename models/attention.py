@@ -9,6 +9,7 @@ maker: context parallelism sets `model.make_attend` (parallel.py), and generatio
 an `attend` with a cache (rl/decoding.py).
 """
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -102,7 +103,7 @@ def compile_each_shape(function, **options):
 
 
 @cache
-def compiled_flex_attention():
+def compiled_flex_attention() -> Callable:
     """FlexAttention, compiled once per process. Uncompiled, FlexAttention is slow and holds all
     scores."""
     from torch._inductor import config
@@ -117,7 +118,7 @@ def compiled_flex_attention():
 
 
 @cache
-def compiled_block_mask():
+def compiled_block_mask() -> Callable:
     """create_block_mask, compiled to write only blocks; uncompiled it writes the whole mask (B, T,
     S), 10 GiB at 32k tokens."""
     from torch.nn.attention.flex_attention import create_block_mask

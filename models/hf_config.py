@@ -8,6 +8,8 @@ fixed: their name -> values that our model can represent. We write the first val
 the file lacks the field.
 """
 
+from typing import Any
+
 # Fields of all models
 SHARED_FIELDS = dict(
     dim=("hidden_size", None),
@@ -31,7 +33,7 @@ YARN = dict(
 STRETCHES = YARN | dict(llama3=(("factor", "low_freq_factor", "high_freq_factor", _original), ()))
 
 
-def check_sizes(config, *names: str, rotated: str = "head_dim") -> None:
+def check_sizes(config: Any, *names: str, rotated: str = "head_dim") -> None:
     """Raise ValueError naming the fields of a model's config that are below 1 (None is no size),
     for heads that do not share out the kv heads evenly, and for an odd size of what RoPE rotates.
     """
@@ -52,7 +54,9 @@ def check_sizes(config, *names: str, rotated: str = "head_dim") -> None:
         raise ValueError(f"{rotated} {size} is odd, and RoPE turns pairs; use {size + 1}")
 
 
-def config_from_hf(Config, config_json: dict, fields: dict, fixed: dict, stretches: dict):
+def config_from_hf(
+    Config: type, config_json: dict, fields: dict, fixed: dict, stretches: dict
+) -> Any:
     """The Config for a config.json. Raises ValueError naming the field that the model cannot
     represent.
 
@@ -107,7 +111,7 @@ def gather_rope(config_json: dict) -> tuple[dict, dict]:
     return hf, rope
 
 
-def value_of(hf: dict, theirs: str, default):
+def value_of(hf: dict, theirs: str, default: Any) -> Any:
     """The value of a field. An integer becomes a float if the default is a float: JSON may say
     10000 for 10000.0."""
     value = hf.get(theirs, default)
@@ -122,7 +126,7 @@ def value_of(hf: dict, theirs: str, default):
     return value
 
 
-def config_to_hf(config, fields: dict, fixed: dict) -> dict:
+def config_to_hf(config: Any, fields: dict, fixed: dict) -> dict:
     """The inverse, in the spelling of transformers 4 (5 reads it too). The model adds fields
     outside the tables."""
     found = {theirs: getattr(config, ours) for ours, (theirs, _) in fields.items()}

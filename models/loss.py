@@ -9,6 +9,7 @@ torch's own `F.linear_cross_entropy` (2.13) sums in bf16 and refuses DTensor wei
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +49,12 @@ def no_reduce(x: Tensor, op: str) -> Tensor:
 
 
 def softmax_loss(
-    h: Tensor, weight: Tensor, labels: Tensor, all_reduce, vocab_start: int, out: Tensor | None
+    h: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    all_reduce: Callable,
+    vocab_start: int,
+    out: Tensor | None,
 ) -> Tensor:
     """Sum of a chunk's losses in fp32. out (n, V): filled with the gradient of the sum by the
     logits. Compiled by --compile."""
@@ -133,10 +139,10 @@ def linear_cross_entropy(
     h: Tensor,
     weight: Tensor,
     labels: Tensor,
-    denom=None,
-    all_reduce=no_reduce,
-    vocab_start=0,
-    kernel=softmax_loss,
+    denom: Tensor | float | None = None,
+    all_reduce: Callable = no_reduce,
+    vocab_start: int = 0,
+    kernel: Callable = softmax_loss,
 ) -> Tensor:
     """Sum of the token losses / denom, a scalar in fp32. h (..., D), weight (V, D), labels (...)
     with IGNORE for no loss.
@@ -159,7 +165,7 @@ def linear_cross_entropy(
 NEVER = -1e30
 
 
-def log_normalizer(logits: Tensor, all_reduce=no_reduce) -> Tensor:
+def log_normalizer(logits: Tensor, all_reduce: Callable = no_reduce) -> Tensor:
     """log sum exp over the vocabulary, (n,) from fp32 logits (n, V/tp). The generator and the
     trainer of grpo.py share this
     function: a difference in rounding would look like a difference between policies."""
@@ -240,11 +246,11 @@ def token_logprobs(
     h: Tensor,
     weight: Tensor,
     labels: Tensor,
-    temperature=1.0,
-    all_reduce=no_reduce,
-    vocab_start=0,
-    unknown=None,
-):
+    temperature: float = 1.0,
+    all_reduce: Callable = no_reduce,
+    vocab_start: int = 0,
+    unknown: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """(log-probability of each label, entropy of each token's distribution), both fp32 and shaped
     like labels (...), both with a gradient. h (..., D), weight (V, D); every label must be a
     token, not IGNORE. Vocab parallelism as in linear_cross_entropy. unknown: ids with probability

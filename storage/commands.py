@@ -26,7 +26,7 @@ from storage.saved import load_model, open_saved, write_run
 from storage.source_tokenizer import ids_of_folder
 
 
-def ls(run: str):
+def ls(run: str) -> None:
     """Lists step folders by their manifests; compares the sizes of all files, but reads no bytes."""
     for path in candidates(run):
         name = os.path.basename(path)
@@ -65,7 +65,9 @@ def verify_command(folder: str) -> int:
     return status
 
 
-def to_hf(folder: str, out: str, dtype="bfloat16", max_shard_gb=5.0, adapter=False) -> None:
+def to_hf(
+    folder: str, out: str, dtype: str = "bfloat16", max_shard_gb: float = 5.0, adapter: bool = False
+) -> None:
     """Exports a step folder, or a run folder's newest good checkpoint, with two files in memory at
     a time. A LoRA run is merged in memory with the base weights; adapter: export only the adapters.
 
@@ -181,7 +183,7 @@ def memory_available() -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
-def from_hf(folder: str, out: str):
+def from_hf(folder: str, out: str) -> None:
     """Writes a Hugging Face folder as a run folder of ours with one checkpoint, of step 0, for
     --init_from and generate.py."""
     check_export(out)
@@ -208,7 +210,7 @@ def from_hf(folder: str, out: str):
     )
 
 
-def mean_of_steps(run: str, out: str, last=0, steps=()):
+def mean_of_steps(run: str, out: str, last: int = 0, steps=()):
     """(a model with the mean, the run's identity, the state of the latest of these steps, the
     tokenizer.json or None).
 
@@ -250,7 +252,7 @@ def mean_of_steps(run: str, out: str, last=0, steps=()):
     return model, saved["identity"], state, tokenizer_of_step(newest)
 
 
-def average(run: str, out: str, last=0, steps=()):
+def average(run: str, out: str, last: int = 0, steps=()) -> None:
     """Writes the mean of the weights of several steps of a run as a run folder."""
     write_run(out, *mean_of_steps(run, out, last, steps))
 

@@ -67,7 +67,12 @@ class SavePlan:
 
 
 def write_tensors(
-    tensors: dict[str, Tensor], folder: str, group, plan: SavePlan, staged=False, process=None
+    tensors: dict[str, Tensor],
+    folder: str,
+    group,
+    plan: SavePlan,
+    staged: bool = False,
+    process=None,
 ) -> list[str]:
     """Writes this rank's shards; every rank of `group` calls. A shard held by several ranks is
     written once. Returns the names of this rank's files. Raises Failed, the same on all ranks.
@@ -137,7 +142,7 @@ def writer_process() -> ProcessPoolExecutor:
     return pool
 
 
-def begin_writing():
+def begin_writing() -> None:
     """The start of the writer process: it completes a save when launchers signal all processes, and
     ends with its parent."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
@@ -146,21 +151,21 @@ def begin_writing():
     import_dcp()
 
 
-def end_with_parent():
+def end_with_parent() -> None:
     parent = torch.multiprocessing.parent_process()
     assert parent is not None, "only writer_process() starts this"
     parent.join()
     os._exit(1)
 
 
-def write_apart(folder: str, plan, tensors: dict) -> list:
+def write_apart(folder: str, plan: Any, tensors: dict) -> list:
     """In the writer process: writes this plan of DCP's. Returns DCP's results."""
     writer = import_dcp().FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0)
     planner: Any = SimpleNamespace(resolve_data=lambda item: tensors[item.index])
     return writer.write_data(plan, planner).value()
 
 
-def read_tensors(tensors: dict[str, Tensor], folder: str, table: dict):
+def read_tensors(tensors: dict[str, Tensor], folder: str, table: dict) -> None:
     """Overwrites `tensors` (plain or DTensor, any layout) with the folder's tensors of the same
     keys, each rank by itself.
     table: from read_table(). Raises ValueError."""
@@ -212,7 +217,7 @@ def unpack_column(packed: int | dict | list, at: np.ndarray) -> np.ndarray:
     return np.array(packed, np.int64)[at]
 
 
-def table_bytes(metadata, results) -> bytes:
+def table_bytes(metadata: Any, results: list) -> bytes:
     """The content of tensors.json, from DCP's metadata on rank 0 and the write results of all
     ranks."""
     where = {}  # (key, offsets of a shard): its place in a file
@@ -309,7 +314,7 @@ def read_table(folder: str, files: dict[str, list]) -> dict[str, SavedTensor]:
     return table
 
 
-def find_shards(tensors: dict[str, Tensor], table: dict[str, SavedTensor], folder: str):
+def find_shards(tensors: dict[str, Tensor], table: dict[str, SavedTensor], folder: str) -> Any:
     """DCP's Metadata with the saved shards that overlap with this rank's part of `tensors`: of
     millions only a few."""
     from torch.distributed.checkpoint import filesystem, metadata

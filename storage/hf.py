@@ -118,7 +118,7 @@ class HFTensors:
             hf_file(folder, file)
         return where
 
-    def split_experts(self):
+    def split_experts(self) -> None:
         """Names each matrix of the experts that transformers 5 writes as stacks, gate_up_proj (E,
         2 F, D) and down_proj (E, D, F), as all other files do."""
         for name, file in [*self.where.items()]:
@@ -371,7 +371,7 @@ def load_hf(model, folder: str, exclude=(), group=None) -> list[str]:
 
 
 def load_hf_model(
-    folder: str, device="cpu", dtype: torch.dtype | None = None
+    folder: str, device: str = "cpu", dtype: torch.dtype | None = None
 ) -> tuple[nn.Module, str | None]:
     """(plain model on `device`, path of tokenizer.json or None). dtype None: the files' dtype,
     bfloat16 for fp8."""

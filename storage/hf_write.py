@@ -38,7 +38,7 @@ def own_group(modules: list[nn.Module], group):
     return None
 
 
-def check_export(folder: str):
+def check_export(folder: str) -> None:
     """Raises ValueError when no export can be written to the folder."""
     check_local(folder, "to export to")
     if os.path.lexists(folder) and (not os.path.isdir(folder) or os.listdir(folder)):
@@ -117,7 +117,7 @@ def cut_into_files(entries: list[HFEntry], max_bytes: float) -> list[list[HFEntr
     return files
 
 
-def write_safetensors(path: str, entries: list[HFEntry], tensors: dict[str, Tensor]):
+def write_safetensors(path: str, entries: list[HFEntry], tensors: dict[str, Tensor]) -> None:
     """Writes a file of these entries. tensors: {fqn: whole tensor, or stack of experts}, in CPU
     memory."""
     from safetensors.torch import save_file
@@ -144,10 +144,10 @@ def write_hf(
     max_shard_gb: float,
     tokenizer_file=None,
     group=None,
-    quiet=False,
+    quiet: bool = False,
     check=None,
     generation: dict | None = None,
-):
+) -> None:
     """Writes a Hugging Face folder; every rank of `group` calls. kinds: {fqn: (shape, dtype in the
     file)} of this rank. check: rank 0 calls it with the finished folder, before the folder gets its
     name; what it raises refuses the export. generation: generation_config.json, with the ids of
@@ -294,7 +294,7 @@ def file_kinds(tensors: dict[str, Tensor], module: Any, dtype: torch.dtype) -> d
     return kinds
 
 
-def say_lost(folder: str, fqns: list[str]):
+def say_lost(folder: str, fqns: list[str]) -> None:
     if fqns:
         print(
             f"checkpoint: {folder} has no place for {brief(fqns)}: without them that model is not "
@@ -308,10 +308,10 @@ def save_hf(
     model,
     folder: str,
     dtype=torch.bfloat16,
-    max_shard_gb=5.0,
+    max_shard_gb: float = 5.0,
     tokenizer_file: str | None = None,
     group=None,
-    quiet=False,
+    quiet: bool = False,
     check=None,
     generation: dict | None = None,
 ):

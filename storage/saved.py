@@ -113,7 +113,9 @@ def check_excluded(patterns: list[str], modules: list[nn.Module], group) -> None
             )
 
 
-def check_fit(tensors: dict[str, Tensor], there: dict, folder: str, same_dtype: bool, group):
+def check_fit(
+    tensors: dict[str, Tensor], there: dict, folder: str, same_dtype: bool, group
+) -> None:
     """Raises ValueError with all keys that are missing, unknown, or of another shape or dtype. DCP
     itself would ignore unknown keys, cast dtypes, and find a wrong shape after half of the model is
     overwritten."""
@@ -207,7 +209,7 @@ def print_on_rank_0(group, text: str) -> None:
         print(f"checkpoint: {text}", flush=True)
 
 
-def fill_merged(modules: list[nn.Module], path: str, table):
+def fill_merged(modules: list[nn.Module], path: str, table) -> None:
     """Fills a model, plain or this rank's part, from a step folder of a LoRA run: loads the frozen
     weights from the folder named in state.json, then adds the adapters. Raises ValueError."""
     from storage.adapters import add_adapters_of, base_of, check_base
@@ -276,7 +278,7 @@ def open_saved(folder: str) -> tuple[str, Any, dict]:
 
 
 def load_model(
-    folder: str, device="cpu", dtype: torch.dtype | None = None
+    folder: str, device: str = "cpu", dtype: torch.dtype | None = None
 ) -> tuple[nn.Module, dict]:
     """(plain model on `device`, state) of a step folder, or of a run folder's newest good
     checkpoint. Raises ValueError.

@@ -219,7 +219,7 @@ def has_new_ids(cfg) -> bool:
 
 
 # The tokenizer of --init_from
-def check_tokenizer(out: str, identity: dict, cfg):
+def check_tokenizer(out: str, identity: dict, cfg) -> None:
     """Raises ValueError when the data has other ids than the training of the --init_from weights."""
     here = identity.get("data", {}).get("tokenizer_sha256")
     source = resume_source(out, cfg)
