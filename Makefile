@@ -48,6 +48,7 @@ chaos: .venv/installed-dev
 lint: .venv/installed-dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+	.venv/bin/python tests/check_types.py
 
 # The stamp files make the next start instant: pip runs again only when a requirements file changes.
 .venv/installed: requirements.txt

@@ -200,8 +200,8 @@ class Checkpoints:
         self,
         step: int,
         state: dict,
-        last=False,
-        model_only=False,
+        last: bool = False,
+        model_only: bool = False,
         files: dict[str, bytes] | None = None,
     ) -> bool:
         """Writes checkpoints/step-<step>; every rank calls. state: JSON values, returned by a later
@@ -259,7 +259,7 @@ class Checkpoints:
             return {}, sums, []
         return self.numbers.changed(), sums, self.numbers.late()
 
-    def close(self, export=False):
+    def close(self, export: bool = False) -> None:
         """Waits for the running save, and raises the save's error. export: then write --export_hf,
         if given."""
         self.writer.close()
@@ -334,7 +334,7 @@ class Checkpoints:
         """Names of --exclude_from_loading, as fqns and patterns."""
         return [name.removeprefix("model.") for name in self.cfg.exclude_from_loading]
 
-    def load_hf(self):
+    def load_hf(self) -> None:
         """The weights of --init_from, if it is a Hugging Face folder."""
         if not self.cfg.init_from:
             return
@@ -358,7 +358,7 @@ class Checkpoints:
             on_rank_0(lambda: self.set_newer_aside(manifest["step"], damaged), self.group)
         return folder, manifest
 
-    def set_newer_aside(self, step: int, damaged: list[str]):
+    def set_newer_aside(self, step: int, damaged: list[str]) -> None:
         for newer, path in step_folders(self.out):
             if newer > step:
                 set_aside(path, "damaged" if path in damaged else "abandoned", self.say)

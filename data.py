@@ -21,11 +21,13 @@ Read next: corpus/build.py (text -> shards), corpus/shards.py (files of a folder
 import hashlib
 import threading
 from collections import deque
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,7 +40,7 @@ from flags.config import Need, flag, own_rank
 from flags.files import sha256_file
 
 
-def reads_text(cfg) -> bool:
+def reads_text(cfg: Any) -> bool:
     """Whether --data or --val_data names something else than token shards."""
     for data in filter(None, (cfg.data, cfg.val_data)):
         for part in parse_mixture(data):
@@ -128,7 +130,9 @@ def hash_sequences(tokens: np.ndarray, labels: np.ndarray, first_row: int) -> in
     return total % 2**48
 
 
-def to_tensors(arrays, local_batch_size: int, device: torch.device | str) -> list:
+def to_tensors(
+    arrays: Iterable[np.ndarray | None], local_batch_size: int, device: torch.device | str
+) -> list:
     """Each array (sequences, T) as a tensor (A, B, T) on the host, page-locked if the batch goes to
     a GPU."""
     tensors = []
@@ -259,7 +263,7 @@ class TokenData:
         self.check_ids(out)
         return out
 
-    def check_ids(self, ids: np.ndarray):
+    def check_ids(self, ids: np.ndarray) -> None:
         if ids.max(initial=0) >= self.vocab_size:
             raise ValueError(
                 f"{self.folder} is damaged: token id {ids.max()} is too large; see python data.py "
@@ -294,6 +298,7 @@ class TokenData:
             split = "val"
             n = self.n_val_samples
         ids = self.windows(split, range(min(n, 1 + 256 // self.seq_len)))[:, :-1].ravel()
+        assert self.tokenizer_file is not None, "without a tokenizer there are no words"
         tokenizer = load_tokenizer(Path(self.tokenizer_file))
         for part in np.split(ids, np.flatnonzero(ids == self.eot)):
             document = part[(part >= 0) & (part != self.eot)].tolist()
@@ -353,7 +358,7 @@ class TokenData:
                 return True
         return False
 
-    def check(self, what: str, path: str, split: str):
+    def check(self, what: str, path: str, split: str) -> None:
         """Raises ValueError if a split has nothing to learn from. what: flag and source, for
         errors; path: source."""
         n_samples = self.n_samples
@@ -396,8 +401,12 @@ class TokenData:
             for cursor in count(first_sample, global_batch_size):
                 arrays = self.sequences(np.arange(cursor + first_row, cursor + first_row + share))
                 digest = f"{hash_sequences(*arrays[:2], first_row):012x}"
+                tokens, labels, positions, doc_ids = to_tensors(arrays, local_batch_size, device)
                 yield Batch(
-                    *to_tensors(arrays, local_batch_size, device),
+                    tokens,
+                    labels,
+                    positions,
+                    doc_ids,
                     global_batch_size,
                     digest,
                     first=cursor + first_row,
@@ -427,12 +436,23 @@ class TokenData:
                     own_numbers = batch[data_rank * local_batch_size :][:local_batch_size]
                     windows[: len(own_numbers)] = data.windows("val", own_numbers)
                     arrays = data.arrays(windows)
-                    labels = arrays[1]
+                    ids = arrays[1]
                     n_bytes = None
                     if data.token_bytes is not None:
-                        n_bytes = int(data.token_bytes[labels[labels >= 0]].sum())
-                    tensors = to_tensors(arrays, local_batch_size, device)
-                    yield Batch(*tensors, min(rows, len(numbers) - first), "", n_bytes, data.name)
+                        n_bytes = int(data.token_bytes[ids[ids >= 0]].sum())
+                    tokens, labels, positions, doc_ids = to_tensors(
+                        arrays, local_batch_size, device
+                    )
+                    yield Batch(
+                        tokens,
+                        labels,
+                        positions,
+                        doc_ids,
+                        min(rows, len(numbers) - first),
+                        "",
+                        n_bytes,
+                        data.name,
+                    )
 
         return prefetch(make(), torch.device(device))
 
@@ -561,7 +581,7 @@ def open_part(
 ) -> TokenData:
     """Data of one source. what: flag and source, for errors."""
     no_chats = ""
-    if not Chats:
+    if Chats is None:
         no_chats = (
             f"{what} holds conversations, and this recipe trains on text; use finetune.py "
             "--init_from "
@@ -581,10 +601,10 @@ def open_part(
 
             warn_lost(what, index["lost"])
         is_chat = index["version"] == MASKED
-        if is_chat and no_chats:
-            raise ValueError(no_chats)
         Data = TokenData
         if is_chat:
+            if Chats is None:
+                raise ValueError(no_chats)
             Data = Chats
         data = Data(folder, seq_len, cfg.data_seed, cfg.doc_mask, part.name, all_val)
     except OSError as error:
@@ -598,7 +618,7 @@ def open_part(
     return data
 
 
-def check_tokenizer_of(folder: Path, tokenizer: str):
+def check_tokenizer_of(folder: Path, tokenizer: str) -> None:
     """Raises ValueError if a folder of token shards was made with another tokenizer."""
     if sha256_file(find_tokenizer(tokenizer)[0]) != read_index(folder)["source"]["tokenizer"]:
         raise ValueError(

@@ -11,11 +11,12 @@ import os
 import re
 import sys
 import sysconfig
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -62,7 +63,7 @@ class Piece(NamedTuple):
     text_column: str = "text"  # key of the text in the objects of a .jsonl, column of a .parquet
 
 
-def read_chunks(piece: Piece):
+def read_chunks(piece: Piece) -> Generator[bytes, None, None]:
     """Yields the text of a piece in chunks of bytes: of a packed file as unpacked, of a .parquet
     lines of JSON."""
     if piece.path.suffix in PACKED:
@@ -72,12 +73,13 @@ def read_chunks(piece: Piece):
         else:
             yield b"".join(chunks)[piece.start : piece.end]
     else:
+        assert piece.end is not None, "only a packed file is read to an unknown end"
         with open(piece.path, "rb") as file:
             file.seek(piece.start)
             yield file.read(piece.end - piece.start)
 
 
-def json_lines(piece: Piece):
+def json_lines(piece: Piece) -> Generator[bytes, None, None]:
     """Yields the JSON objects of a piece, still as bytes: lines of a .jsonl, rows of a .parquet."""
     rest = b""
     for chunk in read_chunks(piece):
@@ -113,7 +115,7 @@ def is_chat(path: Path, text_column: str = "text") -> bool:
     return False
 
 
-def is_null(record, text_column: str) -> bool:
+def is_null(record: Any, text_column: str) -> bool:
     """Whether a line or row has a null where its text or conversation should be: nothing to train
     on."""
     if not isinstance(record, dict):
@@ -240,7 +242,9 @@ def goes_on(piece: Piece, eot_text: str) -> bool:
         return not begins and piece.start != tail_border(text, False)
 
 
-def read_documents(piece: Piece, eot_text: str, whole_words: bool = False, nulls: list = None):
+def read_documents(
+    piece: Piece, eot_text: str, whole_words: bool = False, nulls: list | None = None
+) -> Iterator[tuple]:
     """Yields (split, text, whether the document ends) for each segment. In a .txt the spelled eot
     token ends a document. whole_words: see cut_at_lines. nulls: list that takes the lines or rows
     with null for a text, which are left out."""
@@ -331,17 +335,17 @@ class Findings:
         self.skipped = []  # their errors
         self.nulls = []  # lines or rows with null for a text
 
-    def look(self, text: str, ids: list[int] | None = None):
+    def look(self, text: str, ids: list[int] | None = None) -> None:
         if self.spelling is not None:
             self.spelling.look(text, ids)
 
 
 def tokenize_text(
-    piece: Piece, tokenizer_file: Path, eot: int, findings: Findings, begin: list[int] = ()
-):
+    piece: Piece, tokenizer_file: Path, eot: int, findings: Findings, begin: Sequence[int] = ()
+) -> Iterator[tuple]:
     """Yields (split, ids, mask, whether a document ends) for each segment; begin: ids before the
     first segment of a document, eot follows the last."""
-    eot_text = load_tokenizer(tokenizer_file).id_to_token(eot)
+    eot_text = token_text(load_tokenizer(tokenizer_file), eot)
     seams = findings.has_seams
     found = read_documents(piece, eot_text, seams, findings.nulls)
     # whether a segment begins a document
@@ -380,7 +384,7 @@ def tokenize_segments(texts: list[str], kinds: list[tuple], tokenizer_file: Path
     return all_ids
 
 
-def tokenize_chats(piece: Piece, tokenizer_file: Path, findings: Findings):
+def tokenize_chats(piece: Piece, tokenizer_file: Path, findings: Findings) -> Iterator[tuple]:
     """Yields (split, ids, mask, whether a document ends) for each conversation; mask: 1 for a token
     with a loss. Raises ValueError for a bad conversation, unless findings take them."""
     from corpus.chat import chat_tokenizer, parse_conversation, read_template, tokens_and_mask
@@ -419,8 +423,8 @@ def is_null_line(line: bytes) -> bool:
 
 
 def tokenize_documents(
-    piece: Piece, tokenizer_file: Path, eot: int, findings: Findings, begin: list[int] = ()
-):
+    piece: Piece, tokenizer_file: Path, eot: int, findings: Findings, begin: Sequence[int] = ()
+) -> Iterator[tuple]:
     """tokenize_chats or tokenize_text, depending on the file. A chat template begins its own texts."""
     if is_chat(piece.path, piece.text_column):
         return tokenize_chats(piece, tokenizer_file, findings)
@@ -531,14 +535,14 @@ def build_shards(
     paths: list,
     tokenizer: tuple,
     folder: Path,
-    workers=1,
-    text_column="text",
-    skip_bad=0,
-    share=(0, 1),
-    begin: list[int] = (),
-    max_lost=MOST,
-    accept="",
-):
+    workers: int = 1,
+    text_column: str = "text",
+    skip_bad: int = 0,
+    share: tuple[int, int] = (0, 1),
+    begin: Sequence[int] = (),
+    max_lost: float = MOST,
+    accept: str = "",
+) -> None:
     """Tokenizes text files into a folder of token shards. After an interruption, the same call
     keeps finished pieces.
 
@@ -550,7 +554,7 @@ def build_shards(
     before each document of text. max_lost: per cent of the characters that the tokenizer may fail
     to spell; accept: the command that takes --max_lost, "" if it is the user's. Raises ValueError."""
     tokenizer_file, eot, vocab_size = tokenizer
-    pieces = cut_into_pieces(paths, load_tokenizer(tokenizer_file).id_to_token(eot), text_column)
+    pieces = cut_into_pieces(paths, token_text(load_tokenizer(tokenizer_file), eot), text_column)
     with_text = {piece.path for piece in pieces}
     empty = [str(path) for path in paths if path not in with_text]
     if empty:
@@ -606,7 +610,7 @@ def build_shards(
 
 
 def source_of(
-    paths: list, texts: list, tokenizer_file: Path, text_column: str, begin: list[int]
+    paths: list, texts: list, tokenizer_file: Path, text_column: str, begin: Sequence[int]
 ) -> dict:
     """The sources of a folder of shards, for the index. texts: the files with content. Raises
     ValueError for conversations beside text."""
@@ -655,7 +659,7 @@ def tokenize_pieces(job, pieces: list, numbers: range, workers: int) -> list[dic
     return notes
 
 
-def list_skipped(skipped: list[str], kept: int, skip_bad: int, folder: Path):
+def list_skipped(skipped: list[str], kept: int, skip_bad: int, folder: Path) -> None:
     """Write skipped.txt, the conversations left out. Raises ValueError for more than skip_bad."""
     write_file(folder / "skipped.txt", "".join(f"{line}\n" for line in skipped).encode())
     total = kept + len(skipped)
@@ -667,7 +671,7 @@ def list_skipped(skipped: list[str], kept: int, skip_bad: int, folder: Path):
     print(f"{len(skipped)} of {total} conversations are left out; {folder}/skipped.txt lists them")
 
 
-def say(line: str):
+def say(line: str) -> None:
     if own_rank() == 0:
         print(line, flush=True)
 

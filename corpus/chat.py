@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, lru_cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jinja2.meta
 import jinja2.nodes
@@ -355,15 +355,16 @@ def assistant_spans(
                 '"weight": 0?'
             )
     else:
-        spans = [find_answer(i, full, conversation, template) for i in turns]
-    if None in spans:
-        raise ValueError(
-            f"{template.name} does not tell which tokens of message "
-            f"{turns[spans.index(None)] + 1} are the "
-            "assistant's; write {% generation %} ... {% endgeneration %} around the assistant's "
-            "part of it"
-        )
-    if not template.has_marks:
+        spans = []
+        for i in turns:
+            span = find_answer(i, full, conversation, template)
+            if span is None:
+                raise ValueError(
+                    f"{template.name} does not tell which tokens of message {i + 1} are the "
+                    "assistant's; write {% generation %} ... {% endgeneration %} around the "
+                    "assistant's part of it"
+                )
+            spans.append(span)
         check_rendered(conversation, template)
     return full, [span for i, span in zip(turns, spans, strict=True) if is_trained(messages[i])]
 
@@ -402,24 +403,26 @@ def with_words(message: dict, i: int, words: dict) -> dict:
     calls = []
     for call in message.get("tool_calls") or []:
         function = call.get("function", call)
-        named = {"name": word_for("tool_calls")}
+        named: dict[str, Any] = {"name": word_for("tool_calls")}
         if function.get("arguments"):
-            arguments = {word_for("arguments"): word_for("arguments")}
+            arguments: dict | str = {word_for("arguments"): word_for("arguments")}
             if isinstance(function["arguments"], str):
                 arguments = json.dumps(arguments)
             named["arguments"] = arguments
         if "function" in call:
             named = {"function": function | named}
         calls.append(call | named)
-    changed = {}
+    changed: dict[str, Any] = {}
     if calls:
-        changed = {"tool_calls": calls}
+        changed["tool_calls"] = calls
     content = message["content"]
     if content and content.strip():
         pieces = [""]
         if message["role"] == "assistant":
             # the thoughts at the beginning may be left out, but no text behind them
-            thought, pieces[0], content = THOUGHT.match(content).groups(default="")
+            found = THOUGHT.match(content)
+            assert found is not None, "every part of THOUGHT may be empty"
+            thought, pieces[0], content = found.groups(default="")
             pieces[0] = thought + pieces[0]
         for piece in re.split("(</?think>)", content):
             if piece.strip() and piece not in ("<think>", "</think>"):

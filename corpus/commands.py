@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+from collections.abc import Iterator
 from itertools import chain, groupby, islice
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from corpus.shard_damage import find_damage
 from corpus.shards import is_shards, read_index
 from corpus.special import EOT_NAMES, TextSource, find_tokenizer, prefix_ids
 from corpus.spelling import MOST, WARN, describe_lost, per_cent, traits_of
-from corpus.tokenizer import BPE_VOCAB, load_tokenizer
+from corpus.tokenizer import BPE_VOCAB, load_tokenizer, token_text
 from flags.config import Parser, usage_error
 from flags.files import check_local
 
@@ -33,10 +34,12 @@ NO_LINE = "\033[24m"
 
 
 # -------------------------------------------------------- show: documents as training will see them
-def documents_of(path: Path, tokenizer_file: Path, eot: int, text_column: str = "text"):
+def documents_of(
+    path: Path, tokenizer_file: Path, eot: int, text_column: str = "text"
+) -> Iterator[tuple]:
     """Yields (ids, mask) of each document, of a long text in parts. Every token of a text has a
     loss, of a conversation the assistant's tokens."""
-    eot_text = load_tokenizer(tokenizer_file).id_to_token(eot)
+    eot_text = token_text(load_tokenizer(tokenizer_file), eot)
     findings = Findings(tokenizer_file, skip_bad=False)
     for piece in cut_file(path, eot_text, text_column, piece_size([path])):
         for _, ids, mask, _ in tokenize_documents(piece, tokenizer_file, eot, findings):
@@ -69,7 +72,7 @@ def colour_text(ids: list[int], mask: list[int], tokenizer) -> str:
     return text
 
 
-def show_documents(paths: list[Path], tokenizer: str, n: int, text_column: str):
+def show_documents(paths: list[Path], tokenizer: str, n: int, text_column: str) -> None:
     """Prints the first n documents of the files. Raises ValueError."""
     file, eot, _ = find_tokenizer(tokenizer)
     documents = chain.from_iterable(documents_of(path, file, eot, text_column) for path in paths)
@@ -84,7 +87,7 @@ def show_documents(paths: list[Path], tokenizer: str, n: int, text_column: str):
 
 
 # ------------------------------------------------------------------ the command line
-def own_tokenizer(paths: list, out: Path, vocab_size: int, text_column: str):
+def own_tokenizer(paths: list, out: Path, vocab_size: int, text_column: str) -> None:
     """python data.py tokenizer"""
     if not 257 <= vocab_size <= 1 << 20:
         raise ValueError(
@@ -103,7 +106,7 @@ def own_tokenizer(paths: list, out: Path, vocab_size: int, text_column: str):
     print(f"{out}: {found:,} ids{fewer}; train with --tokenizer {out}")
 
 
-def add_prepare_flags(prepare: Parser):
+def add_prepare_flags(prepare: Parser) -> None:
     prepare.add_argument(
         "--eot", default="", help="token that ends a document, where the tokenizer does not tell"
     )
@@ -138,7 +141,7 @@ def add_prepare_flags(prepare: Parser):
     )
 
 
-def define_commands(about: str) -> Parser:
+def define_commands(about: str | None) -> Parser:
     parser = Parser(description=about)
     parser.set_defaults(input=[], out="reading")  # of commands without these
     commands = parser.add_subparsers(
@@ -236,7 +239,7 @@ def prepare(args, paths: list[Path], folder: Path) -> bool:
     return n == 1
 
 
-def main(about: str = ""):
+def main(about: str | None = None) -> None:
     args = define_commands(about).parse_args()
     try:
         if args.command == "show" and is_shards(args.input[0]):

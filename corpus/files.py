@@ -6,9 +6,11 @@ import json
 import os
 import re
 import zlib
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
 from corpus.mixture import FORMATS, format_of, is_text_file, prepare_column
 from distributed.agree import brief
@@ -36,7 +38,7 @@ BEGINNINGS = {
 }
 
 
-def check_text(path: Path):
+def check_text(path: Path) -> None:
     """Raises ValueError for a file without text to train on, and says what to do."""
     if path.is_symlink() and not path.exists():
         raise ValueError(
@@ -233,7 +235,7 @@ def leave_out_empty(files: list[Path], left_out: dict[Path, str]) -> list[Path]:
 
 # --------------------------------------------------------------------------------------------------
 # Bytes that are no text
-def check_beginning(path: Path, beginning: bytes):
+def check_beginning(path: Path, beginning: bytes) -> None:
     """Raises ValueError for a text in another encoding than UTF-8, and for packed files under the
     name of a text. beginning: the first bytes of the unpacked text."""
     for mark, (kind, command) in BEGINNINGS.items():
@@ -249,7 +251,7 @@ def check_beginning(path: Path, beginning: bytes):
         raise ValueError(f"{path} is UTF-16, without a mark that says so: {command}")
 
 
-def check_nuls(path: Path, place: int):
+def check_nuls(path: Path, place: int) -> None:
     """Raises ValueError for a text with a NUL. place: its byte in the unpacked text; -1: none."""
     if place >= 0:
         raise ValueError(
@@ -283,7 +285,7 @@ def filtered(path: Path, command: str) -> str:
 
 # --------------------------------------------------------------------------------------------------
 # Packed files
-def unpacked(path: Path, text_column: str = "text"):
+def unpacked(path: Path, text_column: str = "text") -> Iterator[bytes]:
     """Yields the text of a packed file in chunks of bytes, of a .parquet lines of JSON (text_column
     "": of all columns). Raises ValueError for a damaged file, and for a file of a stranger that
     would fill memory and disk."""
@@ -299,7 +301,7 @@ def unpacked(path: Path, text_column: str = "text"):
         yield chunk
 
 
-def check_unpacked(path: Path, n_bytes: int, most: int):
+def check_unpacked(path: Path, n_bytes: int, most: int) -> None:
     if n_bytes > most:
         raise ValueError(
             f"{path} unpacks to more than {most:,} bytes, 1000 times its size; if right, unpack "
@@ -307,7 +309,7 @@ def check_unpacked(path: Path, n_bytes: int, most: int):
         )
 
 
-def decompressed(path: Path):
+def decompressed(path: Path) -> Iterator[bytes]:
     """Yields the bytes of a .gz or .zst."""
     if path.suffix == ".gz":
         broken = zlib.error
@@ -343,7 +345,7 @@ def decompressed(path: Path):
         )
 
 
-def parquet_lines(path: Path, text_column: str, most: int):
+def parquet_lines(path: Path, text_column: str, most: int) -> Iterator[bytes]:
     """Yields the rows of a .parquet as lines of JSON: text_column, else the columns of a
     conversation; with "" all columns. Bytes are read as UTF-8. The row has no key for a null, nor
     for a date; a row of nulls alone is a null in the first column. most: bytes in memory at once, and
@@ -417,7 +419,7 @@ def json_row(row: dict, all_text: bool) -> dict:
     return json_value(row, all_text)
 
 
-def json_value(value, all_text: bool):
+def json_value(value: Any, all_text: bool) -> Any:
     """A value of pyarrow as JSON knows it: bytes as text; an object without nulls and dates. Raises
     UnicodeDecodeError. all_text: see json_rows."""
     if isinstance(value, bytes):

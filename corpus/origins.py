@@ -25,7 +25,7 @@ from corpus.cache import cache_folder, parse_mixture
 from corpus.files import text_files
 from corpus.mixture import format_of
 from corpus.shards import FIRST, is_shards, read_index
-from corpus.tokenizer import load_tokenizer
+from corpus.tokenizer import load_tokenizer, token_text
 from distributed.agree import brief
 
 
@@ -125,7 +125,7 @@ def find_origin(data, span: Span, files: list[Path] | None) -> Origin:
         names = [name for name, _ in read_index(data.folder)["source"]["inputs"]]
         return Origin(brief(names), f"({in_shard})")
     tokenizer = load_tokenizer(Path(data.tokenizer_file))
-    pieces = pieces_of_files(tuple(files), tokenizer.id_to_token(data.eot))
+    pieces = pieces_of_files(tuple(files), token_text(tokenizer, data.eot))
     number = int(entry["name"].removeprefix("train-").removesuffix(".npy"))
     if number >= len(pieces):
         return Origin("", f"({in_shard})")

@@ -14,10 +14,13 @@ import resource
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import contextmanager
 from datetime import datetime
+from typing import Any, NoReturn
 
 import jinja2.ext
+import jinja2.nodes
 import jinja2.sandbox
 
 # around the assistant's text; Unicode reserves both for programs, so no text has them
@@ -38,7 +41,7 @@ class Generation(jinja2.ext.Extension):
 
     tags = {"generation"}
 
-    def parse(self, parser):
+    def parse(self, parser: Any) -> list:
         next(parser.stream)
         inside = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         begin = jinja2.nodes.Output([jinja2.nodes.TemplateData(BEGIN)])
@@ -58,7 +61,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.filters["tojson"] = write_json
         self.globals |= dict(raise_exception=fail, strftime_now=strftime_now)
 
-    def call_binop(self, context, operator, left, right):
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         # nearly always, so quickly
         if type(left) is str and type(right) is str and len(left) + len(right) < LARGEST:
             return self.binop_table[operator](left, right)
@@ -71,29 +74,30 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             fail(f"{operator} makes more than {most:,}")
         return self.binop_table[operator](left, right)
 
-    def concat(self, parts):
+    def concat(self, parts: Iterable[str]) -> str:
         text = "".join(parts)
         if len(text) <= LARGEST:
             return text
         return fail(f"its text is longer than {LARGEST:,} characters")
 
 
-def write_json(value, **options) -> str:
-    return json.dumps(value, **({"ensure_ascii": False} | options))
+def write_json(value: Any, **options: Any) -> str:
+    options.setdefault("ensure_ascii", False)
+    return json.dumps(value, **options)
 
 
 def strftime_now(text: str) -> str:
     return datetime.now().strftime(text)
 
 
-def size_or_value(x):
+def size_or_value(x: Any) -> Any:
     """The length of a text or a list; a number itself."""
     if hasattr(x, "__len__"):
         return len(x)
     return x
 
 
-def fail(message):
+def fail(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
@@ -123,7 +127,7 @@ def limits():
             running.pop(threading.get_ident(), None)
 
 
-def watch():
+def watch() -> None:
     while True:
         time.sleep(0.05)
         if not running:  # a process forked while the lock is held would wait for ever

@@ -145,7 +145,7 @@ def open_array(folder: Path, name: str, needed: int, dtype: np.dtype, length: in
 opened_array = lru_cache(32)(open_array)
 
 
-def check_arrays(folder: Path, index: dict):
+def check_arrays(folder: Path, index: dict) -> None:
     """Raises ValueError if a file is missing or its size does not fit index.json: at the start, and
     not in the middle of a run. The header of a shard is checked when the shard is opened. 16
     threads hide the latency of network file systems."""

@@ -30,7 +30,7 @@ def find_tokenizer(path: str, eot: str = "") -> tuple[Path, int, int]:
     file = tokenizer_path(path)
     files_beside(file)  # raises for links elsewhere and absurd sizes
     tokenizer = load_tokenizer(file)
-    names = [eot]
+    names: list[str] = [eot]
     if not eot:
         names = list(EOT_NAMES)
         eos = read_special_tokens(str(file.parent)).get("eos_token")

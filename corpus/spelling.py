@@ -248,7 +248,7 @@ class Spelling:
             ids = encoding_of(self.tokenizer, text).ids
         self.count_words(text, ids)
 
-    def count_characters(self, text: str):
+    def count_characters(self, text: str) -> None:
         """What is lost does not depend on the neighbours, so each character is tried once."""
         letters = set(text)
         new = sorted(letters - self.spelt - self.unspelt)
@@ -280,7 +280,7 @@ class Spelling:
                 return True
         return False
 
-    def count_words(self, text: str, ids: list[int]):
+    def count_words(self, text: str, ids: list[int]) -> None:
         """A word is known or not: lost is what the tokens do not add up to."""
         if self.unknown is not None and self.unknown not in ids:
             return
@@ -288,6 +288,7 @@ class Spelling:
         letters = text
         if normalizer is not None:
             letters = normalizer.normalize_str(text)
+        assert self.lengths is not None, "look() counts characters where words have no lengths"
         lost = len(without_space(letters)) - int(self.lengths[ids].sum())
         if lost <= 0:
             return
@@ -342,7 +343,7 @@ def describe_lost(lost: dict) -> str:
     return f"{line}: they are lost or <unk>, most often {examples}"
 
 
-def warn_lost(what: str, lost: dict):
+def warn_lost(what: str, lost: dict) -> None:
     """Prints a line if more is lost than a reader would expect. what: flag and source."""
     if per_cent(lost) > WARN:
         print(f"warning: {what}: {describe_lost(lost)}", flush=True)

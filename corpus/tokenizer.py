@@ -185,6 +185,13 @@ def added_beside(file: Path) -> list[tuple[int, str]]:
     return [(i, token.content) for i, token in sorted(tokens.items()) if token.content not in own]
 
 
+def token_text(tokenizer, number: int) -> str:
+    """The text of a token, as the vocabulary spells it. The tokenizer must have the id."""
+    text = tokenizer.id_to_token(number)
+    assert text is not None, f"the tokenizer has no token {number}"
+    return text
+
+
 def encoding_of(tokenizer, text: str):
     """The tokens of a text, with places in the text, and without tokens for begin and end. Raises
     ValueError where the library fails."""

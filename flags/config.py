@@ -36,6 +36,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
 
@@ -51,7 +52,7 @@ if sys.platform == "win32":
 FROM_FILE = set()  # names of the fields from --config rather than from a flag
 
 
-def own_rank(name="RANK") -> int:
+def own_rank(name: str = "RANK") -> int:
     """The rank given by the launcher; 0 without. name: LOCAL_RANK for the rank among the processes
     of this machine."""
     rank = os.environ.get(name, "")
@@ -60,7 +61,7 @@ def own_rank(name="RANK") -> int:
     return 0
 
 
-def usage_error(message) -> NoReturn:
+def usage_error(message: str | Exception) -> NoReturn:
     """One line on stderr, then exit status 2. All ranks of a host see the same command line and
     files, so the first speaks."""
     rank = own_rank()
@@ -92,7 +93,7 @@ class Need(NamedTuple):
 GPU = Need("without a GPU", lambda c: c.on_cuda)
 
 
-def flag(default, *needs: Need, bare: str = ""):
+def flag(default: Any, *needs: Need, bare: str = "") -> Any:
     """A field of a Config with preconditions: see no_effect. bare: the value of a flag that is
     given without a value."""
     # two Configs must not share a list
@@ -100,7 +101,7 @@ def flag(default, *needs: Need, bare: str = ""):
     return dataclasses.field(default_factory=make, metadata={"needs": needs, "bare": bare})
 
 
-def needs_of(Config, name: str) -> tuple[Need, ...]:
+def needs_of(Config: type, name: str) -> tuple[Need, ...]:
     """The needs of a flag. A class that only changes the default of an inherited field keeps the
     needs."""
     for group in Config.__mro__:
@@ -112,7 +113,7 @@ def needs_of(Config, name: str) -> tuple[Need, ...]:
     return ()
 
 
-def given_flags(cfg) -> dict[str, Any]:
+def given_flags(cfg: Any) -> dict[str, Any]:
     """{field: value} of the fields that differ from their default."""
     given = {}
     for field in dataclasses.fields(cfg):
@@ -122,7 +123,7 @@ def given_flags(cfg) -> dict[str, Any]:
     return given
 
 
-def unmet_needs(cfg, facts: SimpleNamespace) -> dict[str, Need]:
+def unmet_needs(cfg: Any, facts: SimpleNamespace) -> dict[str, Need]:
     """{field: first unmet need} of the fields that differ from their default."""
     unmet = {}
     for name in given_flags(cfg):
@@ -133,7 +134,7 @@ def unmet_needs(cfg, facts: SimpleNamespace) -> dict[str, Need]:
     return unmet
 
 
-def no_effect(cfg, facts: SimpleNamespace) -> list[str]:
+def no_effect(cfg: Any, facts: SimpleNamespace) -> list[str]:
     """One sentence per unmet need, with all flags given for nothing. Fields from --config return to
     their default instead, and rank 0 says so.
     """
@@ -185,15 +186,15 @@ class Parser(argparse.ArgumentParser):
             help=argparse.SUPPRESS,
         )
 
-    def error(self, message):
+    def error(self, message: str) -> NoReturn:
         usage_error(message.removeprefix("argument "))
 
-    def print_help(self, file=None):
+    def print_help(self, file: Any = None) -> None:
         if own_rank() == 0:
             super().print_help(file)
 
 
-def make_parser(Config, kinds: dict) -> tuple[Parser, dict]:
+def make_parser(Config: type, kinds: dict) -> tuple[Parser, dict]:
     """(parser, {field: help}). Parsed values stay text; flags not given are absent."""
     helps = {}
     recipe = sys.modules.get(Config.__module__)
@@ -245,7 +246,7 @@ def make_parser(Config, kinds: dict) -> tuple[Parser, dict]:
     return parser, helps
 
 
-def parse_config(Config, argv=None):
+def parse_config(Config: type, argv: list[str] | None = None) -> Any:
     """Config from `argv` (default: sys.argv). `--config FILE` is read first, wherever the flag
     stands; other flags win."""
     kinds = get_type_hints(Config)
@@ -273,7 +274,9 @@ def parse_config(Config, argv=None):
     for field in dataclasses.fields(Config):  # no count is negative, unless the default is -1
         value = values.get(field.name)
         if value is not None and unwrap(kinds[field.name])[0] is int:
-            least = min(default_of(field) or 0, 0)
+            least = 0
+            if isinstance(field.default, int):
+                least = min(field.default, 0)
             if value < least:
                 usage_error(f"--{field.name} {value} must be {least} or more")
             if value >= 2**63:
@@ -363,7 +366,7 @@ def save_config(cfg, path, run: dict):
     write_file(path, json.dumps(flags | {"_run": run}, indent=2, allow_nan=False).encode())
 
 
-def option_groups(Config) -> dict:
+def option_groups(Config: type) -> dict:
     """{class: fields}, the recipe's own class first. A subclass may change a default; two groups
     may not share a name."""
     fields = {field.name: field for field in dataclasses.fields(Config)}
@@ -382,7 +385,7 @@ def option_groups(Config) -> dict:
 
 
 @functools.cache
-def field_comments(group) -> dict:
+def field_comments(group: type) -> dict:
     """{field: the comment at the end of its line, or else the last paragraph of comments above it};
     empty if the source is not at hand (python -c, zipped)."""
     try:
@@ -395,13 +398,13 @@ def field_comments(group) -> dict:
     return found | dict(re.findall(r"^    (\w+): (?:(?!\n    [\w#@])[^#])*  # (.*)", source, re.M))
 
 
-def default_of(field):
+def default_of(field: dataclasses.Field) -> Any:
     if field.default_factory is dataclasses.MISSING:
         return field.default
     return field.default_factory()
 
 
-def unwrap(kind):
+def unwrap(kind: Any) -> tuple[Any, bool]:
     """(kind without None, whether None is allowed)"""
     inner = [k for k in get_args(kind) if k is not type(None)]
     if type(None) in get_args(kind):
@@ -409,7 +412,7 @@ def unwrap(kind):
     return kind, False
 
 
-def describe(kind) -> str:
+def describe(kind: Any) -> str:
     """The values of a flag of this kind, for --help and for error lines."""
     kind, optional = unwrap(kind)
     if get_origin(kind) is Literal:
@@ -421,7 +424,7 @@ def describe(kind) -> str:
     return text + "|none" * optional
 
 
-def parse_value(text: str, kind):
+def parse_value(text: str, kind: Any) -> Any:
     """The value of `text`. Raises ValueError or KeyError if the text has no value of this kind."""
     kind, optional = unwrap(kind)
     if optional and text.lower() == "none":
@@ -447,7 +450,7 @@ def parse_value(text: str, kind):
     return value
 
 
-def spell(value) -> str:
+def spell(value: Any) -> str:
     """The text of a value: the inverse of parse_value()."""
     if isinstance(value, list):
         return ",".join(map(str, value))
@@ -456,7 +459,7 @@ def spell(value) -> str:
     return str(value)
 
 
-def spell_flag(name: str, value) -> str:
+def spell_flag(name: str, value: Any) -> str:
     """A flag as typed: --pp_schedule GPipe, --compile, --no-loss_parallel."""
     if isinstance(value, bool):
         if value:
@@ -465,7 +468,7 @@ def spell_flag(name: str, value) -> str:
     return f"--{name} " + (spell(value) or '""')
 
 
-def say_flags(cfg):
+def say_flags(cfg: Any) -> None:
     """Print the flags that differ from their defaults, as typed, on rank 0."""
     words = []
     for name, value in given_flags(cfg).items():
@@ -476,7 +479,7 @@ def say_flags(cfg):
         print("flags:", " ".join(words), flush=True)
 
 
-def override_fields(instance, text: str, flag: str):
+def override_fields(instance: Any, text: str, flag: str) -> Any:
     """A copy of a dataclass instance with the fields of "n_layers=4,dim=512" changed. Raises
     ValueError for a wrong field."""
     kinds = {f.name: get_type_hints(type(instance))[f.name] for f in dataclasses.fields(instance)}

@@ -6,19 +6,21 @@ import math
 import os
 import re
 import socket
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
 # with fullmatch: a folder renamed to old-step-5 is not ours
 STEP_FOLDER = re.compile(r"step-(0|[1-9]\d*)")
 
 
-def json_bytes(value) -> bytes:
+def json_bytes(value: Any) -> bytes:
     return (json.dumps(value, indent=1) + "\n").encode()
 
 
-def read_json(*path: str):
+def read_json(*path: str | Path) -> Any:
     return json.loads(Path(*path).read_bytes())
 
 
@@ -30,7 +32,7 @@ def printable(text: str) -> str:
     return re.sub(unseen, lambda found: ascii(found[0])[1:-1], text)
 
 
-def fsync(path: str):
+def fsync(path: str) -> None:
     """Make a file's content durable, or a folder's names: a rename is on the disk only after fsync
     of the folder."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -40,7 +42,7 @@ def fsync(path: str):
         os.close(descriptor)
 
 
-def write_file(path: str | Path, content):
+def write_file(path: str | Path, content: bytes | memoryview | Iterable[bytes]) -> None:
     """Write the whole file or nothing: under another name, then fsync, then rename. content: bytes,
     or an iterator of bytes."""
     # containers of two machines may have equal pids
@@ -60,7 +62,7 @@ def write_file(path: str | Path, content):
         temporary.unlink(missing_ok=True)
 
 
-def publish(temporary: str, folder: str):
+def publish(temporary: str, folder: str) -> None:
     """Rename a finished folder of synced files: after a power cut the folder exists as a whole, or
     not at all."""
     fsync(temporary)
@@ -128,7 +130,7 @@ def tokenizer_hint(folder: str) -> str:
     )
 
 
-def hub_hint(path: str, kind="model") -> str:
+def hub_hint(path: str, kind: str = "model") -> str:
     """The download command for a missing path that looks like a name on the Hugging Face Hub; else
     ''. kind: "model" or "dataset"."""
     owner, _, name = path.rpartition("/")

@@ -2,6 +2,7 @@
 a year. CHANGELOG.md has the same, with the commits.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -223,7 +224,7 @@ GONE = [
 ]
 
 
-def program_of(flags) -> str:
+def program_of(flags: Iterable[str]) -> str:
     """The program that has these flags: a key of PROGRAMS, or "" for another program."""
     for program, own in PROGRAMS.items():
         if own in flags:
@@ -231,7 +232,7 @@ def program_of(flags) -> str:
     return ""
 
 
-def find_gone(name: str, flags) -> Gone | None:
+def find_gone(name: str, flags: Iterable[str]) -> Gone | None:
     """The row of a flag that the program once had. flags: all flags of the program today."""
     if name in flags:
         return None
@@ -242,7 +243,7 @@ def find_gone(name: str, flags) -> Gone | None:
     return None
 
 
-def tell_gone(name: str, flags) -> str:
+def tell_gone(name: str, flags: Iterable[str]) -> str:
     """ "gone since 0.5.0: why; type --this instead" for a flag that is gone; else ""."""
     row = find_gone(name, flags)
     if row is None:

@@ -7,6 +7,7 @@ names elsewhere. If a name is in two rows, the first row with a flag of the prog
 
 import difflib
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from flags.files import read_json
@@ -174,7 +175,7 @@ SENTENCES = [
 ]
 
 
-def suggest_flag(name: str, flags) -> str:
+def suggest_flag(name: str, flags: Iterable[str]) -> str:
     """The answer to an unknown flag, or "". flags: all flags of the program.
 
     torchtitan writes a section before the name, training.seq_len, disable_x for no-x, and enable_x

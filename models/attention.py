@@ -16,7 +16,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 def sdpa(
-    q: Tensor, k: Tensor, v: Tensor, mask=None, is_causal=False, scale=None, sinks=None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Scaled dot-product attention: q (B, H, T, K), k (B, G, S, K), v (B, G, S, U) -> (B, H, T, U).
 
@@ -25,6 +31,7 @@ def sdpa(
     sinks (H,): a logit per head for a key without a value; needs a mask.
     """
     if sinks is not None:
+        assert mask is not None, "sinks need a mask"
         return attention_with_sinks(q, k, v, mask, scale, sinks)
     K = q.shape[-1]
     U = v.shape[-1]
@@ -63,7 +70,7 @@ def sdpa(
 
 
 def attention_with_sinks(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale, sinks: Tensor
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None, sinks: Tensor
 ) -> Tensor:
     """sdpa() step by step, with all scores (B, H, T, S) in memory: no CPU kernel has sinks."""
     G = k.shape[1]

@@ -16,7 +16,7 @@ explain each difference from models/qwen3.py; all else is an equal copy (tests/t
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -168,7 +168,9 @@ def yarn(mscale: float) -> dict:
     )
 
 
-_heads = dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+_heads: dict[str, Any] = dict(
+    kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
+)
 _v2 = partial(
     DeepSeekConfig,
     **_heads,
@@ -179,7 +181,7 @@ _v2 = partial(
     top_k=6,
     rope_scaling=yarn(0.707),
 )
-_small = dict(
+_small: dict[str, Any] = dict(
     dim=2048,
     n_layers=27,
     n_heads=16,
@@ -487,7 +489,10 @@ class DeepSeek(nn.Module):
         if cache is None:
             attend = self.make_attend(positions, doc_ids)
         for i, block in self.blocks.items():
-            h = block(h, cos, sin, attend, cache and cache.attend(i))
+            attend_cached = None
+            if cache is not None:
+                attend_cached = cache.attend(i)
+            h = block(h, cos, sin, attend, attend_cached)
         if self.norm is None:
             return h  # the next pipeline stage goes on from here
         h = self.norm(h)
@@ -497,7 +502,7 @@ class DeepSeek(nn.Module):
         loss = self.token_loss(h, weight, labels, loss_denom)
         if self.mtp is None or not torch.is_grad_enabled():
             return loss
-        if next_tokens is None:
+        if next_tokens is None or next_labels is None:
             next_tokens, next_labels = shift_targets(tokens, labels, doc_ids)
         h = self.mtp(h, self.tok_embeddings(next_tokens), cos, sin, attend)
         mtp_loss = self.token_loss(h, weight, next_labels, loss_denom)
@@ -597,7 +602,7 @@ class DeepSeek(nn.Module):
         """fqn -> name in Hugging Face's files; for a stack of experts a list of names. MTP is the
         layer after the last."""
         c = self.config
-        names = {
+        names: dict[str, str | list[str]] = {
             "tok_embeddings.weight": "model.embed_tokens.weight",
             "norm.weight": "model.norm.weight",
         }

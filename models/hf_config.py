@@ -8,6 +8,8 @@ fixed: their name -> values that our model can represent. We write the first val
 the file lacks the field.
 """
 
+from typing import Any
+
 # Fields of all models
 SHARED_FIELDS = dict(
     dim=("hidden_size", None),
@@ -31,7 +33,7 @@ YARN = dict(
 STRETCHES = YARN | dict(llama3=(("factor", "low_freq_factor", "high_freq_factor", _original), ()))
 
 
-def check_sizes(config, *names: str, rotated: str = "head_dim") -> None:
+def check_sizes(config: Any, *names: str, rotated: str = "head_dim") -> None:
     """Raise ValueError naming the fields of a model's config that are below 1 (None is no size),
     for heads that do not share out the kv heads evenly, and for an odd size of what RoPE rotates.
     """

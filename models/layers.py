@@ -5,6 +5,7 @@ B batch, T sequence, D dim, H heads, K head_dim, N tokens (B*T)
 
 import inspect
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ class RMSNorm(nn.RMSNorm):
         return Normalize.apply(x, self.weight, self.eps)
 
 
-def normalized(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def normalized(x: Tensor, weight: Tensor, eps: float | None) -> tuple[Tensor, Tensor]:
     """(x / rms(x) * weight, 1 / rms(x) (..., 1)), computed in fp32 (arXiv:1910.07467, eq. 4)."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)  # (..., 1)
     if eps is None:
@@ -67,7 +68,7 @@ def takes_places(model: nn.Module) -> bool:
     return "places" in inspect.signature(model.forward).parameters
 
 
-def places_of(batch, seed: int) -> Tensor:
+def places_of(batch: Any, seed: int) -> Tensor:
     """(A, B, T) int64: a number for each token of the run, the same in every layout. The low 24
     bits are the position in the sequence, the bits above are the number of the sequence. Another
     seed starts to count sequences elsewhere."""
@@ -81,12 +82,15 @@ def weight_of(linear: nn.Linear) -> Tensor:
     """The effective matrix (out, in), LoRA's product included (lora/lora.py). Use it wherever code
     multiplies with .weight instead of calling the linear; plain .weight would leave the adapters
     out."""
-    if hasattr(linear, "merged"):
-        return linear.merged().to(linear.weight.dtype)
-    return linear.weight
+    merged = getattr(linear, "merged", None)
+    if merged is None:
+        return linear.weight
+    return merged().to(linear.weight.dtype)
 
 
-def rope_frequencies(config, K: int, device, truncate=True) -> Tensor:
+def rope_frequencies(
+    config: Any, K: int, device: torch.device | str, truncate: bool = True
+) -> Tensor:
     """(K/2,) radians per position, fp32 (RoPE eq. 34, arXiv:2104.09864), stretched for long context
     if config.rope_scaling says so, like Llama 3.1 or by yarn (arXiv:2309.00071, section 3.2): fast
     pairs stay, slow pairs are slowed down by `factor`.
@@ -122,7 +126,7 @@ def rope_frequencies(config, K: int, device, truncate=True) -> Tensor:
     return (1 - keep) * freq / s["factor"] + keep * freq
 
 
-def attention_factors(config) -> tuple[float, float]:
+def attention_factors(config: Any) -> tuple[float, float]:
     """(factor of cos and sin, factor of the softmax scale in latent attention): yarn's correction
     of attention's entropy."""
     s = config.rope_scaling
@@ -138,7 +142,7 @@ def attention_factors(config) -> tuple[float, float]:
     return s.get("attention_factor", factor), (growth * all_dim + 1) ** 2
 
 
-def cos_and_sin(config, K: int, positions: Tensor, **options) -> tuple[Tensor, Tensor]:
+def cos_and_sin(config: Any, K: int, positions: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """cos and sin (B or 1, 1, T/cp, K/2) fp32 of positions (B or 1, T/cp), for rotate."""
     angle = positions[:, None, ..., None] * rope_frequencies(config, K, positions.device, **options)
     factor = attention_factors(config)[0]

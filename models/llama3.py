@@ -217,7 +217,9 @@ class Llama3(nn.Module):
         if cache is None:
             attend = self.make_attend(positions, doc_ids, **window)
         for i, block in self.blocks.items():
-            h = block(h, cos, sin, attend or cache.attend(i, **window))
+            if cache is not None:
+                attend = cache.attend(i, **window)
+            h = block(h, cos, sin, attend)
         if self.norm is None:
             return h  # the next pipeline stage goes on from here
         h = self.norm(h)

@@ -9,6 +9,7 @@ torch's own `F.linear_cross_entropy` (2.13) sums in bf16 and refuses DTensor wei
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -33,13 +34,12 @@ def rows_per_chunk(h: Tensor, weight: Tensor) -> int:
 def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """total + a @ b in fp32, in the memory of total; with total None a @ b. Of bf16 a and b, too: a
     bf16 total would round away the later chunks."""
-    if a.is_cuda and total is None:
-        return torch.mm(a, b, out_dtype=torch.float32)
+    if total is None:
+        if a.is_cuda:
+            return torch.mm(a, b, out_dtype=torch.float32)
+        return (a @ b).float()  # on a CPU no matmul of bf16 returns fp32
     if a.is_cuda:  # a single kernel, adding in fp32 registers
         return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    # on a CPU no matmul of bf16 returns fp32
-    if total is None:
-        return (a @ b).float()
     return total.add_(a @ b)
 
 
@@ -49,7 +49,12 @@ def no_reduce(x: Tensor, op: str) -> Tensor:
 
 
 def softmax_loss(
-    h: Tensor, weight: Tensor, labels: Tensor, all_reduce, vocab_start: int, out: Tensor | None
+    h: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    all_reduce: Callable,
+    vocab_start: int,
+    out: Tensor | None,
 ) -> Tensor:
     """Sum of a chunk's losses in fp32. out (n, V): filled with the gradient of the sum by the
     logits. Compiled by --compile."""
@@ -95,7 +100,9 @@ class LinearCrossEntropy(torch.autograd.Function):
         # gradient, and no sum is read and written.
         at_once = wants_w and N <= max(rows, 2 * D)
         total = h.new_zeros((), dtype=torch.float32)
-        dh = torch.empty_like(h) if wants_h else None
+        dh = None
+        if wants_h:
+            dh = torch.empty_like(h)
         dw = None
         dlogits = None
         out = None
@@ -106,11 +113,13 @@ class LinearCrossEntropy(torch.autograd.Function):
             if dlogits is not None:
                 out = dlogits[begin % len(dlogits) :][: len(hc)]  # (n, V)
             total += kernel(hc, weight, labels[begin : begin + rows], all_reduce, vocab_start, out)
-            if wants_h:
+            if out is None:
+                continue  # no gradient is wanted
+            if dh is not None:
                 torch.mm(out, weight, out=dh[begin : begin + rows])
             if wants_w and not at_once:
                 dw = add_product(dw, out.T, hc)
-        if at_once:
+        if at_once and dlogits is not None:
             dw = dlogits.T @ h
         ctx.save_for_backward(dh, dw)
         ctx.dtype = h.dtype
@@ -131,10 +140,10 @@ def linear_cross_entropy(
     h: Tensor,
     weight: Tensor,
     labels: Tensor,
-    denom=None,
-    all_reduce=no_reduce,
-    vocab_start=0,
-    kernel=softmax_loss,
+    denom: Tensor | float | None = None,
+    all_reduce: Callable = no_reduce,
+    vocab_start: int = 0,
+    kernel: Callable = softmax_loss,
 ) -> Tensor:
     """Sum of the token losses / denom, a scalar in fp32. h (..., D), weight (V, D), labels (...)
     with IGNORE for no loss.
@@ -157,7 +166,7 @@ def linear_cross_entropy(
 NEVER = -1e30
 
 
-def log_normalizer(logits: Tensor, all_reduce=no_reduce) -> Tensor:
+def log_normalizer(logits: Tensor, all_reduce: Callable = no_reduce) -> Tensor:
     """log sum exp over the vocabulary, (n,) from fp32 logits (n, V/tp). The generator and the
     trainer of grpo.py share this
     function: a difference in rounding would look like a difference between policies."""
@@ -238,11 +247,11 @@ def token_logprobs(
     h: Tensor,
     weight: Tensor,
     labels: Tensor,
-    temperature=1.0,
-    all_reduce=no_reduce,
-    vocab_start=0,
-    unknown=None,
-):
+    temperature: float = 1.0,
+    all_reduce: Callable = no_reduce,
+    vocab_start: int = 0,
+    unknown: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """(log-probability of each label, entropy of each token's distribution), both fp32 and shaped
     like labels (...), both with a gradient. h (..., D), weight (V, D); every label must be a
     token, not IGNORE. Vocab parallelism as in linear_cross_entropy. unknown: ids with probability

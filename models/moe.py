@@ -9,14 +9,16 @@ Each model chooses in its own way. Its choice is `index` (N, k), the chosen expe
 the load.
 """
 
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 # None where torch has neither: a matmul per expert
-grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
 
 def kernel_fits(x: Tensor, weight: Tensor) -> bool:
@@ -165,7 +167,12 @@ def inverse(order: Tensor) -> Tensor:
 
 
 def apply_experts(
-    experts: Experts, x: Tensor, index: Tensor, weigh, counts: Tensor, shared=None
+    experts: Experts,
+    x: Tensor,
+    index: Tensor,
+    weigh: Callable[[], Tensor],
+    counts: Tensor,
+    shared: nn.Module | None = None,
 ) -> Tensor:
     """Send each token to k experts and add up the weighted results: x (..., D), index (N, k) ->
     (..., D).
@@ -178,10 +185,19 @@ def apply_experts(
     order = experts.turn(index).flatten().short().argsort(stable=True)
     places = inverse(order).view_as(index)  # the row of each copy
     weigh = cache(weigh)
-    for_every_token = cache(lambda: shared and shared(x))
+
+    @cache
+    def for_every_token() -> Tensor | None:
+        if shared is None:
+            return None
+        return shared(x)
+
     y = experts(experts.spread(x.flatten(0, -2), order, places), counts, for_every_token, weigh)
     out = experts.combine(y, weigh(), order, places).view_as(x)
-    return out + for_every_token() if shared else out
+    of_shared = for_every_token()
+    if of_shared is None:
+        return out
+    return out + of_shared
 
 
 def spread(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
@@ -228,6 +244,8 @@ class Balance(nn.Module):
     none: no balancing. force (--moe_force_balance): round-robin instead of the router, for
     benchmarks.
     """
+
+    bias: Tensor
 
     def __init__(self, n_experts: int):
         super().__init__()

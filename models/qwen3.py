@@ -226,7 +226,9 @@ class Qwen3(nn.Module):
         if cache is None:
             attend = self.make_attend(positions, doc_ids)
         for i, block in self.blocks.items():
-            h = block(h, cos, sin, attend or cache.attend(i))
+            if cache is not None:
+                attend = cache.attend(i)
+            h = block(h, cos, sin, attend)
         if self.norm is None:
             return h  # the next pipeline stage goes on from here
         h = self.norm(h)
@@ -300,7 +302,7 @@ class Qwen3(nn.Module):
     def hf_keys(self) -> dict[str, str | list[str]]:
         """fqn -> name in Hugging Face's files; for a stack of experts a list of names. The values
         are the same."""
-        names = {
+        names: dict[str, str | list[str]] = {
             "tok_embeddings.weight": "model.embed_tokens.weight",
             "norm.weight": "model.norm.weight",
         }

@@ -26,7 +26,7 @@ def is_frozen(fqn: str) -> bool:
     return not is_adapter(fqn)
 
 
-def lora_names(module, patterns: list[str]) -> list[str]:
+def lora_names(module: nn.Module, patterns: list[str]) -> list[str]:
     """fqns of the linears of a model, or of a pipeline stage, that get adapters: linears of the
     blocks whose fqn, or the last part of the fqn, fits a pattern of --lora_on."""
     found = []
@@ -37,7 +37,7 @@ def lora_names(module, patterns: list[str]) -> list[str]:
     return found
 
 
-def block_linears(module) -> list[str]:
+def block_linears(module: nn.Module) -> list[str]:
     found = []
     for fqn, m in module.named_modules():
         if isinstance(m, nn.Linear) and fqn.startswith("blocks.") and not is_adapter(f"{fqn}."):
@@ -45,7 +45,7 @@ def block_linears(module) -> list[str]:
     return found
 
 
-def merged_weight(w, a, b, scale: float):
+def merged_weight(w: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
     """W + scale * B A (out, in) in fp32, of whole matrices or of a rank's rows and columns."""
     return torch.addmm(w.float(), b.float(), a.float(), alpha=scale)
 
@@ -74,7 +74,7 @@ def base_hash(modules, group=None) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def placed_sum(t) -> int:
+def placed_sum(t: torch.Tensor) -> int:
     """Sum of bits * (1 + place in the whole tensor) over this rank's part of a tensor, modulo
     2**64."""
     shape, offset = local_slice(t)
@@ -93,7 +93,7 @@ def placed_sum(t) -> int:
         starts = torch.arange(first, first + len(rows), device=device) * n_columns
         bits = rows.to(torch.bfloat16).view(torch.int16).long()
         total += (bits.sum(1) * starts).sum() + (bits.sum(0) * (columns + 1)).sum()
-    return total.item()
+    return int(total.item())
 
 
 def lora_of(path: str) -> dict:
@@ -101,7 +101,7 @@ def lora_of(path: str) -> dict:
     return read_json(path, "state.json")["identity"]["lora"]
 
 
-def read_adapters(table, path: str) -> dict[str, torch.Tensor]:
+def read_adapters(table: dict, path: str) -> dict[str, torch.Tensor]:
     """{fqn: the whole tensor}: adapters are small."""
     found = {}
     for key, kind in table.items():

@@ -3,6 +3,7 @@
 import copy
 import math
 from dataclasses import asdict
+from typing import Any
 
 from flags.files import json_bytes, read_json
 
@@ -33,7 +34,7 @@ UNTOLD_FLAGS = set(
 )
 
 
-def changes(old, new, name=""):
+def changes(old: Any, new: Any, name: str = ""):
     """Yields (name, old value, new value) where two nested dicts differ."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in dict.fromkeys([*new, *old]):
@@ -45,7 +46,7 @@ def changes(old, new, name=""):
         yield name, shorten_value(old), shorten_value(new)
 
 
-def shorten_value(value) -> str:
+def shorten_value(value: Any) -> str:
     text = f"{value}"
     if len(text) <= 40:
         return text

@@ -8,6 +8,7 @@ import time
 import uuid
 from contextlib import suppress
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
@@ -30,7 +31,7 @@ from storage.source_tokenizer import ids_of_folder
 from storage.writer import commit_step
 
 
-def ls(run: str):
+def ls(run: str) -> None:
     """Lists step folders by their manifests; compares the sizes of all files, but reads no bytes."""
     for path in candidates(run):
         name = os.path.basename(path)
@@ -69,7 +70,9 @@ def verify_command(folder: str) -> int:
     return status
 
 
-def to_hf(folder: str, out: str, dtype="bfloat16", max_shard_gb=5.0, adapter=False) -> None:
+def to_hf(
+    folder: str, out: str, dtype: str = "bfloat16", max_shard_gb: float = 5.0, adapter: bool = False
+) -> None:
     """Exports a step folder, or a run folder's newest good checkpoint, with two files in memory at
     a time. A LoRA run is merged in memory with the base weights; adapter: export only the adapters.
 
@@ -225,10 +228,11 @@ def from_hf(folder: str, out: str):
     --init_from and generate.py."""
     check_export(out)
     model, tokenizer_file = load_hf_model(folder)
+    config: Any = model.config
     about = {
         "module": type(model).__module__,
         "class": type(model).__name__,
-        **asdict(model.config),
+        **asdict(config),
     }
     generation = None
     if tokenizer_file:
@@ -246,7 +250,7 @@ def from_hf(folder: str, out: str):
     )
 
 
-def mean_of_steps(run: str, out: str, last=0, steps=()):
+def mean_of_steps(run: str, out: str, last: int = 0, steps=()):
     """(a model with the mean, the run's identity, the state of the latest of these steps, the
     tokenizer.json or None).
 
@@ -280,7 +284,7 @@ def mean_of_steps(run: str, out: str, last=0, steps=()):
             )
     model.to_empty(device="cpu")
     for fqn, mean in named_tensors(model).items():
-        total = 0
+        total = torch.zeros(())
         for path, _, table in opened:
             total = total + read_tensor(f"model.{fqn}", path, table).float()
         mean.detach().copy_(total / len(opened))
@@ -288,7 +292,7 @@ def mean_of_steps(run: str, out: str, last=0, steps=()):
     return model, saved["identity"], state, tokenizer_of_step(newest)
 
 
-def average(run: str, out: str, last=0, steps=()):
+def average(run: str, out: str, last: int = 0, steps=()) -> None:
     """Writes the mean of the weights of several steps of a run as a run folder."""
     write_run(out, *mean_of_steps(run, out, last, steps))
 
@@ -336,7 +340,7 @@ def step_list(text: str) -> list[int]:
     return [int(step) for step in text.split(",")]
 
 
-def main(argv: list[str], about: str = "") -> int:
+def main(argv: list[str], about: str | None = None) -> int:
     parser = Parser(prog="python checkpoint.py", description=about)
     commands = parser.add_subparsers(metavar="ls|verify|diff|average|to_hf|from_hf", required=True)
 

@@ -16,8 +16,8 @@ import math
 import warnings
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from types import SimpleNamespace
-from typing import NamedTuple
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ from storage.manifest import TABLE
 MOST_SHARDS = 1 << 20  # of a tensor; more in a file of a stranger would take all memory
 
 
-def import_dcp():
+def import_dcp() -> ModuleType:
     # imported late: takes long, and only saving and loading need DCP
     import torch.distributed.checkpoint as dcp
 
@@ -56,11 +56,19 @@ class SavePlan:
     plan afterwards; written:
     DCP's results of the last save; table: the content of tensors.json, on rank 0."""
 
-    items = final = written = table = None
+    items: list | None = None
+    final: Any = None
+    written: list | None = None
+    table: Any = None
 
 
 def write_tensors(
-    tensors: dict[str, Tensor], folder: str, group, plan: SavePlan, staged=False, process=None
+    tensors: dict[str, Tensor],
+    folder: str,
+    group,
+    plan: SavePlan,
+    staged: bool = False,
+    process=None,
 ) -> list[str]:
     """Writes this rank's shards; every rank of `group` calls. A shard held by several ranks is
     written once. Returns the names of this rank's files. Raises Failed, the same on all ranks.
@@ -124,11 +132,11 @@ def write_tensors(
 def write_apart(folder: str, plan, tensors: dict) -> list:
     """In the writer process: writes this plan of DCP's. Returns DCP's results."""
     writer = import_dcp().FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0)
-    planner = SimpleNamespace(resolve_data=lambda item: tensors[item.index])
+    planner: Any = SimpleNamespace(resolve_data=lambda item: tensors[item.index])
     return writer.write_data(plan, planner).value()
 
 
-def read_tensors(tensors: dict[str, Tensor], folder: str, table: dict):
+def read_tensors(tensors: dict[str, Tensor], folder: str, table: dict) -> None:
     """Overwrites `tensors` (plain or DTensor, any layout) with the folder's tensors of the same
     keys, each rank by itself.
     table: from read_table(). Raises ValueError."""
@@ -180,7 +188,7 @@ def unpack_column(packed: int | dict | list, at: np.ndarray) -> np.ndarray:
     return np.array(packed, np.int64)[at]
 
 
-def table_bytes(metadata, results) -> bytes:
+def table_bytes(metadata: Any, results: list) -> bytes:
     """The content of tensors.json, from DCP's metadata on rank 0 and the write results of all
     ranks."""
     where = {}  # (key, offsets of a shard): its place in a file
@@ -258,7 +266,8 @@ def read_table(folder: str, files: dict[str, list]) -> dict[str, SavedTensor]:
     key = ""
     try:
         saved = read_json(folder, TABLE)
-        files = saved["files"], np.array([files[name][0] for name in saved["files"]])
+        sizes = np.array([files[name][0] for name in saved["files"]])
+        names_and_sizes = (saved["files"], sizes)
         for key, entry in saved["tensors"].items():
             dtype = getattr(torch, entry["dtype"])
             shards = entry["shards"]
@@ -269,13 +278,14 @@ def read_table(folder: str, files: dict[str, list]) -> dict[str, SavedTensor]:
                 raise ValueError(f"it is said to have {n} shards")
             if "n" not in entry:  # format 2: a row for each shard
                 shards = [*np.array(shards).T]
-            table[key] = SavedTensor(torch.Size(entry["shape"]), dtype, files, n, shards)
+            shape = torch.Size(entry["shape"])
+            table[key] = SavedTensor(shape, dtype, names_and_sizes, n, shards)
     except Exception as error:
         raise ValueError(f"{folder}/{TABLE} is refused: {key}: {reason(error)}") from None
     return table
 
 
-def find_shards(tensors: dict[str, Tensor], table: dict[str, SavedTensor], folder: str):
+def find_shards(tensors: dict[str, Tensor], table: dict[str, SavedTensor], folder: str) -> Any:
     """DCP's Metadata with the saved shards that overlap with this rank's part of `tensors`: of
     millions only a few."""
     from torch.distributed.checkpoint import filesystem, metadata

@@ -5,8 +5,10 @@ that other rooms import from here."""
 import math
 import os
 import re
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -116,7 +118,7 @@ class HFTensors:
             hf_file(folder, file)
         return where
 
-    def split_experts(self):
+    def split_experts(self) -> None:
         """Names each matrix of the experts that transformers 5 writes as stacks, gate_up_proj (E,
         2 F, D) and down_proj (E, D, F), as all other files do."""
         for name, file in [*self.where.items()]:
@@ -137,7 +139,7 @@ class HFTensors:
                     self.experts[matrix] = name, expert, i * rows, rows
             del self.where[name]
 
-    def handle(self, name: str):
+    def handle(self, name: str) -> Any:
         """safetensors' handle of a tensor: gives shape, dtype, and slices by indexing."""
         file = self.open(self.where[name])
         if name in self.experts:
@@ -205,7 +207,7 @@ def open_tensors(Model: type[nn.Module], folder: str) -> HFTensors:
 
 # --- Names to tensors, each rank its slices ---
 def match_names(
-    module: nn.Module, source: HFTensors, exclude
+    module: Any, source: HFTensors, exclude: Iterable[str]
 ) -> tuple[set[str], list[str], list[str], str | None]:
     """Compares the names in the files with the model's. Returns (skipped, absent, extra, twin).
     skipped: fqns not to load, excluded or absent; absent: optional fqns missing in the files;
@@ -272,7 +274,7 @@ def match_names(
 
 
 def plan_reads(
-    modules: list[nn.Module], source: HFTensors, exclude=()
+    modules: list[Any], source: HFTensors, exclude: Iterable[str] = ()
 ) -> tuple[list[tuple], list[str], list[str]]:
     """([(name, offset, tensor to fill)] of this rank, absent, extra: see match_names). Raises
     ValueError; fills nothing yet."""
@@ -369,7 +371,7 @@ def load_hf(model, folder: str, exclude=(), group=None) -> list[str]:
 
 
 def load_hf_model(
-    folder: str, device="cpu", dtype: torch.dtype | None = None
+    folder: str, device: str = "cpu", dtype: torch.dtype | None = None
 ) -> tuple[nn.Module, str | None]:
     """(plain model on `device`, path of tokenizer.json or None). dtype None: the files' dtype,
     bfloat16 for fp8."""

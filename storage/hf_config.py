@@ -7,7 +7,7 @@ import re
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from torch import nn
 
@@ -57,7 +57,7 @@ def find_model_file(name: str) -> str | None:
     return None
 
 
-def class_of(config) -> type[nn.Module]:
+def class_of(config: Any) -> type[nn.Module]:
     """The model's class of a config: Llama3 of a Llama3Config."""
     return getattr(
         sys.modules[type(config).__module__], type(config).__name__.removesuffix("Config")
@@ -97,7 +97,7 @@ def read_hf_config(folder: str, Config=None):
     return config
 
 
-def has_type(value, kind) -> bool:
+def has_type(value: Any, kind: Any) -> bool:
     """Whether a value from a file has the annotated type of the config's field: strangers may have
     written anything."""
     if kind is int:
@@ -141,7 +141,7 @@ def check_hf_config(model_config, folder: str):
     raise ValueError(f"{folder}/config.json is of another model: {'; '.join(told)}; {fix}")
 
 
-def differing_fields(config, theirs) -> dict:
+def differing_fields(config: Any, theirs: Any) -> dict:
     """{name: value in `theirs`} of the fields that differ between two configs of one class.
     mtp_depth may differ: load_hf prints the missing layers."""
     found = {}
@@ -152,7 +152,7 @@ def differing_fields(config, theirs) -> dict:
     return found
 
 
-def check_same_model(Model, config):
+def check_same_model(Model: type, config: Any) -> None:
     """Raises ValueError where transformers would open an export of this class as the model of
     another class, or where config.json cannot tell all of the config."""
     own = f"{Model.__module__}.{Model.__name__}"

@@ -9,10 +9,11 @@ import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from corpus.special import SpecialIds
 from corpus.tokenizer import files_beside, load_tokenizer
@@ -37,7 +38,7 @@ def own_group(modules: list[nn.Module], group):
     return None
 
 
-def check_export(folder: str):
+def check_export(folder: str) -> None:
     """Raises ValueError when no export can be written to the folder."""
     check_local(folder, "to export to")
     if os.path.lexists(folder) and (not os.path.isdir(folder) or os.listdir(folder)):
@@ -116,7 +117,7 @@ def cut_into_files(entries: list[HFEntry], max_bytes: float) -> list[list[HFEntr
     return files
 
 
-def write_safetensors(path: str, entries: list[HFEntry], tensors: dict[str, Tensor]):
+def write_safetensors(path: str, entries: list[HFEntry], tensors: dict[str, Tensor]) -> None:
     """Writes a file of these entries. tensors: {fqn: whole tensor, or stack of experts}, in CPU
     memory."""
     from safetensors.torch import save_file
@@ -143,10 +144,10 @@ def write_hf(
     max_shard_gb: float,
     tokenizer_file=None,
     group=None,
-    quiet=False,
+    quiet: bool = False,
     check=None,
     generation: dict | None = None,
-):
+) -> None:
     """Writes a Hugging Face folder; every rank of `group` calls. kinds: {fqn: (shape, dtype in the
     file)} of this rank. check: rank 0 calls it with the finished folder, before the folder gets its
     name; what it raises refuses the export. generation: generation_config.json, with the ids of
@@ -280,9 +281,7 @@ def tokenizer_files(file: str, max_seq_len: int) -> tuple[dict[str, bytes], Spec
 
 
 # --- A model in memory ---
-def file_kinds(
-    tensors: dict[str, Tensor], module: nn.Module, dtype: torch.dtype
-) -> dict[str, tuple]:
+def file_kinds(tensors: dict[str, Tensor], module: Any, dtype: torch.dtype) -> dict[str, tuple]:
     """fqn -> (shape, dtype in the file): parameters in `dtype`, buffers unchanged, buffers without
     an HF name left out."""
     keys = module.hf_keys()
@@ -295,7 +294,7 @@ def file_kinds(
     return kinds
 
 
-def say_lost(folder: str, fqns: list[str]):
+def say_lost(folder: str, fqns: list[str]) -> None:
     if fqns:
         print(
             f"checkpoint: {folder} has no place for {brief(fqns)}: without them that model is not "
@@ -309,10 +308,10 @@ def save_hf(
     model,
     folder: str,
     dtype=torch.bfloat16,
-    max_shard_gb=5.0,
+    max_shard_gb: float = 5.0,
     tokenizer_file: str | None = None,
     group=None,
-    quiet=False,
+    quiet: bool = False,
     check=None,
     generation: dict | None = None,
 ):
@@ -374,9 +373,9 @@ def save_hf(
 
 def gather_whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """The whole tensor in `dtype`. A rank casts its part of a DTensor before the parts travel."""
-    if not hasattr(tensor, "placements"):
+    if not isinstance(tensor, DTensor):
         return tensor.to(dtype)
-    local = type(tensor).from_local(
+    local = DTensor.from_local(
         tensor.to_local().to(dtype),
         tensor.device_mesh,
         tensor.placements,

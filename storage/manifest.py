@@ -30,7 +30,7 @@ def own_hash(manifest: dict) -> str:
     ).hexdigest()
 
 
-def write_manifest(folder: str, files: dict[str, list], **about):
+def write_manifest(folder: str, files: dict[str, list], **about) -> None:
     """files: {name: [bytes, crc32]}, from checksums(). about: values shown by `checkpoint.py ls`."""
     manifest = dict(format_version=FORMAT_VERSION, **about, files=files)
     write_file(Path(folder, "manifest.json"), json_bytes(manifest | {"sha256": own_hash(manifest)}))
@@ -105,7 +105,7 @@ class Progress:
 
 
 def checksums(
-    folder: str, names: list[str], progress=lambda n_bytes: None, sync=False
+    folder: str, names: list[str], progress=lambda n_bytes: None, sync: bool = False
 ) -> dict[str, list]:
     """{name: [bytes, crc32 in hex]}, four files at a time: zlib works without Python's lock.
 
@@ -132,7 +132,9 @@ def checksums(
     return found
 
 
-def check_files(folder: str, manifest: dict, names: list[str], progress=lambda n_bytes: None):
+def check_files(
+    folder: str, manifest: dict, names: list[str], progress=lambda n_bytes: None
+) -> None:
     """Reads the files `names` of a step folder. Raises Damaged if a single bit has changed."""
     try:
         found = checksums(folder, names, progress)

@@ -8,6 +8,7 @@ as the moments.
 
 import inspect
 import json
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +47,7 @@ def collect_values(optimizer) -> list[dict]:
     return parts
 
 
-def freeze(x, around: tuple):
+def freeze(x: Any, around: tuple) -> Any:
     """A copy that can be compared and restored: numbers and texts, in lists and dicts. For all else
     a text that begins with OTHER, equal as long as x is unchanged. around: the optimizer, and the
     objects around x, not searched again."""
@@ -86,7 +87,7 @@ def state_names(optimizer) -> set[str]:
     return found
 
 
-def is_json(frozen) -> bool:
+def is_json(frozen: Any) -> bool:
     return OTHER not in json.dumps(frozen)
 
 
@@ -103,7 +104,7 @@ class OptimizerNumbers:
         for optimizer in optimizers:
             optimizer.register_step_post_hook(self.note_first_state)
 
-    def note_first_state(self, optimizer, *_):
+    def note_first_state(self, optimizer, *_) -> None:
         if optimizer not in self.first_state:
             self.first_state[optimizer] = state_names(optimizer)
 

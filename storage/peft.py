@@ -7,6 +7,7 @@ import math
 import os
 import re
 from functools import partial
+from typing import Any
 
 from safetensors.torch import save
 from torch import Tensor
@@ -43,7 +44,7 @@ def merge_adapters(source, folder: str, file) -> None:
     for all but plain LoRA, and for adapters that do not fit the base."""
     about = read_hf_json(folder, ADAPTER)
     patterns = about.get("alpha_pattern") or {}
-    usual = about.get("lora_alpha")
+    usual: Any = about.get("lora_alpha")
     odd = []
     for name, value in about.items():
         if value and name not in HARMLESS and value not in PLAIN.get(name, []):

@@ -74,7 +74,7 @@ def identify_run(
     return identity
 
 
-def check_run(out: str, identity: dict, cfg, lr_at=None):
+def check_run(out: str, identity: dict, cfg, lr_at=None) -> None:
     """Raises ValueError when this run may not continue the run in `out`, or start from --init_from.
 
     Otherwise rank 0 prints the changed flags. lr_at: the recipe's, to show how changed flags move
@@ -115,7 +115,7 @@ HELD = set()  # folders locked by this process
 JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_RESTART_COUNT")
 
 
-def wait_for_run(out: str):
+def wait_for_run(out: str) -> None:
     """Waits on every rank until no other process writes to `out`: the newest checkpoint may change
     until then. Without <out>/.lock nobody has written yet; the folder is made only after all flags
     are checked. Raises ValueError for an address of a store."""
@@ -179,7 +179,7 @@ def lock_run(out: str):
             return
 
 
-def sign_lock(descriptor: int, out: str):
+def sign_lock(descriptor: int, out: str) -> None:
     HELD.add(out)
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"{os.getpid()} on {socket.gethostname()}{job_name()}".encode(), 0)

@@ -71,7 +71,7 @@ class RunTensors:
                 found[f"model.{fqn}"] = tensor.detach()
         return found
 
-    def named(self, with_optimizer: bool, saving=False) -> dict[str, Tensor]:
+    def named(self, with_optimizer: bool, saving: bool = False) -> dict[str, Tensor]:
         """The flat dict for DCP to write, or to read into in place. saving: a number of the
         optimizer's, such as AdamW's step, is in the dict of one rank only, which writes it after
         its shards."""
@@ -85,7 +85,9 @@ class RunTensors:
         """The optimizers' state of one parameter. Raises ValueError for what DCP would not save."""
         is_first = True  # of the ranks that have the number
         if isinstance(param, DTensor):
-            is_first = not any(param.device_mesh.get_coordinate())
+            coordinate = param.device_mesh.get_coordinate()
+            assert coordinate is not None, "a rank has only the parameters of its own mesh"
+            is_first = not any(coordinate)
         found = {}
         for name, t in self.state_of(param).items():
             if not isinstance(t, Tensor):
@@ -107,7 +109,7 @@ class RunTensors:
         return found
 
     # --- before tensors are read ---
-    def create_optimizer_state(self, fqns: set[str]):
+    def create_optimizer_state(self, fqns: set[str]) -> None:
         """Lets torch create the state of these parameters: a step with zero gradients and lr 0
         changes no weight.
 
@@ -124,7 +126,7 @@ class RunTensors:
             for group, lr in zip(optimizer.param_groups, lrs):
                 group["lr"] = lr
 
-    def create_late_state(self, table: dict, late: list[str]):
+    def create_late_state(self, table: dict, late: list[str]) -> None:
         """Creates state that the optimizer makes in a later step than its first. table: the tensors
         of the checkpoint; late: names of such state."""
         for key, saved in table.items():
@@ -140,7 +142,7 @@ class RunTensors:
                 owner.state[param][name] = torch.zeros_like(like.detach(), dtype=saved.dtype)
 
     # --- after tensors were read ---
-    def fill_twins(self):
+    def fill_twins(self) -> None:
         """Copies weights and optimizer state from each parameter to the twin of the same name."""
         for fqn, twin in self.twins.items():
             twin.detach().copy_(self.params[fqn].detach())

@@ -11,7 +11,7 @@ from storage.run_tensors import model_tensors
 
 
 def load_model(
-    folder: str, device="cpu", dtype: torch.dtype | None = None
+    folder: str, device: str = "cpu", dtype: torch.dtype | None = None
 ) -> tuple[nn.Module, dict]:
     """(plain model on `device`, state) of a step folder, or of a run folder's newest good
     checkpoint. Raises ValueError.

@@ -3,6 +3,7 @@ that are not persistent, and gradients carried from step to step. A run that is 
 without them, and so would be another run; at its first save it says so, one line each."""
 
 from collections import deque
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -15,7 +16,7 @@ TORCHS = set(vars(nn.Module()))
 SET_ANEW = {"is_last_backward", "places"}
 
 
-def fingerprint(x):
+def fingerprint(x: Any) -> Any:
     """A value that is equal as long as x is: of numbers, tensors, and lists and dicts of them. None
     for all else, such as functions and modules, which are no state."""
     if isinstance(x, bool):
@@ -36,7 +37,7 @@ def fingerprint(x):
     return None
 
 
-def attributes_of(owner, name: str) -> dict[str, object]:
+def attributes_of(owner: Any, name: str) -> dict[str, object]:
     """{name.attribute: fingerprint} of the plain values among the attributes of a module or a
     parameter."""
     private = "__" if isinstance(owner, nn.Module) else "_"  # a parameter's _names are DTensor's

@@ -33,14 +33,14 @@ def step_path(out: str, step: int) -> str:
     return os.path.join(out, "checkpoints", f"step-{step}")
 
 
-def delete_leftovers(out: str):
+def delete_leftovers(out: str) -> None:
     folder = os.path.join(out, "checkpoints")
     if os.path.isdir(folder):
         for name in filter(LEFTOVER.fullmatch, os.listdir(folder)):
             shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
 
 
-def run_after_save(command: str, folder: str):
+def run_after_save(command: str, folder: str) -> None:
     """Runs --after_save in a shell, while training goes on. A failure prints one line: the
     checkpoint itself is complete."""
     done = subprocess.run(
@@ -96,7 +96,7 @@ class Writer:
                 delete_leftovers(out)
 
     # --- in the background ---
-    def stage(self, tensors: dict, step: int, about: dict):
+    def stage(self, tensors: dict, step: int, about: dict) -> None:
         """Begins to copy the tensors to CPU memory, and then to write them."""
         # before 2.13 a stager works only once
         if self.stager is not None and torch.__version__ < "2.13":
@@ -120,13 +120,13 @@ class Writer:
             )
         )
 
-    def wait_staged(self):
+    def wait_staged(self) -> None:
         """Returns when the weights may change; every optimizer calls this before a step."""
         if self.staged is not None:
             wait([self.staged])  # write() reports an error of the copy
             self.staged = None
 
-    def finish_flight(self):
+    def finish_flight(self) -> None:
         """Waits for the running save."""
         self.wait_staged()
         flight = self.flight
@@ -138,7 +138,7 @@ class Writer:
             self.stager = None
             self.say("from now on a thread saves, for a writer process may have died")
 
-    def close(self):
+    def close(self) -> None:
         """Waits for the running save, and raises the save's error."""
         self.finish_flight()
         self.pool.shutdown()
@@ -149,7 +149,7 @@ class Writer:
             self.process.shutdown()
 
     # --- a save ---
-    def write(self, step: int, about: dict, get_tensors, staged=False) -> bool:
+    def write(self, step: int, about: dict, get_tensors, staged: bool = False) -> bool:
         """The whole save, in the training thread or in the background. All ranks run the same
         collectives in the same order. about: {name: bytes} of this step, on rank 0. False: not
         saved, and a line has said why."""
@@ -219,7 +219,7 @@ class Writer:
             world_size=self.world_size,
         )
 
-    def purge(self, step: int):
+    def purge(self, step: int) -> None:
         """Deletes all but the newest keep_latest_k, after `step` is complete. The next start
         deletes leftovers of a kill."""
         if self.rank > 0 or not self.cfg.keep_latest_k:
@@ -245,7 +245,7 @@ def layout_in_manifest(config: dict) -> dict[str, int]:
     return found
 
 
-def set_aside(path: str, why: str, say):
+def set_aside(path: str, why: str, say) -> None:
     """Renames a step folder to damaged-N-x or abandoned-N-x: later starts ignore the folder, and
     the user may delete it."""
     step = os.path.basename(path).removeprefix("step-")
