@@ -183,7 +183,7 @@ class Checkpoints:
         )
         if self.generation is not None and file:
             beside["generation_config.json"] = json_bytes(self.generation)
-        if new:
+        if new and self.tokenizer_file:
             from storage.other_tokenizer import describe_ends
 
             self.say(describe_ends(self.tokenizer_file, new))

@@ -519,7 +519,9 @@ def multiple_choice(lines: list[Line], scores: list[list[float]]) -> tuple[list[
     return items, metrics
 
 
-def exact_match(lines: list[Line], samples: list[dict], answers="auto") -> tuple[list[dict], dict]:
+def exact_match(
+    lines: list[Line], samples: list[Sample], answers="auto"
+) -> tuple[list[dict], dict]:
     """(items, metrics) of written answers. samples: from complete(). answers: kind in
     rl/answers.py, or auto."""
     items = []
@@ -555,7 +557,7 @@ def kind_of(answers: str, answer: str) -> str:
     return "exact"
 
 
-def say_judged(cfg: Config, lines: list[Line], samples: list[dict]) -> None:
+def say_judged(cfg: Config, lines: list[Line], samples: list[Sample]) -> None:
     """Say what is judged otherwise than it may seem."""
     kinds = [kind_of(cfg.answers, str(line.fields["answer"])) for line in lines]
     n = kinds.count("number")

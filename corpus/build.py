@@ -36,7 +36,7 @@ from corpus.spelling import (
     spelling_rules,
     traits_of,
 )
-from corpus.tokenizer import BESIDE, BPE_VOCAB, files_beside, load_tokenizer
+from corpus.tokenizer import BESIDE, BPE_VOCAB, files_beside, load_tokenizer, token_text
 from corpus.write_shards import write_index, write_shard
 from distributed.agree import brief
 from flags.config import own_rank

@@ -36,7 +36,6 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
 

@@ -1,6 +1,6 @@
 """Checks the types of the rooms with basedpyright (settings: pyproject.toml), for `make lint`.
 
-    .venv/bin/python tests/check_types.py            # exit 1 if a room has more errors than stored, or fewer
+    .venv/bin/python tests/check_types.py            # exit 1 if a room has more errors than stored
     .venv/bin/python tests/check_types.py --store    # store fewer errors in tests/type_errors.json
 
 The rooms of STRICT have no errors. Every other room has as many errors as tests/type_errors.json
@@ -45,7 +45,7 @@ def errors_by_room(report: dict, root: Path) -> dict[str, list[str]]:
 
 
 def compare(found: dict[str, list[str]], stored: dict[str, int]) -> list[str]:
-    """What is wrong, a line each: nothing if every room has as many errors as stored."""
+    """What is wrong, a line each: nothing if no room has more errors than stored."""
     wrong = []
     for room in sorted(found.keys() | stored.keys() | set(STRICT)):
         errors = found.get(room, [])
@@ -55,9 +55,17 @@ def compare(found: dict[str, list[str]], stored: dict[str, int]) -> list[str]:
         if len(errors) > allowed:
             wrong += errors
             wrong.append(f"{room}: {len(errors)} type errors, at most {allowed} are allowed")
-        elif len(errors) < allowed:
-            wrong.append(f"{room}: {len(errors)} type errors, {allowed} are stored; store: {STORE}")
     return wrong
+
+
+def fallen(found: dict[str, list[str]], stored: dict[str, int]) -> list[str]:
+    """A line for each room with fewer errors than stored: good news, and no reason to fail."""
+    lines = []
+    for room, allowed in sorted(stored.items()):
+        number = len(found.get(room, []))
+        if number < allowed:
+            lines.append(f"{room}: {number} type errors, {allowed} are stored; store: {STORE}")
+    return lines
 
 
 def lowered(found: dict[str, list[str]], stored: dict[str, int]) -> dict[str, int]:
@@ -84,7 +92,9 @@ def main() -> None:
         sys.exit("\n".join(wrong))
     seconds = report["summary"]["timeInSec"]
     files = report["summary"]["filesAnalyzed"]
-    print(f"Types of {files} files checked in {seconds:.0f} s: as many errors as stored.")
+    print(f"Types of {files} files checked in {seconds:.0f} s: no more errors than stored.")
+    for line in fallen(found, stored):
+        print(line)
 
 
 if __name__ == "__main__":
