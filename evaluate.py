@@ -408,15 +408,15 @@ def score(stages: list[nn.Module], layout: Layout, requests: list[tuple]) -> lis
     lengths = [len(context) + len(continuation) for context, continuation in requests]
     shares = in_rows(lengths, size, layout.data_ranks)
     for first, own in zip(shares[0], shares[layout.data_rank]):
-        mine = [*chain(*own)]
+        indices = [*chain(*own)]
         # All data ranks run as many rows as the first, which has the most, because the collectives
         # need all ranks.
-        idle = len(first) - len(mine)
-        kwargs = pack_requests([requests[i] for i in mine] + [NOTHING] * idle, layout)
+        idle = len(first) - len(indices)
+        kwargs = pack_requests([requests[i] for i in indices] + [NOTHING] * idle, layout)
         logprobs = parallel.run_forwards(stages, kwargs, layout)
         # all tp ranks have the same numbers, cp ranks a part each
-        if logprobs and mine and layout.coordinate("tp") == 0:
-            sums[mine] = torch.cat(logprobs).sum(1, dtype=torch.float64)[: len(mine)]
+        if logprobs and indices and layout.coordinate("tp") == 0:
+            sums[indices] = torch.cat(logprobs).sum(1, dtype=torch.float64)[: len(indices)]
         report(size * layout.data_ranks)
     dist.all_reduce(sums)
     check_finite(sums.tolist())
@@ -438,8 +438,8 @@ def complete(
     if layout.world_size > 1:
         group = patient_group(dist.group.WORLD, asked.rollout_timeout_s)
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-    mine = order[layout.data_rank :: layout.data_ranks]
-    noise = draw_noise([f"{asked.seed}/{i}" for i in mine], 1, new)
+    indices = order[layout.data_rank :: layout.data_ranks]
+    noise = draw_noise([f"{asked.seed}/{i}" for i in indices], 1, new)
     report = progress("answered", prompts, layout)
     rows = layout.local_batch_size
     tail = 8 + len("".join(stop).encode())  # ids that hold any string of stop
@@ -462,7 +462,7 @@ def complete(
     with whole_weights(model):
         samples = rollout(
             model,
-            [prompts[i] for i in mine],
+            [prompts[i] for i in indices],
             noise,
             asked.temperature,
             text.ends,
@@ -472,7 +472,7 @@ def complete(
             agree=lockstep(layout, asked.rollout_timeout_s),
             tp_mesh=tp_mesh,
         )
-    for i, s in zip(mine, samples):
+    for i, s in zip(indices, samples):
         s["index"] = i
         s["opened"] = opened_by(text, prompts[i])
         s["text"] = text.decode(s["ids"])

@@ -104,8 +104,8 @@ class Halves:
         degrees = {axis: axes.get(axis, 1) for axis in AXES}
         flags = self.both | ONE | axes | {"out": out, "device": device_for(degrees)}
         flags = without_refused(self.cfg, flags, self.model_config)
-        mine = self.batch // (degrees["dp_replicate"] * degrees["dp_shard"])
-        sizes = [n for n in range(1, self.cfg.local_batch_size + 1) if mine % n == 0]
+        of_rank = self.batch // (degrees["dp_replicate"] * degrees["dp_shard"])
+        sizes = [n for n in range(1, self.cfg.local_batch_size + 1) if of_rank % n == 0]
         flags["local_batch_size"] = max(sizes)
         return flags
 

@@ -221,10 +221,10 @@ def seams_of_a_step(folder: str = ""):
         return found
 
     def count_tokens(labels, layout):
-        total, mine = real["count_tokens"](labels, layout)
+        total, of_rank = real["count_tokens"](labels, layout)
         if "norm" not in state:
             seams.add("count", "count_tokens", total)
-        return total, mine
+        return total, of_rank
 
     def clip_grad_norm(*args, **kwargs):  # a fork's may take more
         if "norm" in state or not state["stages"]:

@@ -13,12 +13,12 @@ import torch
 
 from tools.reports.stop_main import stop_main
 
-# flags that must agree in runs that are compared; null for a recipe without such a flag
+# flags that ablate.py compares between runs; null if a recipe lacks the flag
 COMPARED = ("steps", "val_every", "data", "val_data", "val_batches", "seq_len")
 
 
 def check(main, cfg) -> None:
-    """Print one line of JSON. Raises what main raises for a wrong command line, and SystemExit."""
+    """Print one line of JSON. Errors of main, such as a ValueError for a wrong flag, are passed on."""
     found = dict.fromkeys(COMPARED)
     for name in found.keys() & vars(cfg).keys():
         found[name] = getattr(cfg, name)
@@ -57,8 +57,8 @@ def layout_and_model(main, cfg) -> tuple:
 
 
 def costs_of_step(layout, model, seq_len) -> dict:
-    """parameters: active ones, without the lookup table. all_parameters. flops and tokens: of one
-    step. All None if unknown."""
+    """parameters: active, without the lookup table; flops and tokens: of one step. All None without
+    a model."""
     if not hasattr(model, "flops_per_token"):
         return dict.fromkeys(("parameters", "all_parameters", "flops", "tokens"))
     tokens = layout.global_batch_size * seq_len

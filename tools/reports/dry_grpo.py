@@ -22,7 +22,7 @@ from tools.reports.dryrun import (
     DEVICES,
     DryWatch,
     dry_world,
-    human,
+    format_bytes,
     observe,
     optimizer_state,
     say_fits,
@@ -163,8 +163,8 @@ def dry_run(main, cfg) -> None:
     print(
         f"dry run: {n_params:,} parameters | {layout} | {str(layout.compute_dtype)[6:]} compute | "
         f"on each trainer{of_stage} "
-        f"{human(parameters)} parameters, {human(state)} optimizer"
-        + f", {human(reference)} reference"
+        f"{format_bytes(parameters)} parameters, {format_bytes(state)} optimizer"
+        + f", {format_bytes(reference)} reference"
         * bool(reference)
     )
     lines = [
@@ -180,8 +180,8 @@ def dry_run(main, cfg) -> None:
     for name, phase in phases.items():
         peak = phase.held + phase.made
         sizes = (phase.held, phase.made, phase.cache, peak)
-        lines.append([name, *map(human, sizes), say_fits(peak)])
+        lines.append([name, *map(format_bytes, sizes), say_fits(peak)])
     print(table(lines))
     for name, phase in phases.items():
         for (axis, op), (number, size) in sorted(totals(phase.moved).items()):
-            print(f"{name}: {axis} {op}, {number:,} x, {human(size)}")
+            print(f"{name}: {axis} {op}, {number:,} x, {format_bytes(size)}")
