@@ -96,7 +96,10 @@ class Seams:
             self.path.pop()
             found = tensors_in(out)
             for i, tensor in enumerate(found):
-                self.note(name + f"[{i}]" * (len(found) > 1), tensor, stage)
+                if len(found) > 1:
+                    self.note(f"{name}[{i}]", tensor, stage)
+                else:
+                    self.note(name, tensor, stage)
 
     def watch_attention(self, model, stage=0):
         """Record the inputs of attend (after rotation) and the output: the single seam of

@@ -159,13 +159,15 @@ def observe_phases(main, cfg) -> tuple:
 def dry_run(main, cfg) -> None:
     """Print the report."""
     layout, n_params, (parameters, reference, state), phases = observe_phases(main, cfg)
-    of_stage = " of the first stage" * (layout.pp > 1)
+    holders = "on each trainer"
+    if layout.pp > 1:
+        holders = "on each trainer of the first stage"
+    held = f"{format_bytes(parameters)} parameters, {format_bytes(state)} optimizer"
+    if reference:
+        held += f", {format_bytes(reference)} reference"
     print(
         f"dry run: {n_params:,} parameters | {layout} | {str(layout.compute_dtype)[6:]} compute | "
-        f"on each trainer{of_stage} "
-        f"{format_bytes(parameters)} parameters, {format_bytes(state)} optimizer"
-        + f", {format_bytes(reference)} reference"
-        * bool(reference)
+        f"{holders} {held}"
     )
     lines = [
         [
