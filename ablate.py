@@ -14,31 +14,21 @@ missing runs. docs/ablations.md has worked examples.
 """
 
 import argparse
-import ast
-import contextlib
-import gc
-import importlib.util
-import io
-import itertools
 import json
 import math
-import multiprocessing
 import os
 import re
 import shlex
 import signal
 import statistics
-import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from unittest import mock
 
 import torch
 
 from distributed.refusals import refuse
 from flags.config import Parser, check_range, usage_error
-from flags.files import check_local, read_json, sha256_file, write_file
+from flags.files import check_local, read_json, write_file
 from storage.resume import lock_run
 from tools.study.report import costs_of, markdown, report_study
 from tools.study.runs import run_all
@@ -46,23 +36,30 @@ from tools.study.study import (
     APART,
     DEFAULTS,
     check_units,
-    folder_of,
-    locate,
     next_runs,
     noise_of,
     read_runs,
     read_study,
     winners_of,
 )
+from tools.study.variants import (
+    at_size,
+    candidates_of,
+    check_variants,
+    grid_of,
+    has_flag,
+    set_steps,
+    variants_of,
+)
 
-# parts of names of metrics, high is good
-HIGH = "reward|acc|pass_at_k|eval_greedy|score|exact_match|solved|per_second|mfu"
+# parts of names of metrics
+HIGH_IS_GOOD = "reward|acc|pass_at_k|eval_greedy|score|exact_match|solved|per_second|mfu"
+LOW_IS_GOOD = "loss|bits_per_byte|memory_gib|time_s"
 
 
-def parse(argv) -> tuple[argparse.Namespace, list[str]]:
-    """(our flags and `recipes`, the words before the first flag; the flags for every run)."""
-    parser = Parser(usage=argparse.SUPPRESS, description=__doc__)
-    add = parser.add_argument
+# ---------------------------------------------------------------- the command line
+def add_variant_flags(add) -> None:
+    """What is compared. add: add_argument of a parser."""
     add(
         "--vary",
         nargs="+",
@@ -81,19 +78,6 @@ def parse(argv) -> tuple[argparse.Namespace, list[str]]:
         "--baseline",
         metavar="NAME",
         help="the variant that the others are compared with [default: the first]",
-    )
-    add("--seeds", type=int, default=3, help="runs of each variant [default: 3]")
-    add(
-        "--until",
-        type=float,
-        metavar="D",
-        help="add seeds until each interval excludes 0, or all differences as large as D",
-    )
-    add("--max_seeds", type=int, default=12, help="the most that --until may take [default: 12]")
-    add(
-        "--noise",
-        metavar="STUDY",
-        help="a finished study of the same recipe and size: the noise of its pairs counts, too",
     )
     add(
         "--tune",
@@ -122,6 +106,23 @@ def parse(argv) -> tuple[argparse.Namespace, list[str]]:
         type=float,
         metavar="N",
         help="parameters of the size to extrapolate to [default: 10 x the largest]",
+    )
+
+
+def add_study_flags(add) -> None:
+    """How variants are compared, and where the runs are made. add: add_argument of a parser."""
+    add("--seeds", type=int, default=3, help="runs of each variant [default: 3]")
+    add(
+        "--until",
+        type=float,
+        metavar="D",
+        help="add seeds until each interval excludes 0, or all differences as large as D",
+    )
+    add("--max_seeds", type=int, default=12, help="the most that --until may take [default: 12]")
+    add(
+        "--noise",
+        metavar="STUDY",
+        help="a finished study of the same recipe and size: the noise of its pairs counts, too",
     )
     add("--metric", default="val_loss", help="a key of metrics.jsonl [default: val_loss]")
     add(
@@ -163,447 +164,35 @@ def parse(argv) -> tuple[argparse.Namespace, list[str]]:
         metavar="FOLDER",
         help="write the report of the finished runs of a study, and run nothing",
     )
-    recipes = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
+
+
+def parse(argv) -> tuple[argparse.Namespace, list[str]]:
+    """(our flags and `recipes`, the words before the first flag; the flags for every run)."""
+    parser = Parser(usage=argparse.SUPPRESS, description=__doc__)
+    add_variant_flags(parser.add_argument)
+    add_study_flags(parser.add_argument)
+    recipes = []
+    for word in argv:
+        if word.startswith("-"):
+            break
+        recipes.append(word)
     args, common = parser.parse_known_args(
         argv[len(recipes) :], argparse.Namespace(recipes=recipes)
     )
-    if not args.best and not re.search(f"{HIGH}|loss|bits_per_byte|memory_gib|time_s", args.metric):
-        raise ValueError(
-            f"--metric {args.metric} is not known: say which values are good, --best low or "
-            "--best high"
-        )
-    args.best = args.best or ("high" if re.search(HIGH, args.metric) else "low")
+    if not args.best:
+        args.best = good_direction(args.metric)
     return args, common
 
 
-# ---------------------------------------------------------------- variants
-def grid_of(flag: str, items: list[str]) -> list[tuple[str, list[str]]]:
-    """[(name, flags)] of all combinations of FLAG=A,B; a single one without a name if there are no items."""
-    grid = []
-    for item in items:
-        name, equals, values = item.partition("=")
-        values = values.split(";" if ";" in values else ",")
-        if not equals or "" in values:
-            raise ValueError(f"{flag} {item!r}: need FLAG=A,B")
-        grid.append([f"{name.lstrip('-')}={value}" for value in values])
-    return [(" ".join(cell), [f"--{text}" for text in cell]) for cell in itertools.product(*grid)]
-
-
-def variants_of(args, common: list[str]) -> dict[str, dict]:
-    """{name: {"recipe", "flags"}}, the baseline first."""
-    named = []
-    found = {}
-    for item in args.variant:
-        name, colon, text = item.partition(":")
-        words = shlex.split(text)
-        own = words[:1] if words and not words[0].startswith("-") else []
-        if not colon or not name.strip():
-            raise ValueError(
-                f"--variant {item!r}: need 'NAME: FLAGS' or 'NAME: RECIPE FLAGS', where FLAGS may "
-                "be empty"
-            )
-        if not own and not args.recipes:
-            raise ValueError(
-                f"--variant {item!r} names no recipe: write one behind the name, or before all "
-                "flags"
-            )
-        named += [(name.strip(), recipe, words[len(own) :]) for recipe in own or args.recipes]
-    for (name, recipe, flags), (cell, more) in itertools.product(
-        named or [("", recipe, []) for recipe in args.recipes], grid_of("--vary", args.vary)
-    ):
-        several = len(args.recipes) > 1 and recipe in args.recipes
-        words = [recipe.rpartition("/")[2].replace(".py", "")] * several + [
-            text for text in (name, cell) if text
-        ]
-        full = " ".join(words) or Path(recipe).stem
-        if any(folder_of("", full, 0) == folder_of("", other, 0) for other in found):
-            raise ValueError(f"two variants are called {full!r}; give each a name of its own")
-        found[full] = {"recipe": recipe, "flags": [*common, *flags, *more]}
-    if len(found) < 2 and not args.ladder:
-        raise ValueError(
-            "one variant is nothing to compare: give --vary, two --variant, or a second recipe"
-        )
-    if (first := args.baseline or next(iter(found))) not in found:
-        raise ValueError(
-            f"--baseline {first!r} is none of the variants: {', '.join(map(repr, found))}"
-        )
-    return {first: found.pop(first)} | found
-
-
-def file_of(recipe: str, out: str) -> Path:
-    """The file of a recipe. RECIPE@COMMIT is checked out, once, as a git worktree below the folder
-    of the study."""
-    path, at, commit = recipe.rpartition("@")
-    if not at or Path(recipe).is_file():
-        return Path(recipe)
-
-    def git(*words) -> str:
-        done = subprocess.run(
-            ["git", "-C", str(Path(path).resolve().parent), *words], capture_output=True, text=True
-        )
-        if done.returncode:
-            raise ValueError(f"recipe {recipe}: {done.stderr.strip().splitlines()[-1]}")
-        return done.stdout.strip()
-
-    sha = git("rev-parse", "--verify", f"{commit}^{{commit}}")
-    below = git("rev-parse", "--show-prefix")
-    tree = Path(out, "checkouts", sha[:12]).resolve()
-    if not tree.exists():
-        git("worktree", "add", "--detach", str(tree), sha)
-    return tree / below / Path(path).name
-
-
-def sources_of(recipe: Path) -> dict[str, str]:
-    """{file: sha256} of the recipe and of all files of its checkout that training may import, and
-    the version of torch. tools/ has reports, which training never runs."""
-    found = {"torch": torch.__version__}
-    waiting = [recipe.stem]
-    while waiting:
-        file = waiting.pop().replace(".", "/") + ".py"
-        if (
-            file not in found
-            and not file.startswith("tools/")
-            and (path := locate(recipe, file)).is_file()
-        ):
-            found[file] = sha256_file(path)
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Import):
-                    waiting += [alias.name for alias in node.names]
-                elif isinstance(node, ast.ImportFrom) and node.module:
-                    waiting += [node.module, *(f"{node.module}.{a.name}" for a in node.names)]
-    return found
-
-
-def check_variants(variants: dict[str, dict], args) -> None:
-    """Check all command lines, and add to each variant: what check_variant returns, the recipe's
-    "file", and "files", the sources of its training. One process for each recipe, because two
-    checkouts have different modules of one name."""
-    for name, variant in variants.items():
-        variant["file"] = str(file_of(variant["recipe"], args.out))
-        if given := [
-            word.split("=")[0]
-            for word in variant["flags"]
-            if re.match(r"--(seed|data_seed|out)(=|$)", word)
-        ]:
-            raise ValueError(
-                f"variant {name!r}: ablate.py sets {given[0]} of every run; leave it out"
-            )
-    for file in dict.fromkeys(variant["file"] for variant in variants.values()):
-        if not os.path.isfile(file):
-            raise ValueError(
-                f"{file} is no file; did you mean --{file}?"
-                if "=" in file
-                else f"recipe {file} is no file"
-            )
-        with ProcessPoolExecutor(1, multiprocessing.get_context("fork"), forget_modules) as process:
-            for name, variant in variants.items():
-                flags = [*variant["flags"], f"--out={folder_of(args.out, name, 0)}"]
-                try:
-                    if variant["file"] == file:
-                        variant |= process.submit(
-                            check_variant, file, flags, args.nproc, args.metric
-                        ).result()
-                        variant["files"] = sources_of(Path(file))
-                except Exception as error:  # a recipe may have any
-                    raise ValueError(
-                        f"variant {name!r}: {error if isinstance(error, ValueError) else repr(error)}"
-                    ) from None
-
-
-def forget_modules() -> None:
-    """Make this process import nanotitan's modules anew, from the checkout of the recipe."""
-    # torch has registered classes of the modules that are forgotten, and must not lose them
-    gc.disable()
-    packages = {
-        path.name for path in Path(__file__).parent.iterdir() if (path / "__init__.py").exists()
-    }
-    for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
-        del sys.modules[name]
-
-
-def check_variant(file: str, flags: list[str], nproc: int, metric: str) -> dict:
-    """Check a command line: {"steps", "val_every", "parameters" ...}. Raises ValueError for any
-    mistake in the command line.
-
-    The recipe's main runs in this process until the model's shapes are known: it parses, checks the
-    layout and opens the data.
-    """
-    sys.path.insert(0, str(Path(file).resolve().parent))
-    import parallel
-    from distributed import launch
-    from flags.config import parse_config
-    from tools.reports.stop_main import do_nothing, stop_main
-
-    output = io.StringIO()
-    world = {"RANK": "0", "WORLD_SIZE": str(nproc)} if nproc > 1 else {}
-    launch.set_timeouts = launch.StopSignal = do_nothing
-    launch.connect = parallel.make_mesh = lambda layout, *flags, **more: layout
-    try:
-        with (
-            contextlib.redirect_stderr(output),
-            contextlib.redirect_stdout(io.StringIO()),
-            mock.patch.dict(os.environ, world),
-        ):
-            spec = importlib.util.spec_from_file_location("recipe", file)
-            # Config reads help texts from its source
-            sys.modules["recipe"] = module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            cfg = parse_config(module.Config, flags)
-            if metric.startswith("val_") and not vars(cfg).get("val_every"):
-                raise ValueError(
-                    f"no validation, so no {metric}: give --val_every, or another --metric, such "
-                    "as loss"
-                )
-            last = "check_model" if "check_model" in module.main.__globals__ else "connect"
-            (model, layout, *_), _ = stop_main(module.main, cfg, last)
-    except SystemExit:
-        raise ValueError(output.getvalue().removeprefix("error: ").strip()) from None
-    found = {
-        key: vars(cfg).get(key)
-        for key in ("steps", "val_every", "data", "val_data", "val_batches", "seq_len")
-    }
-    # grpo.py has one seed for everything
-    found["seeded"] = [flag for flag in ("seed", "data_seed") if hasattr(cfg, flag)]
-    found |= dict.fromkeys(("parameters", "all_parameters", "flops", "tokens"))
-    # parameters: active, without the lookup table; flops and tokens: of a step
-    if hasattr(model, "flops_per_token"):
-        tokens = layout.global_batch_size * cfg.seq_len
-        found |= {
-            "parameters": model.flops_per_token(0) // 6,
-            "all_parameters": sum(p.numel() for p in model.parameters()),
-            "flops": model.flops_per_token(cfg.seq_len) * tokens,
-            "tokens": tokens,
-        }
-    return found
-
-
-def at_size(variants: dict, size: str) -> dict[str, dict]:
-    """The variants with the --model_args `size` behind their own."""
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    found = {}
-    parser.add_argument("--model_args", default="")
-    for name, variant in variants.items():
-        own, others = parser.parse_known_args(variant["flags"])
-        if twice := set(re.findall(r"(\w+)=", own.model_args)) & set(re.findall(r"(\w+)=", size)):
-            raise ValueError(
-                f"variant {name!r}: --ladder sets {', '.join(sorted(twice))} of every size; leave "
-                "it out"
-            )
-        found[name] = variant | {
-            "flags": [*others, f"--model_args={','.join(filter(None, (own.model_args, size)))}"]
-        }
-    return found
-
-
-def set_steps(variants: dict[str, dict], unit: str, amount: float) -> None:
-    """Give each variant the --steps for an amount of "tokens", "flops" or "seconds", all keys of a
-    variant: of one step."""
-    for name, variant in variants.items():
-        if any(re.match("--(schedule_)?steps(=|$)", word) for word in variant["flags"]):
-            raise ValueError(
-                f"variant {name!r}: --budget and --ladder set the steps; leave --steps and "
-                "--schedule_steps out"
-            )
-        if not variant.get(unit):
-            raise ValueError(
-                f"variant {name!r}: the {unit} of a step of {variant['recipe']} are unknown; give "
-                "--steps instead"
-            )
-        if not 0.5 < amount / variant[unit] < 1e12:
-            raise ValueError(
-                f"variant {name!r}: {amount:,.4g} {unit} are no number of steps of "
-                f"{variant[unit]:,.4g} {unit}"
-            )
-        steps = round(amount / variant[unit])
-        variant |= {"steps": steps, "flags": [*variant["flags"], f"--steps={steps}"]}
-
-
-def candidates_of(variants: dict, grid: list[tuple]) -> dict[str, dict]:
-    """All variants with all (name, flags) of a grid, as "VARIANT NAME"."""
-    return {
-        f"{name} {cell}".strip(): variant | {"flags": [*variant["flags"], *flags]}
-        for name, variant in variants.items()
-        for cell, flags in grid
-    }
-
-
-def check_all(args, common: list[str]) -> dict[str, dict]:
-    """{size: checked variants}; without --ladder a single size, "". Prints what the runs cost."""
-    sizes = {"": variants_of(args, common)}
-    grid = grid_of("--tune", [args.tune] if args.tune else [])
-    unit, _, amount = (args.budget or "").partition("=")
-    if args.ladder:
-        sizes = {
-            size: at_size(sizes[""], size)
-            for size in args.ladder.replace(" ", "").split(";")
-            if size
-        }
-    for size, found in sizes.items():
-        check_variants(found, args)
-        if args.tune:
-            tuned = "--" + args.tune.partition("=")[0].lstrip("-")
-            if any(
-                word.partition("=")[0] == tuned
-                for variant in found.values()
-                for word in variant["flags"]
-            ):
-                raise ValueError(
-                    f"--tune sets {tuned} of every variant; leave it out of the other flags"
-                )
-            check_variants(candidates_of(found, grid), args)
-        check_units(args.metric, list(found.values()))
-        if args.ladder:  # all variants of a size get the baseline's tokens
-            set_steps(
-                found,
-                "tokens",
-                args.tokens_per_parameter * (next(iter(found.values()))["parameters"] or 0),
-            )
-        elif unit and unit != "seconds":
-            set_steps(found, unit, float(amount))
-        if unit != "seconds":
-            print(f"\n{size}\n{markdown(costs_of(found))}".lstrip(), flush=True)
-        print(
-            f"{len(found) * (args.seeds + len(grid) * args.tune_seeds * bool(args.tune))} runs, "
-            "with --tune",
-            flush=True,
-        )
-    return sizes
-
-
-# ---------------------------------------------------------------- studies
-def open_study(args, folder: Path, variants: dict, **settings) -> dict:
-    """The study in a folder, new or continued. Changes that would make the runs incomparable are
-    refused."""
-    path = folder / "study.json"
-    old = read_json(path) if path.exists() else {"variants": {}}
-    for name in old["variants"].keys() & variants.keys():
-        if (
-            any(old["variants"][name][key] != variants[name][key] for key in ("recipe", "flags"))
-            or old["nproc"] != args.nproc
-        ):
-            raise ValueError(
-                f"{folder} has a variant {name!r} of another recipe, other flags or --nproc; use "
-                "--out NEW"
-            )
-    study = (
-        DEFAULTS
-        | vars(args)
-        | {
-            "baseline": next(iter(variants)),
-            "variants": variants,
-            "looks": old.get("looks", []),
-            "noise": None,
-            "comparisons": max(old.get("comparisons", 1), len(variants) - 1),
-            "command": shlex.join(["python", *sys.argv]),
-        }
-        | settings
+def good_direction(metric: str) -> str:
+    """Whether "low" or "high" is good. Raises ValueError for a metric that is not our own."""
+    if re.search(HIGH_IS_GOOD, metric):
+        return "high"
+    if re.search(LOW_IS_GOOD, metric):
+        return "low"
+    raise ValueError(
+        f"--metric {metric} is not known: say which values are good, --best low or --best high"
     )
-    read_runs(study, folder)  # refuses runs of other code
-    folder.mkdir(parents=True, exist_ok=True)
-    write_file(path, json.dumps(study, indent=1).encode())
-    return study
-
-
-def run_apart(args, folder: Path, variants: dict, stopping: list, **settings) -> dict:
-    """Run all variants with seeds that no comparison uses, and return the study."""
-    study = open_study(
-        args, folder, variants, first_seed=APART, until=None, max_seeds=0, **settings
-    )
-    run_all(
-        study,
-        folder,
-        [(name, APART + i) for i in range(study["seeds"]) for name in variants],
-        stopping,
-    )
-    return study
-
-
-def measure_seconds(args, folder: Path, variants: dict, stopping: list) -> None:
-    """Add to each variant the median "seconds" of a step, from a run of 12 steps."""
-    short = ("timing", ["--steps=12", "--val_every=0", "--checkpoint_every=0", "--log_every=1"])
-    timed = candidates_of(variants, [short])
-    timed = {name: variant | {"steps": 12, "val_every": 0} for name, variant in timed.items()}
-    study = run_apart(args, folder, timed, stopping, seeds=1, metric="step_time_s")
-    for (name, _), lines in read_runs(study, folder).items():
-        seconds = [line["step_time_s"] for line in lines if "step_time_s" in line]
-        variants[name.removesuffix(" timing")]["seconds"] = statistics.median(seconds or [0])
-
-
-def tune(args, folder: Path, variants: dict, stopping: list) -> list[str]:
-    """Add the best flag of --tune to each variant, by runs with other seeds than the comparison's.
-    Returns lines to report."""
-    grid = dict(grid_of("--tune", [args.tune]))
-    study = run_apart(
-        args, folder, candidates_of(variants, list(grid.items())), stopping, seeds=args.tune_seeds
-    )
-    if stopping:
-        return []
-    best, said = winners_of(study, folder, list(variants), list(grid))
-    for name, cell in best.items():
-        variants[name]["flags"] = [*variants[name]["flags"], *grid[cell]]
-    print("\n".join(said), flush=True)
-    return said
-
-
-def run_study(args, size: str, sizes: int, variants: dict, stopping: list) -> bool:
-    """Make the missing runs of a study, and its report. Returns whether all runs ended well. sizes:
-    intervals of a ladder that share the 5 %: one for each size, and one beyond."""
-    folder = Path(args.out, size)
-    tuned = []
-    tried = set()
-    if (args.budget or "").startswith("seconds"):
-        measure_seconds(args, folder / "timing", variants, stopping)
-        if not stopping:
-            set_steps(variants, "seconds", float(args.budget.split("=")[1]))
-            print(markdown(costs_of(variants)), flush=True)
-    noise = noise_of(args.noise, args, next(iter(variants.values()))) if args.noise else None
-    if args.tune and not stopping:
-        tuned = tune(args, folder / "tuning", variants, stopping)
-    if stopping:
-        return False
-    study = open_study(args, folder, variants, size=size, sizes=sizes, tuned=tuned, noise=noise)
-    while (todo := next_runs(study, folder, tried)) and not stopping:
-        run_all(study, folder, todo, stopping)
-        tried |= {*todo}
-        if args.only:  # another machine makes the rest
-            return True
-    return not stopping and report_study(folder)
-
-
-def main(argv) -> int | None:
-    args, common = parse(argv)
-    if args.report:
-        return 0 if report_study(args.report) else 1
-    args.gpus = torch.cuda.device_count()
-    check_numbers(args)
-    if args.noise:
-        read_study(args.noise)  # refuses a folder without a study
-    check_local(args.out, "--out")
-    sizes = check_all(args, common)
-    stopping = []
-    if not args.only:
-        lock_run(args.out)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: stopping.append(number))
-    shares = len(sizes) + bool(args.ladder)
-    well = [
-        run_study(args, size, shares, variants, stopping)
-        for size, variants in sizes.items()
-        if not stopping
-    ]
-    if stopping:
-        print(f"stopped by {signal.Signals(stopping[0]).name}; the same command continues")
-        return 128 + stopping[0]
-    if args.only:
-        raise ValueError(
-            f"--only {args.only} is no run of this study: need NAME/SEED, with a name of the "
-            "table above"
-        )
-    if args.ladder:
-        from tools.study.ladder import report_ladder
-
-        report_ladder(args.out, list(sizes), args.ladder_to)
-    return 0 if all(well) else 1
 
 
 def check_numbers(args) -> None:
@@ -617,12 +206,12 @@ def check_numbers(args) -> None:
         ("tokens_per_parameter", "ladder", 20),
         ("ladder_to", "ladder", None),
     ):
-        if getattr(args, name) != usual and not getattr(args, needed):
-            raise ValueError(
-                f"--{name} {getattr(args, name):g} has no effect without --{needed}; leave it out"
-            )
+        value = getattr(args, name)
+        if value != usual and not getattr(args, needed):
+            raise ValueError(f"--{name} {value:g} has no effect without --{needed}; leave it out")
     check_range(args, 0, math.inf, "jobs")
-    needed = max(args.jobs, 1) * args.nproc
+    gpus = max(args.jobs, 1) * args.nproc
+    own_noise = args.noise and os.path.realpath(args.noise) == os.path.realpath(args.out)
     refuse(
         [
             (
@@ -639,8 +228,7 @@ def check_numbers(args) -> None:
                 "2",
             ),
             (
-                args.noise
-                and (args.ladder or os.path.realpath(args.noise) == os.path.realpath(args.out)),
+                args.noise and args.ladder or own_noise,
                 "--noise is of one size and of another study: leave it out with --ladder, and "
                 "give another folder than --out",
             ),
@@ -659,13 +247,205 @@ def check_numbers(args) -> None:
                 "out",
             ),
             (
-                args.gpus and needed > args.gpus,
-                f"--jobs {args.jobs} x --nproc {args.nproc} needs {needed} GPUs, and there are "
+                args.gpus and gpus > args.gpus,
+                f"--jobs {args.jobs} x --nproc {args.nproc} needs {gpus} GPUs, and there are "
                 f"{args.gpus}",
             ),
         ]
     )
-    args.jobs = args.jobs or max(1, (args.gpus or os.cpu_count() or 1) // args.nproc)
+    if not args.jobs:
+        devices = args.gpus or os.cpu_count() or 1
+        args.jobs = max(1, devices // args.nproc)
+
+
+def check_all(args, common: list[str]) -> dict[str, dict]:
+    """{size: checked variants}; without --ladder a single size, "". Prints what the runs cost."""
+    variants = variants_of(args, common)
+    if not args.ladder:
+        check_size(args, "", variants)
+        return {"": variants}
+    sizes = {}
+    for size in args.ladder.replace(" ", "").split(";"):
+        if size:
+            sizes[size] = at_size(variants, size)
+    for size, found in sizes.items():
+        check_size(args, size, found)
+    return sizes
+
+
+def check_size(args, size: str, variants: dict[str, dict]) -> None:
+    """Check the variants of one size, with every value of --tune, and set their steps. Prints what
+    the runs cost."""
+    check_variants(variants, args)
+    of_variant = args.seeds
+    if args.tune:
+        tuned = args.tune.partition("=")[0].lstrip("-")
+        for variant in variants.values():
+            if has_flag(variant["flags"], tuned):
+                raise ValueError(
+                    f"--tune sets --{tuned} of every variant; leave it out of the other flags"
+                )
+        grid = grid_of("--tune", [args.tune])
+        check_variants(candidates_of(variants, grid), args)
+        of_variant += len(grid) * args.tune_seeds
+    check_units(args.metric, list(variants.values()))
+    unit, _, amount = (args.budget or "").partition("=")
+    if args.ladder:  # all variants of a size get the baseline's tokens
+        baseline = next(iter(variants.values()))
+        tokens = args.tokens_per_parameter * (baseline["parameters"] or 0)
+        set_steps(variants, "tokens", tokens)
+    elif unit in ("tokens", "flops"):
+        set_steps(variants, unit, float(amount))
+    if unit != "seconds":  # the steps are known
+        print(f"\n{size}\n{markdown(costs_of(variants))}".lstrip(), flush=True)
+    counted = f"{len(variants) * of_variant} runs"
+    if args.tune:
+        counted += ", with --tune"
+    print(counted, flush=True)
+
+
+# ---------------------------------------------------------------- studies
+def open_study(args, folder: Path, variants: dict, **settings) -> dict:
+    """The study in a folder, new or continued. Changes that would make the runs incomparable are
+    refused."""
+    path = folder / "study.json"
+    old = {"variants": {}}
+    if path.exists():
+        old = read_json(path)
+    for name in old["variants"].keys() & variants.keys():
+        same = old["nproc"] == args.nproc
+        for key in ("recipe", "flags"):
+            same = same and old["variants"][name][key] == variants[name][key]
+        if not same:
+            raise ValueError(
+                f"{folder} has a variant {name!r} of another recipe, other flags or --nproc; use "
+                "--out NEW"
+            )
+    study = DEFAULTS | vars(args)
+    study |= {
+        "baseline": next(iter(variants)),
+        "variants": variants,
+        "looks": old.get("looks", []),
+        "noise": None,
+        "comparisons": max(old.get("comparisons", 1), len(variants) - 1),
+        "command": shlex.join(["python", *sys.argv]),
+    }
+    study |= settings
+    read_runs(study, folder)  # refuses runs of other code
+    folder.mkdir(parents=True, exist_ok=True)
+    write_file(path, json.dumps(study, indent=1).encode())
+    return study
+
+
+def run_apart(args, folder: Path, variants: dict, stopping: list, **settings) -> dict:
+    """Run all variants with seeds that no comparison uses, and return the study."""
+    study = open_study(
+        args, folder, variants, first_seed=APART, until=None, max_seeds=0, **settings
+    )
+    runs = []
+    for i in range(study["seeds"]):
+        for name in variants:
+            runs.append((name, APART + i))
+    run_all(study, folder, runs, stopping)
+    return study
+
+
+def measure_seconds(args, folder: Path, variants: dict, stopping: list) -> None:
+    """Add to each variant the median "seconds" of a step, from a run of 12 steps."""
+    short = ["--steps=12", "--val_every=0", "--checkpoint_every=0", "--log_every=1"]
+    timed = candidates_of(variants, [("timing", short)])
+    for variant in timed.values():
+        variant["steps"] = 12
+        variant["val_every"] = 0
+    study = run_apart(args, folder, timed, stopping, seeds=1, metric="step_time_s")
+    for (name, _), lines in read_runs(study, folder).items():
+        seconds = [line["step_time_s"] for line in lines if "step_time_s" in line]
+        variants[name.removesuffix(" timing")]["seconds"] = statistics.median(seconds or [0])
+
+
+def tune(args, folder: Path, variants: dict, stopping: list) -> list[str]:
+    """Add the best flag of --tune to each variant, by runs with other seeds than the comparison's.
+    Returns lines to report."""
+    grid = grid_of("--tune", [args.tune])
+    flags_of = dict(grid)
+    candidates = candidates_of(variants, grid)
+    study = run_apart(args, folder, candidates, stopping, seeds=args.tune_seeds)
+    if stopping:
+        return []
+    best, said = winners_of(study, folder, list(variants), list(flags_of))
+    for name, cell in best.items():
+        variants[name]["flags"] = [*variants[name]["flags"], *flags_of[cell]]
+    print("\n".join(said), flush=True)
+    return said
+
+
+def run_study(args, size: str, sizes: int, variants: dict, stopping: list) -> bool:
+    """Make the missing runs of a study, and its report. Returns whether all runs ended well. sizes:
+    intervals of a ladder that share the 5 %: one for each size, and one beyond."""
+    folder = Path(args.out, size)
+    tuned = []
+    noise = None
+    unit, _, amount = (args.budget or "").partition("=")
+    if unit == "seconds":
+        measure_seconds(args, folder / "timing", variants, stopping)
+        if not stopping:
+            set_steps(variants, "seconds", float(amount))
+            print(markdown(costs_of(variants)), flush=True)
+    if args.noise:
+        noise = noise_of(args.noise, args, next(iter(variants.values())))
+    if args.tune and not stopping:
+        tuned = tune(args, folder / "tuning", variants, stopping)
+    if stopping:
+        return False
+    study = open_study(args, folder, variants, size=size, sizes=sizes, tuned=tuned, noise=noise)
+    tried = set()
+    while not stopping:
+        todo = next_runs(study, folder, tried)
+        if not todo:
+            return report_study(folder)
+        run_all(study, folder, todo, stopping)
+        tried.update(todo)
+        if args.only:  # another machine makes the rest
+            return True
+    return False
+
+
+def main(argv) -> int:
+    args, common = parse(argv)
+    if args.report:
+        return int(not report_study(args.report))
+    args.gpus = torch.cuda.device_count()
+    check_numbers(args)
+    if args.noise:
+        read_study(args.noise)  # refuses a folder without a study
+    check_local(args.out, "--out")
+    sizes = check_all(args, common)
+    if not args.only:
+        lock_run(args.out)
+    stopping = []  # the signal that ends the study, once there is one
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: stopping.append(number))
+    shares = len(sizes)
+    if args.ladder:
+        shares += 1
+    status = 0
+    for size, variants in sizes.items():
+        ended_well = run_study(args, size, shares, variants, stopping)
+        if stopping:
+            print(f"stopped by {signal.Signals(stopping[0]).name}; the same command continues")
+            return 128 + stopping[0]
+        if not ended_well:
+            status = 1
+    if args.only:
+        raise ValueError(
+            f"--only {args.only} is no run of this study: need NAME/SEED, with a name of the "
+            "table above"
+        )
+    if args.ladder:
+        from tools.study.ladder import report_ladder
+
+        report_ladder(args.out, list(sizes), args.ladder_to)
+    return status
 
 
 if __name__ == "__main__":

@@ -30,10 +30,12 @@ import json
 import math
 import os
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import chain
-from typing import Literal
+from types import SimpleNamespace
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -46,23 +48,16 @@ from distributed.launch import LaunchConfig, connect, set_timeouts
 from distributed.layout import ExpertConfig, Layout, ParallelConfig
 from distributed.pipeline import PipelineConfig, pipeline_stages
 from distributed.refusals import check_layout, refuse, runs_on_cuda
-from flags.config import Need, check_range, flag, given_flags, spell_flag
+from flags.config import Need, check_range, flag, given_flags, no_effect, spell_flag
 from flags.escapes import unescape
 from flags.files import check_local, read_json, write_file
 from models.loss import IGNORE, no_reduce, token_logprobs
 from parallel import make_mesh
 from rl.answers import KINDS as RIGHT
-from rl.answers import (
-    answer_begins,
-    cut_thoughts,
-    final_number,
-    is_ordinary_number,
-    is_right,
-    opened_by,
-)
+from rl.answers import answer_begins, opened_by
 from rl.datasets import Line, Text
 from rl.decoding import draw_noise, rollout
-from rl.evaluation import ratio
+from rl.measures import exact_match, multiple_choice, perplexity
 from rl.packing import in_rows, lay_out, pieces
 from rl.policy import split_model
 from rl.prompts import check_template, fill_template
@@ -102,27 +97,25 @@ TRAINING = (
     "pp_schedule",
     "pp_schedule_csv",
 )
-# Needs of flags: see flags/config.py. c.kind: from read_task, set by plan.
+# Needs of flags: see flags/config.py. c.kind: of the task. c.writes: whether the model writes
+# answers to such a task.
 QUESTIONS = Need("on a text, which asks nothing", lambda c: c.kind != "text")
 WINDOWS = Need("on questions, which are scored as a whole", lambda c: c.kind == "text")
-WRITING = Need("where nothing is written: see --task", lambda c: c.kind == "answer")
+WRITING = Need("where nothing is written: see --task", lambda c: c.writes)
 SAMPLING = Need("with --temperature 0", lambda c: c.temperature > 0)
 SHOTS = Need("without --shots", lambda c: c.shots)
 
 
 @dataclass(kw_only=True)
-class Config(ParallelConfig, ExpertConfig, LaunchConfig, PipelineConfig, ChatConfig):
-    REFUSED = TRAINING
-    # a run folder (its newest checkpoint), a checkpoints/step-N, or a Hugging Face folder
-    checkpoint: str = "runs/llama3"
-    # a .txt, or a .jsonl of texts or questions, told apart by their fields, see above
-    task: str = ""
-    out: str = ""  # new file for the results, .jsonl; empty: only a summary on the screen
-    limit: int = 0  # only the first lines of the task, so many; 0 = all
-    # tokens of a forward, at most; -1 = the model's max_seq_len, for texts the length of its
-    # training
-    seq_len: int = -1
-    local_batch_size: int = 16  # sequences per forward of a data rank
+class LayoutConfig(ParallelConfig, ExpertConfig, LaunchConfig, PipelineConfig):
+    """How the model is spread over devices, whatever is asked."""
+
+
+@dataclass(kw_only=True)
+class TaskConfig(ChatConfig):
+    """How the model is asked, and what is right."""
+
+    TITLE = "asking"
     # tokens scored by each window after a text's first, the rest is context; -1 = all
     stride: int = flag(-1, WINDOWS)
     chat: bool = flag(False, QUESTIONS)  # wrap the prompt in the chat template of the tokenizer
@@ -142,28 +135,48 @@ class Config(ParallelConfig, ExpertConfig, LaunchConfig, PipelineConfig, ChatCon
     # a rank that waits longer for the others' answers ends the run
     rollout_timeout_s: int = flag(7200, WRITING)
 
+
+@dataclass(kw_only=True)
+class Config(LayoutConfig, TaskConfig):
+    REFUSED = TRAINING
+    # a run folder (its newest checkpoint), a checkpoints/step-N, or a Hugging Face folder
+    checkpoint: str = "runs/llama3"
+    # a .txt, or a .jsonl of texts or questions, told apart by their fields, see above
+    task: str = ""
+    out: str = ""  # new file for the results, .jsonl; empty: only a summary on the screen
+    limit: int = 0  # only the first lines of the task, so many; 0 = all
+    # tokens of a forward, at most; -1 = the model's max_seq_len, for texts the length of its
+    # training
+    seq_len: int = -1
+    local_batch_size: int = 16  # sequences per forward of a data rank
+
     def __post_init__(self):
         check_range(self, 1, math.inf, "local_batch_size", "rollout_timeout_s", "max_new_tokens")
         check_range(self, 0, math.inf, "limit", "shots", "temperature")
 
 
+def flags_of_group(cfg: Config, Group: type):
+    """A copy of the flags of one group. Later changes stay in the copy: cfg is what was typed."""
+    return Group(**{field.name: getattr(cfg, field.name) for field in fields(Group)})
+
+
 # ---------------------------------------------------------------- prompts
-def prompts_of(cfg: Config, text: Text, lines: list[Line], kind: str) -> list[str]:
+def prompts_of(asked: TaskConfig, text: Text, lines: list[Line], kind: str) -> list[str]:
     """The text before each answer: shots, then the line in --prompt_template; with --chat, all in
     one message. Raises ValueError."""
-    template = unescape(cfg.prompt_template)
+    template = unescape(asked.prompt_template)
     if not template and text.chat:
         template = "{question}"
     elif not template:
         template = BASE_PROMPT
     check_template(template, lines, "question")
     examples = []
-    if cfg.shots:
-        examples = read_shots(cfg.shots_file, cfg.shots, kind)
+    if asked.shots:
+        examples = read_shots(asked.shots_file, asked.shots, kind)
     prompts = []
     for line in lines:
         prompt = ""
-        for example in other_shots(examples, line, cfg.shots):
+        for example in other_shots(examples, line, asked.shots):
             answer = answer_of_shot(example, kind)
             prompt += f"{fill_template(template, example)} {answer}\n\n"
         prompts.append(prompt + fill_template(template, line))
@@ -172,14 +185,14 @@ def prompts_of(cfg: Config, text: Text, lines: list[Line], kind: str) -> list[st
     return prompts
 
 
-def strings_of(cfg: Config) -> list[str]:
+def strings_of(asked: TaskConfig) -> list[str]:
     """The texts that end an answer. A base model goes on with the next question of the prompt's
     form; a chat model ends by itself, and may well repeat its question."""
-    given = cfg.stop
-    if given is None:
+    given = asked.stop
+    if given is None and asked.chat:
+        given = []
+    elif given is None:
         given = ["\\nQuestion:"]
-        if cfg.chat:
-            given = []
     return [unescape(string) for string in given if string]
 
 
@@ -199,81 +212,100 @@ def read_checkpoint(folder: str, chat=None) -> tuple[Text, type, object, str]:
     return Text(folder, chat=chat), *saved_model(folder), folder
 
 
-def plan(cfg: Config, kind: str, model_config, folder: str) -> tuple[Config, Layout, int]:
-    """The flags with their dtypes resolved, the Layout, and the most tokens of a forward. kind: of
-    the task. folder: of the weights. Raises ValueError for flags that do not fit this task or this
-    model."""
+def longest_forward(cfg: Config, kind: str, model_config, folder: str) -> int:
+    """The most tokens of a forward. folder: of the weights."""
+    if cfg.seq_len != -1:
+        return cfg.seq_len
+    longest = model_config.max_seq_len
+    if kind == "text" and not is_hf_folder(folder):
+        return min(longest, read_json(folder, "config.json").get("seq_len", longest))
+    return longest
+
+
+def window_stride(asked: TaskConfig, longest: int) -> int:
+    if asked.stride == -1:
+        return longest
+    return asked.stride
+
+
+def check_task_flags(cfg: Config, model_config, asked: TaskConfig, kind: str, longest: int) -> None:
+    """Refuse flags that do not fit this task or this model. asked: returns to its defaults where
+    --config gives a flag without effect."""
     check_local(cfg.out, "--out")
-    most = model_config.max_seq_len
-    longest = cfg.seq_len
-    if longest == -1:
-        longest = most
-        if kind == "text" and not is_hf_folder(folder):
-            longest = min(longest, read_json(folder, "config.json").get("seq_len", longest))
-    stride = cfg.stride
-    if stride == -1:
-        stride = longest
     place = os.path.dirname(cfg.out) or "."
+    most = model_config.max_seq_len
+    writes = TASKS[kind].writes
     given = []
     for name, value in given_flags(cfg).items():
         if name in TRAINING:
             given.append(spell_flag(name, value))
-    refuse(
-        [
-            (
-                cfg.out and os.path.lexists(cfg.out),
-                f"--out {cfg.out} is there already: give a new file, or remove it",
-            ),
-            (cfg.out and not os.path.isdir(place), f"--out {cfg.out}: {place} is no folder"),
-            (
-                not 1 <= longest <= most,
-                f"--seq_len {cfg.seq_len} must be between 1 and the model's max_seq_len {most}, "
-                "or -1",
-            ),
-            (
-                not 1 <= stride <= longest,
-                f"--stride {cfg.stride} must be between 1 and --seq_len {longest}",
-            ),
-            (
-                kind == "answer" and cfg.max_new_tokens >= longest,
-                f"--max_new_tokens {cfg.max_new_tokens} leaves no room for a prompt in the "
-                f"{longest} tokens of --seq_len; lower it",
-            ),
-            (
-                kind == "answer" and cfg.pp * cfg.cp > 1,
-                "--pp and --cp do not help to write answers; use --dp_shard or --tp",
-            ),
-            (
-                kind == "answer" and cfg.tp > 1 and hasattr(model_config, "mtp_depth"),
-                f"--tp {cfg.tp}: writing with DeepSeek caches latents, which tp does not split; "
-                "use --dp_shard",
-            ),
-            (given, f"{', '.join(given)}: nothing is trained here; leave it out"),
-        ]
-    )
+    rows = []
+    for text in no_effect(asked, SimpleNamespace(**vars(asked), kind=kind, writes=writes)):
+        rows.append((True, text))
+    rows += [
+        (
+            cfg.out and os.path.lexists(cfg.out),
+            f"--out {cfg.out} is there already: give a new file, or remove it",
+        ),
+        (cfg.out and not os.path.isdir(place), f"--out {cfg.out}: {place} is no folder"),
+        (
+            not 1 <= longest <= most,
+            f"--seq_len {cfg.seq_len} must be between 1 and the model's max_seq_len {most}, or -1",
+        ),
+        (
+            not 1 <= window_stride(asked, longest) <= longest,
+            f"--stride {asked.stride} must be between 1 and --seq_len {longest}",
+        ),
+        (
+            writes and asked.max_new_tokens >= longest,
+            f"--max_new_tokens {asked.max_new_tokens} leaves no room for a prompt in the "
+            f"{longest} tokens of --seq_len; lower it",
+        ),
+        (
+            writes and cfg.pp * cfg.cp > 1,
+            "--pp and --cp do not help to write answers; use --dp_shard or --tp",
+        ),
+        (
+            writes and cfg.tp > 1 and hasattr(model_config, "mtp_depth"),
+            f"--tp {cfg.tp}: writing with DeepSeek caches latents, which tp does not split; "
+            "use --dp_shard",
+        ),
+        (given, f"{', '.join(given)}: nothing is trained here; leave it out"),
+    ]
+    refuse(rows)
+
+
+def layout_flags(cfg: Config) -> LayoutConfig:
+    """The flags of the layout, as inference needs them."""
     dtype = cfg.compute_dtype
     if dtype == "auto":
         dtype = "float32"
         if runs_on_cuda(cfg.device):
             dtype = "bfloat16"
+    flags = flags_of_group(cfg, LayoutConfig)
     # without an optimizer, nothing needs more digits than the matmuls
-    cfg = replace(cfg, compute_dtype=dtype, param_dtype=dtype)
-    if cfg.pp > 1:
-        cfg = replace(cfg, pp_schedule="GPipe")  # works with any number of micro-batches
-    cfg.kind = kind  # not a flag, but flags need it, see WRITING
-    step = max(pieces(cfg), 1)
-    layout = check_layout(
-        cfg,
+    flags = replace(flags, compute_dtype=dtype, param_dtype=dtype)
+    if flags.pp > 1:
+        flags = replace(flags, pp_schedule="GPipe")  # works with any number of micro-batches
+    return flags
+
+
+def layout_of(flags: LayoutConfig, model_config, longest: int, rows: int) -> Layout:
+    """The Layout of forwards of `rows` sequences. Raises ValueError with every violation."""
+    step = max(pieces(flags), 1)  # a forward's tokens are padded to a multiple
+    return check_layout(
+        flags,
         model_config,
         seq_len=max(longest // step, 1) * step,
-        local_batch_size=cfg.local_batch_size,
+        local_batch_size=rows,
         global_batch_size=-1,
-        device=cfg.device,
+        device=flags.device,
     )
-    return cfg, layout, longest
 
 
-def open_model(folder: str, layout: Layout, cfg, Model, model_config) -> list[nn.Module]:
+def open_model(
+    folder: str, layout: Layout, flags: LayoutConfig, Model, model_config
+) -> list[nn.Module]:
     """This rank's stages (one stage without --pp) with the weights of a run, step or Hugging Face
     folder, ready for score() and complete(). Raises the same ValueError on all ranks."""
     with torch.device("meta"):
@@ -281,11 +313,11 @@ def open_model(folder: str, layout: Layout, cfg, Model, model_config) -> list[nn
     # not check_model, because check_model counts gradients
     check_tp_plan(model, parallel.TP_STYLES)
     stages = [model]
-    if cfg.pp > 1:
-        stages = pipeline_stages(model, layout, cfg)
+    if flags.pp > 1:
+        stages = pipeline_stages(model, layout, flags)
     for stage in stages:
-        split_model(stage, layout, cfg)
-        parallel.shard(stage, layout, cfg)
+        split_model(stage, layout, flags)
+        parallel.shard(stage, layout, flags)
         parallel.init_weights(stage, layout, 0, skip=lambda fqn: True)
     load_weights(stages, folder)
     return [stage.eval() for stage in stages]
@@ -375,17 +407,17 @@ def score(stages: list[nn.Module], layout: Layout, requests: list[tuple]) -> lis
     sums = torch.zeros(len(requests), dtype=torch.float64, device=layout.device)
     size = layout.local_batch_size
     lengths = [len(context) + len(continuation) for context, continuation in requests]
-    plan = in_rows(lengths, size, layout.data_ranks)
-    for first, own in zip(plan[0], plan[layout.data_rank]):
-        mine = [*chain(*own)]
+    shares = in_rows(lengths, size, layout.data_ranks)
+    for first, own in zip(shares[0], shares[layout.data_rank]):
+        indices = [*chain(*own)]
         # All data ranks run as many rows as the first, which has the most, because the collectives
         # need all ranks.
-        idle = len(first) - len(mine)
-        kwargs = pack_requests([requests[i] for i in mine] + [NOTHING] * idle, layout)
+        idle = len(first) - len(indices)
+        kwargs = pack_requests([requests[i] for i in indices] + [NOTHING] * idle, layout)
         logprobs = parallel.run_forwards(stages, kwargs, layout)
         # all tp ranks have the same numbers, cp ranks a part each
-        if logprobs and mine and layout.coordinate("tp") == 0:
-            sums[mine] = torch.cat(logprobs).sum(1, dtype=torch.float64)[: len(mine)]
+        if logprobs and indices and layout.coordinate("tp") == 0:
+            sums[indices] = torch.cat(logprobs).sum(1, dtype=torch.float64)[: len(indices)]
         report(size * layout.data_ranks)
     dist.all_reduce(sums)
     check_finite(sums.tolist())
@@ -395,19 +427,19 @@ def score(stages: list[nn.Module], layout: Layout, requests: list[tuple]) -> lis
 # ---------------------------------------------------------------- prompts -> texts
 @torch.no_grad()
 def complete(
-    model, layout: Layout, cfg: Config, text: Text, prompts: list[list[int]]
+    model, layout: Layout, asked: TaskConfig, text: Text, prompts: list[list[int]]
 ) -> list[Sample]:
     """The model's answer to each prompt, on every rank. An answer ends before its first --stop
     string after its thoughts, or with an id of text.ends, or is truncated. Raises ValueError on
     every rank if the model gives no probabilities."""
-    stop = strings_of(cfg)
-    new = cfg.max_new_tokens
+    stop = strings_of(asked)
+    new = asked.max_new_tokens
     group = None
     if layout.world_size > 1:
-        group = patient_group(dist.group.WORLD, cfg.rollout_timeout_s)
+        group = patient_group(dist.group.WORLD, asked.rollout_timeout_s)
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-    mine = order[layout.data_rank :: layout.data_ranks]
-    noise = draw_noise([f"{cfg.seed}/{i}" for i in mine], 1, new)
+    indices = order[layout.data_rank :: layout.data_ranks]
+    noise = draw_noise([f"{asked.seed}/{i}" for i in indices], 1, new)
     report = progress("answered", prompts, layout)
     rows = layout.local_batch_size
     tail = 8 + len("".join(stop).encode())  # ids that hold any string of stop
@@ -430,17 +462,17 @@ def complete(
     with whole_weights(model):
         samples = rollout(
             model,
-            [prompts[i] for i in mine],
+            [prompts[i] for i in indices],
             noise,
-            cfg.temperature,
+            asked.temperature,
             text.ends,
             rows=rows,
             reply=end_at_stop,
             max_len=max(map(len, prompts)) + new,
-            agree=lockstep(layout, cfg.rollout_timeout_s),
+            agree=lockstep(layout, asked.rollout_timeout_s),
             tp_mesh=tp_mesh,
         )
-    for i, s in zip(mine, samples):
+    for i, s in zip(indices, samples):
         s.index = i
         s.opened = opened_by(text, prompts[i])
         s.text = text.decode(s.ids)
@@ -473,139 +505,70 @@ def say_on_rank_0(layout: Layout, text: str) -> None:
         print(text, flush=True)
 
 
-# ---------------------------------------------------------- scores -> an item per line, and metrics
-def perplexity(
-    lines: list[Line], windows: list[list[tuple]], scores: list[list[float]]
-) -> tuple[list[dict], dict]:
-    """(items, metrics) of texts. windows: requests of each line. scores: results of score() for
-    each line."""
-    items = []
-    for line, of_line, logprobs in zip(lines, windows, scores):
-        n_tokens = sum(len(continuation) for _, continuation in of_line)
-        n_bytes = len(line.fields["text"].encode())
-        items.append(dict(logprob=sum(logprobs), tokens=n_tokens, bytes=n_bytes))
-    if len(lines) == 1:  # a single text is a sample of windows, each with a share of the bytes
-        nats = [-x for x in scores[0]]
-        tokens = [len(continuation) for _, continuation in windows[0]]
-        n_bytes = [items[0]["bytes"] * n / sum(tokens) for n in tokens]
-    else:
-        nats = [-item["logprob"] for item in items]
-        tokens = [item["tokens"] for item in items]
-        n_bytes = [item["bytes"] for item in items]
-    metrics = ratio("loss", nats, tokens) | ratio("bits_per_byte", nats, n_bytes, 1 / math.log(2))
-    most = min(metrics["loss"], 700.0)  # e^710 is too large for a float
-    metrics |= dict(perplexity=math.exp(most), tokens=sum(tokens), bytes=round(sum(n_bytes)))
-    return items, metrics
+# ---------------------------------------------------------------- kinds of tasks
+def cut_texts(asked: TaskConfig, text: Text, lines: list[Line], longest: int) -> list[list[tuple]]:
+    """For each text its windows."""
+    stride = window_stride(asked, longest)
+    groups = []
+    for line in lines:
+        ids = text.ids(line.fields["text"])
+        groups.append(rolling_windows(ids, text.first, longest, stride))
+    return groups
 
 
-def multiple_choice(lines: list[Line], scores: list[list[float]]) -> tuple[list[dict], dict]:
-    """(items, metrics) of questions with choices. scores: for each line, the scores of its choices."""
-    items = []
-    for line, logprobs in zip(lines, scores):
-        item = dict(logprobs=logprobs, answer=line.fields["answer"])
-        choices = line.fields["choices"]
-        lengths = {
-            "acc": [1] * len(choices),
-            "acc_norm": [len(choice) for choice in choices],
-            "acc_bytes": [len(choice.encode()) for choice in choices],
-        }
-        for metric, length in lengths.items():
-            each = [x / n for x, n in zip(logprobs, length)]
-            item[metric] = int(each.index(max(each)) == item["answer"])
-        items.append(item)
-    metrics = {}
-    for metric in ("acc", "acc_norm", "acc_bytes"):
-        metrics |= ratio(metric, [item[metric] for item in items])
-    return items, metrics
-
-
-def exact_match(
-    lines: list[Line], samples: list[Sample], answers="auto"
-) -> tuple[list[dict], dict]:
-    """(items, metrics) of written answers. samples: from complete(). answers: kind in
-    rl/answers.py, or auto."""
-    items = []
-    for line, s in zip(lines, samples):
-        answer = str(line.fields["answer"])
-        kind = kind_of(answers, answer)
-        said = cut_thoughts(s.text, s.opened)
-        correct = said is not None and not s.truncated and is_right(kind, said, answer)
-        if kind == "number":
-            number = final_number(answer)
-            if number is not None:
-                answer = number
-        item = dict(
-            question=line.fields["question"],
-            prediction=s.text,
-            answer=answer,
-            tokens=len(s.ids),
-            truncated=s.truncated,
-            correct=int(correct),
-        )
-        items.append(item)
-    metrics = ratio("exact_match", [item["correct"] for item in items])
-    metrics["truncated"] = sum(item["truncated"] for item in items) / len(items)
-    return items, metrics
-
-
-def kind_of(answers: str, answer: str) -> str:
-    """The rule in rl/answers.py for an answer; auto: number for a number, else exact."""
-    if answers != "auto":
-        return answers
-    if is_ordinary_number(answer):
-        return "number"
-    return "exact"
-
-
-def say_judged(cfg: Config, lines: list[Line], samples: list[Sample]) -> None:
-    """Say what is judged otherwise than it may seem."""
-    kinds = [kind_of(cfg.answers, str(line.fields["answer"])) for line in lines]
-    n = kinds.count("number")
-    if cfg.answers == "auto" and n < len(kinds):
-        print(
-            f"--answers auto: {n:,} answers are numbers; {len(kinds) - n:,} are not, and only the "
-            "same text is right (for all: --answers number, exact or math)"
-        )
-    in_thought = [cut_thoughts(s.text, s.opened) is None for s in samples]
-    if any(in_thought):
-        print(
-            f"{sum(in_thought):,} of {len(samples):,} texts end in a thought, and are wrong: raise "
-            "--max_new_tokens, or see the template for --template_args enable_thinking=false"
-        )
-
-
-# ---------------------------------------------------------------- the program
-def requests_of(
-    cfg: Config, kind: str, text: Text, lines: list[Line], longest: int
+def ask_choices(
+    asked: TaskConfig, text: Text, lines: list[Line], longest: int
 ) -> list[list[tuple]]:
-    """For each line its requests (context, continuation): windows of a text, choices of a question,
-    or a prompt without a continuation."""
-    if kind == "text":
-        stride = cfg.stride
-        if stride == -1:
-            stride = longest
-        of_texts = []
-        for line in lines:
-            ids = text.ids(line.fields["text"])
-            of_texts.append(rolling_windows(ids, text.first, longest, stride))
-        return of_texts
-    prompts = prompts_of(cfg, text, lines, kind)
-    if kind == "answer":
-        return [[(opening_ids(text, prompt) or [text.first], [])] for prompt in prompts]
+    """For each question its choices, each after the prompt."""
     space = " "
     if text.chat:
         space = ""
-    of_questions = []
-    for line, prompt in zip(lines, prompts):
-        choices = line.fields["choices"]
-        of_questions.append([encode_pair(text, prompt, space + choice) for choice in choices])
-    return of_questions
+    groups = []
+    for line, prompt in zip(lines, prompts_of(asked, text, lines, "choice")):
+        group = []
+        for choice in line.fields["choices"]:
+            group.append(encode_pair(text, prompt, space + choice))
+        groups.append(group)
+    return groups
 
 
+def ask_questions(
+    asked: TaskConfig, text: Text, lines: list[Line], longest: int
+) -> list[list[tuple]]:
+    """For each question its prompt alone, without a continuation."""
+    groups = []
+    for prompt in prompts_of(asked, text, lines, "answer"):
+        ids = opening_ids(text, prompt) or [text.first]
+        groups.append([(ids, [])])
+    return groups
+
+
+class Task(NamedTuple):
+    """A kind of task."""
+
+    # (asked, text, lines, longest) -> for each line its requests
+    make_requests: Callable
+    # see rl/measures.py
+    measure: Callable
+    # a result is a text that the model writes after the context; else the score of the continuation
+    writes: bool = False
+
+
+# A new kind of task is a row here, and a row in KINDS of rl/questions.py, which tells the kind by
+# the fields of a line.
+TASKS = {
+    "text": Task(cut_texts, perplexity),
+    "choice": Task(ask_choices, multiple_choice),
+    "answer": Task(ask_questions, exact_match, writes=True),
+}
+
+
+# ---------------------------------------------------------------- the program
 def main(cfg: Config):
     # 1. task, model and layout: all errors in files and flags are found before anything is built
     began = time.time()
     kind, lines = read_task(cfg.task, answers=cfg.answers)
+    task = TASKS[kind]
     lines = lines[: cfg.limit or None]
     counted = f"{len(lines):,} lines"
     if len(lines) == 1:
@@ -613,22 +576,26 @@ def main(cfg: Config):
     text, Model, model_config, folder = read_checkpoint(
         cfg.checkpoint, open_chat(cfg.checkpoint, cfg)
     )
-    cfg, layout, longest = plan(cfg, kind, model_config, folder)
+    asked = flags_of_group(cfg, TaskConfig)
+    longest = longest_forward(cfg, kind, model_config, folder)
+    check_task_flags(cfg, model_config, asked, kind, longest)
+    flags = layout_flags(cfg)
+    layout = layout_of(flags, model_config, longest, cfg.local_batch_size)
 
     # 2. requests to the model
-    groups = requests_of(cfg, kind, text, lines, longest)
+    groups = task.make_requests(asked, text, lines, longest)
     requests = [*chain(*groups)]
     room = longest + 1  # the last token needs no forward
-    if kind == "answer":
-        room = longest - cfg.max_new_tokens
+    if task.writes:
+        room = longest - asked.max_new_tokens
     if not requests:
         raise ValueError(f"--task {cfg.task}: its texts are empty")
     requests, n_cut = cut_requests(requests, room, model_config.vocab_size)
 
     # 3. scores or answers of the model
-    layout = make_mesh(connect(layout, cfg, cfg.device))
-    set_timeouts(layout, cfg.init_timeout_s)
-    stages = open_model(cfg.checkpoint, layout, cfg, Model, model_config)
+    layout = make_mesh(connect(layout, flags, flags.device))
+    set_timeouts(layout, flags.init_timeout_s)
+    stages = open_model(cfg.checkpoint, layout, flags, Model, model_config)
     if layout.rank == 0:
         print(
             f"{cfg.task}: {counted}, up to {longest:,} tokens at once | {folder} | "
@@ -640,38 +607,32 @@ def main(cfg: Config):
                 f"{n_cut:,} of {len(requests):,} prompts do not fit into {longest:,} tokens: they "
                 "lose their beginnings"
             )
-    if kind == "answer":
-        samples = complete(stages[0], layout, cfg, text, [prompt for prompt, _ in requests])
-        items, metrics = exact_match(lines, samples, cfg.answers)
-        if layout.rank == 0:
-            say_judged(cfg, lines, samples)
+    if task.writes:
+        found = complete(stages[0], layout, asked, text, [prompt for prompt, _ in requests])
     else:
-        scores = iter(score(stages, layout, requests))
-        grouped = [[next(scores) for _ in group] for group in groups]
-        if kind == "text":
-            items, metrics = perplexity(lines, groups, grouped)
-        else:
-            items, metrics = multiple_choice(lines, grouped)
+        found = score(stages, layout, requests)
 
-    # 4. results
+    # 4. the report
     if layout.rank == 0:
-        summary = (
-            dict(task=cfg.task, kind=kind, checkpoint=folder, n=len(lines))
-            | metrics
-            | dict(
-                cut=n_cut,
-                seq_len=longest,
-                layout=str(layout),
-                dtype=cfg.compute_dtype,
-                seconds=round(time.time() - began, 1),
-            )
+        results = iter(found)
+        of_lines = [[next(results) for _ in group] for group in groups]
+        report = task.measure(lines, groups, of_lines, asked.answers)
+        for note in report.notes:
+            print(note)
+        summary = dict(task=cfg.task, kind=kind, checkpoint=folder, n=len(lines))
+        summary |= report.metrics
+        summary |= dict(
+            cut=n_cut,
+            seq_len=longest,
+            layout=str(layout),
+            dtype=flags.compute_dtype,
+            seconds=round(time.time() - began, 1),
         )
+        counted += f", {summary['seconds']} s"
         if cfg.out:
-            write_results(cfg.out, items, summary)
-            counted += f", {summary['seconds']} s, {cfg.out}"
-        else:
-            counted += f", {summary['seconds']} s"
-        print(f"{in_words(metrics)}   ({counted})")
+            write_results(cfg.out, report.items, summary)
+            counted += f", {cfg.out}"
+        print(f"{in_words(report.metrics)}   ({counted})")
 
 
 def write_results(path: str, items: list[dict], summary: dict) -> None:

@@ -19,7 +19,7 @@ from distributed.stages import split_stages
 from models.loss import IGNORE
 from parallel import replicas, sequence_index
 from tools.reports import svg
-from tools.reports.dryrun import dry_world, human, make_report
+from tools.reports.dryrun import dry_world, format_bytes, make_report
 from tools.reports.explain import count_block, list_collectives
 from tools.reports.parts import axis_groups, held_part, place_of, shown_parameters, tokens_of
 from tools.reports.schedule import bubble, rows_of, simulate
@@ -219,11 +219,11 @@ def holds(stages, layout, rows, seq_len=8192) -> tuple[str, int]:
         for r, place in enumerate(places):
             x = LEFT + r * step
             if p is None:
-                mine = tokens_of(layout, place, seq_len)
+                held = tokens_of(layout, place, seq_len)
                 shape = (layout.global_batch_size, seq_len)
-                out += svg.tokens(x, y, w, h, mine, shape)
-                first, end = mine["sequences"]
-                spans = [f"{a:,}-{b - 1:,}" for a, b in mine["between"] if b - a < seq_len]
+                out += svg.tokens(x, y, w, h, held, shape)
+                first, end = held["sequences"]
+                spans = [f"{a:,}-{b - 1:,}" for a, b in held["between"] if b - a < seq_len]
                 under = [
                     f"sequence {first}" if end == first + 1 else f"sequences {first}-{end - 1}",
                     *spans,
@@ -337,8 +337,8 @@ def causal_work(layout) -> tuple[str, int]:
         out += label(LEFT + n * side + 8, 28 + q * side, f"chunk {q}: rank {owner[q]}", "small")
     work = {r: sum(q + 1 for q in range(n) if owner[q] == r) for r in range(layout.cp)}
     for r in range(layout.cp):
-        mine = [q for q in range(n) if owner[q] == r]
-        text = f"rank {r}: chunks {mine[0]} and {mine[1]}, {mine[0] + 1} + {mine[1] + 1} = {work[r]} squares"
+        held = [q for q in range(n) if owner[q] == r]
+        text = f"rank {r}: chunks {held[0]} and {held[1]}, {held[0] + 1} + {held[1] + 1} = {work[r]} squares"
         out += rect(LEFT + n * side + 140, 34 + r * 32, 20, 20, f"r{r}") + label(
             LEFT + n * side + 168, 49 + r * 32, text
         )
@@ -396,7 +396,7 @@ def pp() -> str:
     split = split_stages(cfg, 4, 32)
     step = (WIDTH - 20) / 4
     out = ""
-    size = human(cfg.pp_microbatch_size * cfg.seq_len * stages[0].config.dim * 2)
+    size = format_bytes(cfg.pp_microbatch_size * cfg.seq_len * stages[0].config.dim * 2)
     for r in range(4):
         names = [name for i in stage_ids(layout, len(split), r) for name in split[i]]
         numbers = [name.split(".")[1] for name in names if name.startswith("blocks.")]
@@ -624,7 +624,7 @@ def memory() -> str:
             out += rect(x, y + 94 - high, wide - 0.6, high, "token" if forward else "kept")
             x += wide
         out += lines(10, y + 66, [f"--ac {ac}"], "bold") + lines(
-            10, y + 82, [f"at most {human(most)}"], "small"
+            10, y + 82, [f"at most {format_bytes(most)}"], "small"
         )
         y += 104
     out += legend(

@@ -30,7 +30,7 @@ def open_eval_task(cfg, model_config, data) -> tuple[list, list]:
     tokenizer = load_tokenizer(data.tokenizer_file)
     ids = partial(ids_of, tokenizer)
     text = SimpleNamespace(ids=ids, chat=None, bos=False, first=data.eot)
-    groups = evaluate.requests_of(evaluate.Config(), kind, text, lines, 0)
+    groups = evaluate.ask_choices(evaluate.TaskConfig(), text, lines, 0)
     if evaluate.cut_requests(
         [*chain(*groups)], model_config.max_seq_len + 1, model_config.vocab_size
     )[1]:
@@ -50,7 +50,8 @@ def log_eval_task(step: int, metrics, stages, layout, lines: list, groups: list)
     scores = iter(evaluate.score(stages, layout, [*chain(*groups)]))
     for stage, token_loss in zip(stages, usual, strict=True):
         stage.train().token_loss = token_loss
-    _, found = evaluate.multiple_choice(lines, [[next(scores) for _ in group] for group in groups])
+    grouped = [[next(scores) for _ in group] for group in groups]
+    found = evaluate.multiple_choice(lines, groups, grouped, "auto").metrics
     if layout.rank == 0:
         metrics.write({"step": step} | {f"eval_{name}": value for name, value in found.items()})
         print(

@@ -62,7 +62,7 @@ FLAVORS = {
 
 
 class OutputNorm(RMSNorm):
-    """The last norm, with the head's multiplier behind it, so that no code that calls the head
+    """The last norm, with the head's multiplier after it, so that no code that calls the head
     needs to know of it."""
 
     def __init__(self, config):

@@ -10,7 +10,7 @@ from distributed.layout import AllGather, local_tensor
 
 
 class NormOverHeads(ParallelStyle):
-    """RMSNorm of (B, T, H/tp * K) behind a colwise linear, with this rank's H/tp * K numbers of the
+    """RMSNorm of (B, T, H/tp * K) after a colwise linear, with this rank's H/tp * K numbers of the
     weight.
 
     A norm of the rank's own heads would train without any error, as another model. So the ranks

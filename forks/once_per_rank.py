@@ -6,7 +6,7 @@ In a copy of train_qwen3.py (in one of train_deepseek.py likewise, with models.d
     import models.qwen3
     from forks.once_per_rank import apply_once
 
-    models.qwen3.apply_experts = apply_once  # behind all imports
+    models.qwen3.apply_experts = apply_once  # after all imports
 
 With k of E experts, spread evenly over R ranks, a token has R (1 - (1 - 1/R)^k) ranks on average:
 5.25 in place of 8 for 8 of 128 experts on 8 ranks, 7.2 on 32. The rank of an expert copies the
@@ -119,7 +119,7 @@ def travel_once(experts, group, x: Tensor, index: Tensor, weigh, counts: Tensor,
     # (M, k) each, in fp32, before the rows
     weight, expert = Arrive.apply(*choices, group, sent, received).split(k, 1)
     expert = expert.long() - n * dist.get_rank(group)
-    expert = torch.where((expert < 0) | (expert >= n), n, expert)  # of other ranks: behind ours
+    expert = torch.where((expert < 0) | (expert >= n), n, expert)  # of other ranks: after ours
     order = expert.flatten().short().argsort(stable=True)[: sum(copies)]
     row = order // k  # (K,) of the rows that arrive, expert by expert
     rows = Arrive.apply(*travelling, group, sent, received)

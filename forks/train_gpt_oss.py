@@ -101,7 +101,7 @@ class Config(
     def __post_init__(self):
         MetricsConfig.__post_init__(self)
         check_optimizer(self)
-        # gpt_oss: a bias behind a sum over etp ranks would count once per rank
+        # gpt_oss: a bias after a sum over etp ranks would count once per rank
         if self.etp > 1:
             raise ValueError(
                 f"--etp {self.etp}: gpt-oss has experts with biases; use --ep, and leave --etp out"

@@ -88,7 +88,7 @@ class Config(
     # ft: --global_batch_size is a group's, and -1 its local_batch_size x data ranks. A step has as
     # many times that as there are live groups; the learning rate stays what it is.
     #
-    # number of this replica group: a job of its own, whose other flags are those of the others
+    # number of this replica group, a job of its own; its other flags equal those of all groups
     ft_group: int = 0
     ft_lighthouse: str = "http://127.0.0.1:29510"  # where torchft_lighthouse answers
     # a group that keeps the others waiting for longer in a sum is left behind

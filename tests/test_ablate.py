@@ -19,7 +19,16 @@ import ablate
 from tools.study.ladder import fit_sizes, line_at
 from tools.study.report import report_study
 from tools.study.significance import add_looks, interval, t_quantile
-from tools.study.study import APART, DEFAULTS, compare_variant, looks_of, noise_of, winners_of
+from tools.study.study import (
+    APART,
+    DEFAULTS,
+    compare_variant,
+    folder_of,
+    looks_of,
+    noise_of,
+    winners_of,
+)
+from tools.study.variants import check_variants, sources_of
 
 BASE = "base"
 OTHER = "other"
@@ -375,7 +384,7 @@ def test_report(tmp_path, capsys, settings, base, other, expected, text):
 
 
 def test_sources_of_a_recipe_in_forks_are_those_of_the_whole_checkout():
-    found = ablate.sources_of(REPO / "forks/train_llama3_mup.py")
+    found = sources_of(REPO / "forks/train_llama3_mup.py")
     assert found.keys() >= {
         "train_llama3_mup.py",
         "forks/mup.py",
@@ -421,7 +430,7 @@ def test_what_was_there_before_the_first_line_is_unknown(tmp_path, capsys):
 
 
 def test_names_stay_inside_of_the_study():
-    assert ablate.folder_of("study", "..", 0).parts == ("study", "_", "seed-0")
+    assert folder_of("study", "..", 0).parts == ("study", "_", "seed-0")
 
 
 @pytest.mark.parametrize(
@@ -536,8 +545,52 @@ def test_a_recipe_is_seeded_with_the_seeds_that_it_has(monkeypatch):
     variants = {
         recipe: {"recipe": recipe, "flags": []} for recipe in ("grpo.py", "train_llama3.py")
     }
-    ablate.check_variants(variants, ablate.parse("--metric eval_reward".split())[0])
+    check_variants(variants, ablate.parse("--metric eval_reward".split())[0])
     assert [variant["seeded"] for variant in variants.values()] == [["seed"], ["seed", "data_seed"]]
+
+
+RENAMED = [
+    ("check_model,", "check_model as check_shapes,"),
+    ("    check_model(", "    check_shapes("),
+]
+WITHOUT_CONNECT = [
+    (" connect,", " connect as join,"),
+    ("        connect(", "        join("),
+]
+
+
+@pytest.mark.parametrize(
+    "edits, text",
+    [
+        (RENAMED, ""),
+        (WITHOUT_CONNECT, "has no connect: import it by this name"),
+        ([("    run(main, Config)", "    print('hello')")], "does not answer --check"),
+        ([("    run(main, Config)", "    raise OSError('no more')")], "OSError: no more"),
+    ],
+    ids=["renamed", "without connect", "no recipe", "fails"],
+)
+def test_a_recipe_checks_itself(tmp_path, edits, text):
+    """A changed copy beside our modules: equal answers, or one line, and nothing is trained."""
+    for path in REPO.iterdir():
+        if path.suffix == ".py" or (path / "__init__.py").exists():
+            (tmp_path / path.name).symlink_to(path)
+    source = (REPO / "train_llama3.py").read_text()
+    for old, new in edits:
+        assert old in source
+        source = source.replace(old, new)
+    copy = tmp_path / "mine.py"
+    copy.write_text(source)
+    variants = {"copy": {"recipe": str(copy), "flags": [*TINY]}}
+    args, _ = ablate.parse(["--out", str(tmp_path / "study")])
+    if text:
+        with pytest.raises(ValueError, match=f"variant 'copy': .*{text}"):
+            check_variants(variants, args)
+    else:
+        variants["ours"] = {"recipe": str(REPO / "train_llama3.py"), "flags": [*TINY]}
+        check_variants(variants, args)
+        for key in ("steps", "parameters", "all_parameters", "flops", "tokens", "seeded"):
+            assert variants["copy"][key] == variants["ours"][key] is not None
+    assert not (tmp_path / "study").exists()
 
 
 def test_what_is_good_follows_from_the_metric():

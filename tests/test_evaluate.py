@@ -26,6 +26,7 @@ import evaluate
 import parallel
 from rl import evaluation, questions
 from rl.datasets import HINTS, Text
+from rl.measures import Measured
 from rl.sample import Sample
 from storage import commands as checkpoint_commands
 from storage.hf import load_hf_model
@@ -432,11 +433,11 @@ def test_prompts(folders, tasks, tmp_path):
     text = Text(folders("llama"), chat=open_chat(folders("llama"), evaluate.Config(chat=True)))
     assert make()[0] == f"<|im_start|>user\n{asked[0]}<|im_end|>\n<|im_start|>assistant\n"
     grpo = "{question}" + HINTS["gsm8k"].replace("\n", "\\n")  # as it is typed
-    ((prompt, _),) = evaluate.requests_of(
-        evaluate.Config(prompt_template=grpo), "answer", text, lines[:1], 64
+    ((prompt, _),) = evaluate.ask_questions(
+        evaluate.Config(prompt_template=grpo), text, lines[:1], 64
     )[0]
     assert prompt == Text(folders("llama"), chat=text.chat).prompt(asked[0] + HINTS["gsm8k"])
-    (request, _), *_ = evaluate.requests_of(evaluate.Config(), kind, text, lines[:1], 64)[0]
+    (request, _), *_ = evaluate.ask_choices(evaluate.Config(), text, lines[:1], 64)[0]
     assert request[0] == 1 and 2 in request  # markers are tokens
     for flags, message in [
         (dict(prompt_template="{answer_2}"), "has no answer_2, which --prompt_template asks for"),
@@ -488,6 +489,14 @@ def test_stops():
     assert cut("<think>a\nQ: b", False, ["\nQ:"]) is None
 
 
+def judge(lines, samples, answers="auto") -> Measured:
+    return evaluate.exact_match(lines, [], [[sample] for sample in samples], answers)
+
+
+def test_every_kind_of_line_is_a_task():
+    assert evaluate.TASKS.keys() == questions.KINDS.keys()
+
+
 def test_thoughts_are_no_answers():
     line = evaluate.Line("a:1", {"question": "?", "answer": "7"})
     thought = "<think>maybe \\boxed{5}?</think>\nThe answer is 7."
@@ -500,7 +509,7 @@ def test_thoughts_are_no_answers():
         ("exact", "\n7</think>\n7", True, 1),
     ):
         sample = Sample(ids=[1], text=text, opened=opened)
-        (item,), _ = evaluate.exact_match([line], [sample], answers)
+        (item,), *_ = judge([line], [sample], answers)
         assert item["correct"] == correct, text
 
 
@@ -535,7 +544,7 @@ def test_what_counts_as_the_right_answer():
     ]
     lines = [evaluate.Line("", {"question": "why", "answer": answer}) for answer, *_ in rows]
     samples = [Sample(text=text, ids=[1, 2], truncated=truncated) for _, text, truncated, _ in rows]
-    items, metrics = evaluate.exact_match(lines, samples)
+    items, metrics, _ = judge(lines, samples)
     assert [item["correct"] for item in items] == [row[-1] for row in rows]
     assert metrics["exact_match"] == pytest.approx(4 / 7) and metrics["truncated"] == pytest.approx(
         1 / 7
@@ -566,7 +575,7 @@ def test_what_is_right_can_be_said(answers, correct):
     if correct is None:
         wanted = "a.jsonl:0: nothing can be right with --answers number for '1/2'"
         return refuses(wanted, questions.check_line, lines[0], "answer", answers)
-    items, metrics = evaluate.exact_match(lines, samples, answers)
+    items, metrics, _ = judge(lines, samples, answers)
     assert [item["correct"] for item in items] == correct and metrics[
         "exact_match"
     ] == pytest.approx(sum(correct) / 3)

@@ -199,9 +199,9 @@ MEMORY = [
 def test_the_memory_of_the_example(flags):
     rank = report_of(**EXAMPLE | flags).ranks[0]
     cells = [
-        *(dryrun.human(rank.step[k]) for k in ("parameters", "gradients", "optimizer")),
-        dryrun.human(rank.activations),
-        dryrun.human(rank.peak),
+        *(dryrun.format_bytes(rank.step[k]) for k in ("parameters", "gradients", "optimizer")),
+        dryrun.format_bytes(rank.activations),
+        dryrun.format_bytes(rank.peak),
         "yes" if rank.peak <= 80e9 else "no",
     ]
     shown = " ".join(f"--{name} {n}" for name, n in flags.items())
@@ -209,7 +209,7 @@ def test_the_memory_of_the_example(flags):
     if flags == dict(dp_replicate=2, dp_shard=4):
         counts = dryrun.totals({key[1:]: n for key, n in rank.step.items() if key[0] == "moved"})
         number, size = counts["dp_replicate", "all_reduce"]
-        assert f"{number} all-reduces of {dryrun.human(size)} in a step" in COURSE
+        assert f"{number} all-reduces of {dryrun.format_bytes(size)} in a step" in COURSE
 
 
 @pytest.mark.slow
@@ -226,7 +226,7 @@ def test_the_worked_examples(shown, flags):
     report = report_of(**EXAMPLE | dict(flavor="70B") | flags)
     rank = report.ranks[0]
     row = next(line for line in COURSE.splitlines() if line.startswith(f"| `{shown}` |"))
-    assert f" {dryrun.human(rank.activations if 'flavor' in flags else rank.peak)} |" in row
+    assert f" {dryrun.format_bytes(rank.activations if 'flavor' in flags else rank.peak)} |" in row
 
 
 @pytest.mark.slow
@@ -235,7 +235,7 @@ def test_the_pipeline_of_the_example():
     bubbles = [100 * bubble(simulate(report.rows, *cost)) for cost in ((), (report.cost,))]
     text = " ".join(COURSE.split())
     assert f"the bubble is {bubbles[0]:.1f} %, or {bubbles[1]:.1f} % with the FLOPs" in text
-    first, last = (dryrun.human(report.ranks[i].activations) for i in (0, -1))
+    first, last = (dryrun.format_bytes(report.ranks[i].activations) for i in (0, -1))
     assert (
         f"rank 0 holds {first} of activations (8 micro-batches in flight), the last rank {last} "
         "(one)" in text

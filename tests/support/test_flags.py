@@ -477,7 +477,8 @@ def printed(program: str, cfg) -> str:
     plain = module.Config(
         **{field.name: getattr(cfg, field.name) for field in dataclasses.fields(module.Config)}
     )
-    main = module.main if options.dry_run or options.explain else lambda cfg: print("trains")
+    runs_main = options.dry_run or options.explain or options.check
+    main = module.main if runs_main else lambda cfg: print("trains")
     with (
         tidy(),
         contextlib.redirect_stdout(text),
@@ -860,6 +861,7 @@ row(
     explain=True,
     model_args=SIZES.replace("n_layers=2", "n_layers=3"),
 )
+row("check", True, lambda new, old: '"tokens": ' in new and "trains" in old, printed)
 row("check_parity", True, lambda new, old: "parity of" in new and "trains" in old, printed)
 row(
     "through",

@@ -412,7 +412,8 @@ def test_the_measured_numbers_of_the_guide(axis):
     step = report_of(**flags).ranks[0].step
     counts = dryrun.totals({key[1:]: n for key, n in step.items() if key[0] == "moved"})
     said = "; ".join(
-        f"{counts[key][0]} {word} {dryrun.human(counts[key][1])}" for key, word in words.items()
+        f"{counts[key][0]} {word} {dryrun.format_bytes(counts[key][1])}"
+        for key, word in words.items()
     )
     assert f"| {said} |" in GUIDE.read_text()
 
@@ -447,7 +448,7 @@ def test_best_layouts_are_dry_runs_of_their_flags(monkeypatch, capsys):
         assert found[-1] == sorted(found[-1], key=lambda row: float(row[0][:-2]))
     flags = dict(pair.split() for pair in found[1][1][4].removeprefix("--").split(" --"))
     c = replace(cfg, **{name: int(n) for name, n in flags.items()}, global_batch_size=16)
-    assert flags["ep"] == "2" and found[1][1][2] == dryrun.human(
+    assert flags["ep"] == "2" and found[1][1][2] == dryrun.format_bytes(
         dryrun.make_report(main, c).ranks[0].peak
     )
     monkeypatch.setitem(best.MACHINES, "H100", (1e-3, 1e6, 1e6))

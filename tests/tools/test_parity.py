@@ -54,8 +54,8 @@ def test_both_halves_of_check_parity_are_given_no_flag_in_vain(tmp_path, monkeyp
     cfg.out = str(tmp_path)  # with a checkpoint, so that --exclude_from_loading has an effect
 
     def started(command, **kwargs):
-        plan = command[command.index("--plan") + 1]
-        for run in json.loads(Path(plan).read_text()):
+        file = command[command.index("--runs") + 1]
+        for run in json.loads(Path(file).read_text()):
             given = command[command.index("recipe.py") + 1 :] + run["flags"]
             halves.append(parse_config(with_report_flags(Fork), given))
             Path(run["record"] + ".status").write_text("0")

@@ -158,13 +158,13 @@ def compare_with_transformers(ours, theirs) -> tuple[list[Seam], dict]:
     for name, path in list(pairs.items()):
         if theirs.get_submodule(path) is head:
             del pairs[name]
-    mine, logits = forward_of(ours, {name: name for name in pairs}, tokens)
+    our_modules, logits = forward_of(ours, {name: name for name in pairs}, tokens)
     our_names = {path: name for name, path in pairs.items()}
     other, their_logits = forward_of(theirs, our_names, tokens)
     seams = []
     for name, want in other.items():
-        if name in mine or name in pairs:
-            seams.append(compare("forward", name, mine.get(name), want, "never called here"))
+        if name in our_modules or name in pairs:
+            seams.append(compare("forward", name, our_modules.get(name), want, "never called here"))
 
     loss = ours(tokens, labels=labels, loss_denom=labels.numel())
     their_loss = F.cross_entropy(theirs(tokens).logits.flatten(0, 1), labels.flatten())

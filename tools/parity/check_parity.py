@@ -1,5 +1,5 @@
-"""--check_parity: does the recipe train the same model on one process and on a layout, with every
-gradient and weight compared; and does a run that is saved and continued go on as the same run?"""
+"""--check_parity: does the recipe train the same model on one process and on a layout? Every
+gradient and every weight is compared. And does a continued run go on as if never stopped?"""
 
 import os
 import sys
@@ -30,25 +30,28 @@ from tools.parity.routing import MARGIN, knows_choices, moved_tokens
 STEPS = 4  # unless --steps is given
 PART = 2  # steps between two saves of --through
 SAME = "same"  # --through without a value: the layout of the command line
-# Relative errors of rounding to 8 bits and to bfloat16, and below
+# relative errors between these two look like rounding to bfloat16 or to 8 bits
 HAND_ROUNDED = (2**-12, 2**-6)
 
 
 def check_parity(main, cfg, through: str = "") -> int:
-    """Train some steps of the running recipe on one process and on the layout, in fp32, and part of
-    them once more from checkpoints; compare; return the exit status.
+    """Train a few steps in fp32, on one process and on the layout; train the last steps once more
+    from a checkpoint; compare. Returns the exit status.
 
-    Works for any copy of a recipe: tools/parity/half.py runs the recipe, with flags appended, and
-    records the arguments of functions of parallel.py.
-    through: see --through.
+    This works for any copy of a recipe: tools/parity/half.py runs the recipe with flags appended,
+    and records the arguments of functions of parallel.py. through: the flag.
     """
     layouts = read_layouts(through)
     parts = max(2, len(layouts) + 1)
-    steps = cfg.steps if is_typed("steps") else PART * parts
+    steps = PART * parts
+    if is_typed("steps"):
+        steps = cfg.steps
     save_at = steps_to_save(cfg, steps, parts, through)
     common = dict(steps=steps, checkpoint_every=0, val_every=0)
     if save_at:
-        common["checkpoint_every"] = 1  # tools/parity/steps.py leaves the others out
+        common["checkpoint_every"] = (
+            1  # tools/parity/steps.py saves only after the steps of save_at
+        )
     if hasattr(cfg, "val_every") and cfg.val_every:
         common["val_every"] = steps
     halves = Halves(main, cfg, **common)
@@ -93,11 +96,16 @@ def check_parity(main, cfg, through: str = "") -> int:
 
 
 def steps_to_save(cfg, steps: int, parts: int, through: str) -> list[int]:
-    """After which steps the runs are saved, to be continued. Without --through there are two, one
-    after an odd number of steps and one after an even: what a loop does every second step would
-    begin anew just in time. [] for a run that saves nothing."""
+    """The steps after which a checkpoint is made, to continue from. [] for a run without
+    checkpoints.
+
+    Without --through there are two, after an odd and after an even number of steps. A loop that acts
+    every second step, and counts in a variable, would count right after an even number by chance.
+    """
     part = steps // parts
-    every = cfg.checkpoint_every if hasattr(cfg, "checkpoint_every") else 1
+    every = 1
+    if hasattr(cfg, "checkpoint_every"):
+        every = cfg.checkpoint_every
     saves = every and not (hasattr(cfg, "load_only") and cfg.load_only)
     if through and not (part and saves):
         raise ValueError(
@@ -112,8 +120,8 @@ def steps_to_save(cfg, steps: int, parts: int, through: str) -> list[int]:
 
 
 def continue_half(saved: Half, step: int, flags=None, save_at=()) -> Half:
-    """The run that continues another from its checkpoint of a step. flags: of its layout, if it is
-    another."""
+    """A run that continues `saved` from the checkpoint of a step. flags: of the new layout, if the
+    run continues on another layout."""
     flags = dict(flags or saved.flags)
     flags["out"] += f"_from_{step}"
     flags["load_step"] = -1
@@ -124,8 +132,8 @@ def continue_half(saved: Half, step: int, flags=None, save_at=()) -> Half:
 
 
 def print_verdict(one: Run, layout: Run, save_at: list[int]) -> int:
-    """Print that all is equal, and how far that reaches; or which parameters were not compared.
-    Returns the exit status."""
+    """Print "equal", with the number of steps, validations and saves that were compared; or the
+    parameters that could not be compared. Returns the exit status."""
     unseen = set()
     for run in (one, layout):
         for step in run.steps.values():
@@ -141,13 +149,17 @@ def print_verdict(one: Run, layout: Run, save_at: list[int]) -> int:
         )
         return 1
     n = len(one.steps)
-    reach = [
-        f"{n} step{'s' * (n > 1)} from step 1",
-        "one validation" if has_validation(one) else "no validation",
-        describe_saves(save_at),
-    ]
-    rounded = " to the precision of bfloat16, to which the model rounds," * rounds(one)
-    print(f"check_parity: equal{rounded} in {', '.join(reach)}")
+    steps = f"{n} steps from step 1"
+    if n == 1:
+        steps = "1 step from step 1"
+    validations = "no validation"
+    if has_validation(one):
+        validations = "one validation"
+    rounded = ""
+    if rounds(one):
+        rounded = " to the precision of bfloat16, to which the model rounds,"
+    saves = describe_saves(save_at)
+    print(f"check_parity: equal{rounded} in {steps}, {validations}, {saves}")
     return 0
 
 
@@ -186,13 +198,13 @@ def read_layouts(through: str) -> list[dict[str, int]]:
 
 
 def rounds(run: Run) -> bool:
-    """Whether the model itself rounds to bfloat16 or float16, though the run computes in fp32."""
+    """Whether the model rounds to bfloat16 or float16 by hand, though the run computes in fp32."""
     return any(about["rounds"] for step in run.steps.values() for about in step.ranks)
 
 
 def print_comparison(one: Run, layout: Run, later: float) -> str:
-    """Print the table of two runs; return a sentence on the first difference that rounding does not
-    explain, or "". later: see LATER."""
+    """Print the table of two runs. Returns a sentence on the first difference larger than rounding,
+    or "". later: see LATER."""
     head = ["loss, 1 process", "layout", "norm, 1 process", "layout"]
     print(
         "step",
@@ -224,8 +236,8 @@ def print_comparison(one: Run, layout: Run, later: float) -> str:
 
 
 def limits_between(a, b, count: int, later: float, moved: bool, rounded: bool) -> Limits:
-    """Limits of the nth compared step of two layouts. moved: rounding has sent tokens to other
-    experts, in this step or before. rounded: the model rounds to bfloat16 by itself."""
+    """Limits of step number `count` of two layouts. moved: rounding has sent tokens to other
+    experts, in this step or before. rounded: the model rounds to bfloat16 by hand."""
     limits = limits_of(count, later)
     has_experts = any(about["has_experts"] for about in a.ranks)
     is_unknown = has_experts and count > 1 and not (knows_choices(a) and knows_choices(b))
@@ -233,27 +245,31 @@ def limits_between(a, b, count: int, later: float, moved: bool, rounded: bool) -
         widen(limits, MOVED)
         limits.buffer = None
     if rounded:
-        widen(limits, BF16 if count == 1 else MOVED)
+        if count == 1:
+            widen(limits, BF16)
+        else:
+            widen(limits, MOVED)
     return limits
 
 
 def hint_of_rounding(worst: dict, a, b) -> str:
-    """A hint if the largest error is about that of rounding, and the losses are equal."""
+    """A hint if the losses are equal, and the largest error looks like rounding to few bits."""
     largest = max((error for _, error in worst.values()), default=0.0)
     low, high = HAND_ROUNDED
     if low <= largest <= high and abs(a.loss - b.loss) <= 1e-4 * max(1.0, abs(a.loss)):
         return (
-            f"; {largest:.0e} is about what rounding to bfloat16 or 8 bits does: does the model "
+            f"; {largest:.0e} is about the error of rounding to bfloat16 or 8 bits: does the model "
             "round or cast by hand?"
         )
     return ""
 
 
 def judge_continued(half: Half, step: int, status: int, straight: Run, own: Run, later) -> str:
-    """ "" or a sentence on a run that was continued from a step.
+    """A sentence on what is wrong with a run that was continued from a step, or "".
 
-    straight: the run to compare with; where later is given, on one process. own: the run that was
-    saved, for its state. later: None if continued on the same layout, so that rounding is the same.
+    straight: the run that never stopped, to compare with. own: the run that was saved, for the state
+    of its loop. later: None if the layout is the same, so that rounding is the same; otherwise
+    `straight` is on one process, and see LATER.
     """
     if status:
         return f"the run cannot be continued from step {step}"
@@ -261,7 +277,7 @@ def judge_continued(half: Half, step: int, status: int, straight: Run, own: Run,
     if min(continued.steps) != step + 1:
         return f"step {step} was not saved, and the run began again"
     limits = SAME_LAYOUT
-    if half.flags["device"] == "cuda":  # kernels that add in any order, and AdamW enlarges it
+    if half.flags["device"] == "cuda":  # kernels add in any order, and AdamW enlarges the rounding
         limits = limits_of(3, LATER["adamw"])
     problem = ""
     moved = False
@@ -280,9 +296,9 @@ def judge_continued(half: Half, step: int, status: int, straight: Run, own: Run,
             problem = f"at the end, {problems[0]}"
     lost = what_is_lost(own, continued, step)
     if problem:
-        where = (
-            f"not in the checkpoint: {brief(lost)}" if lost else "what is not in the checkpoint?"
-        )
+        where = "is a state of the loop missing in the checkpoint?"
+        if lost:
+            where = f"not in the checkpoint: {brief(lost)}"
         return f"a run continued from step {step} is another run: {problem}; {where}"
     if lost:
         print(
@@ -293,7 +309,8 @@ def judge_continued(half: Half, step: int, status: int, straight: Run, own: Run,
 
 
 def what_is_lost(own: Run, continued: Run, step: int) -> list[str]:
-    """The names of what the run keeps and its checkpoint does not, as far as they can be named."""
+    """Names of variables that the run keeps and its checkpoint does not hold, as far as they can be
+    named."""
     first = own.steps[min(own.steps)].ranks[0]["state"]
     later = own.steps[step + 1].ranks[0]["state"]
     return lost_state(first, later, continued.steps[step + 1].ranks[0]["state"])

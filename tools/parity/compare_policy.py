@@ -1,5 +1,5 @@
-"""Compare the cuts of --check_parity of grpo.py and its forks, and say what differs, with its likely
-reason."""
+"""--check_parity of grpo.py and its forks: compare the cuts of an update (tools/parity/policy.py has
+the word), name the differences, and guess their reason."""
 
 import glob
 import math
@@ -16,7 +16,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Record(NamedTuple):
-    """What a cut has recorded."""
+    """Numbers of one cut."""
 
     losses: list[float]  # of each step
     gradients: list[Tensors]  # of each update, by fqn
@@ -38,13 +38,15 @@ class Difference(NamedTuple):
     loss: float
     norm: float  # of the whole gradient
     worst: tuple[float, str]  # the largest relative difference of a gradient, and its fqn
-    factor: float | None  # of all gradients, if they differ by one
-    later: tuple[float, str] | None  # the same as worst, of the first update
+    # every gradient is the base's times this factor; None if no single factor fits
+    factor: float | None
+    # the largest relative difference of a weight's first update, and its fqn
+    later: tuple[float, str] | None
     problems: list[str]
 
 
 def read_cut(out: str) -> Record:
-    """The records of a cut's ranks. Raises ValueError if there are none."""
+    """Read the files that the ranks of a cut have written. Raises ValueError without any file."""
     lines = read_lines(os.path.join(out, "metrics.jsonl"))
     losses = [line["loss"] for line in lines if "loss" in line]
     record = Record(losses, [], [], [], set(), [], 0)
@@ -80,19 +82,22 @@ def norm_of(tensors: Tensors) -> float:
 
 
 def added_up(record: Record) -> Tensors:
-    """The gradient of a step from those of its updates, each divided by its own denominator."""
+    """The gradient of a whole step. Each update has divided its gradient by a denominator of its
+    own, so a gradient counts with its share of all denominators."""
     total = {}
     z = sum(record.denominators)
     for gradient, denominator in zip(record.gradients, record.denominators):
         for fqn, g in gradient.items():
             part = g.double() * (denominator / z)
-            total[fqn] = total[fqn] + part if fqn in total else part
+            if fqn in total:
+                part = total[fqn] + part
+            total[fqn] = part
     return total
 
 
 def relative(got: Tensors, want: Tensors) -> tuple[dict[str, float], float]:
-    """({fqn: relative difference}, the whole's). A missing tensor is one of zeros. A tensor that is
-    next to nothing beside the whole is compared with a share of the whole."""
+    """({fqn: relative difference}, relative difference of all tensors together). A missing tensor
+    counts as zeros. The difference of a tiny tensor is relative to 1e-4 of the norm of all."""
     floor = 1e-4 * norm_of(want)
     errors = {}
     square = 0.0
@@ -106,11 +111,13 @@ def relative(got: Tensors, want: Tensors) -> tuple[dict[str, float], float]:
             errors[fqn] = math.inf
         square += error**2
     whole = math.sqrt(square) / max(norm_of(want), 1e-30)
-    return errors, math.inf if math.isnan(whole) else whole
+    if math.isnan(whole):
+        whole = math.inf
+    return errors, whole
 
 
 def one_factor(got: Tensors, want: Tensors) -> float | None:
-    """f if got is f times want, up to a thousandth; else None."""
+    """The factor f with got = f * want, up to a thousandth; None if no factor fits."""
     product = 0.0
     for fqn in got.keys() & want.keys():
         product += (got[fqn].double() * want[fqn].double()).sum().item()
@@ -118,11 +125,14 @@ def one_factor(got: Tensors, want: Tensors) -> float | None:
     if not math.isfinite(factor) or not factor:
         return None
     scaled = {fqn: g.double() * factor for fqn, g in want.items()}
-    return factor if relative(got, scaled)[1] < 1e-3 else None
+    if relative(got, scaled)[1] < 1e-3:
+        return factor
+    return None
 
 
 def updates_of(record: Record) -> Tensors:
-    """What the first update has changed, if a second one has shown it."""
+    """The change of each weight by the first update. Weights are recorded before an update, so a
+    record of a single update gives nothing: {}."""
     if len(record.weights) < 2:
         return {}
     before, after = record.weights[:2]
@@ -135,9 +145,12 @@ def worst_of(errors: dict[str, float]) -> tuple[float, str]:
 
 
 def compare_cut(name: str, base: Record, cut: Record, adds_up: bool) -> Difference:
-    """adds_up: the cut's updates are parts of one."""
+    """base: one forward of everything. adds_up: the updates of the cut are --minibatches of one
+    update of the base, so their gradients add up to the base's."""
     want = base.gradients[0]
-    got = added_up(cut) if adds_up else cut.gradients[0]
+    got = cut.gradients[0]
+    if adds_up:
+        got = added_up(cut)
     worst = worst_of(relative(got, want)[0])
     problems = []
     if not worst[0] <= GRADIENT_TOLERANCE:
@@ -152,13 +165,15 @@ def compare_cut(name: str, base: Record, cut: Record, adds_up: bool) -> Differen
         if not later[0] <= UPDATE_TOLERANCE:
             problems.append(f"the first update of {later[1]} by {later[0]:.1e}")
         if cut.uneven:
-            problems.append(f"{cut.uneven[0]}, which is not equal on all ranks after the update")
+            problems.append(f"{cut.uneven[0]}, not equal on all ranks after the update")
         second = worst_of(relative(cut.gradients[1], base.gradients[1])[0])
         if not second[0] <= LATER["adamw"] * GRADIENT_TOLERANCE:
             problems.append(f"the gradient of {second[1]} in step 2 by {second[0]:.1e}")
         if not close(cut.losses[1], base.losses[1], LATER["adamw"]):
             problems.append(f"the loss of step 2, {cut.losses[1]:.8f} not {base.losses[1]:.8f}")
-    factor = one_factor(got, want) if worst[0] > GRADIENT_TOLERANCE else None
+    factor = None
+    if worst[0] > GRADIENT_TOLERANCE:
+        factor = one_factor(got, want)
     return Difference(name, cut.losses[0], norm_of(got), worst, factor, later, problems)
 
 
@@ -174,7 +189,9 @@ def unseen(base: Record) -> list[str]:
 
 # ---------------------------------------------------------------- what is printed
 def describe_difference(found: Difference) -> str:
-    later = "" if found.later is None else f"{found.later[0]:.1e}"
+    later = ""
+    if found.later is not None:
+        later = f"{found.later[0]:.1e}"
     line = f"{found.name:<32} {found.loss:>14.8f} {found.norm:>14.8f}  {later:>8}"
     line += f"  {found.worst[0]:.1e} {found.worst[1]}"
     if found.factor is not None:
@@ -183,7 +200,7 @@ def describe_difference(found: Difference) -> str:
 
 
 def kinds_of(differs: list[Difference]) -> set[str]:
-    """Which kinds of cuts: batch, pack, minibatches, and the axes of layouts."""
+    """The kinds of the cuts, by their flags: batch, pack, minibatches, dp, tp, cp, pp, ep."""
     kinds = set()
     for found in differs:
         words = found.name.replace(",", "").split()
@@ -204,7 +221,8 @@ def kinds_of(differs: list[Difference]) -> set[str]:
 
 
 def likely_reason(differs: list[Difference]) -> str:
-    """A question to the reader of the edit, from the pattern of the cuts that differ."""
+    """A question to the author of an edit. The pattern of differing cuts hints at the reason: a
+    mean over a forward differs in --local_batch_size, a count of a rank's samples on ranks."""
     kinds = kinds_of(differs)
     ranks = kinds & {"dp", "tp", "cp", "pp", "ep"}
     forwards = kinds & {"batch", "pack"}
@@ -212,11 +230,11 @@ def likely_reason(differs: list[Difference]) -> str:
     factor = bool(gradient) and all(found.factor is not None for found in gradient)
     problems = [text for found in differs for text in found.problems]
     if all(text.startswith("the loss") for text in problems):
-        return "gradients are equal: is only the number that is shown a mean of a part?"
+        return "gradients are equal: is only the printed loss a mean of a part?"
     if not gradient:
         return (
-            "the first gradient is equal: does the optimizer's step, or what is kept from one step "
-            "to the next, depend on the rank or on the forward?"
+            "the first gradient is equal: does the optimizer's step, or a state kept between two "
+            "steps, depend on the rank or on the forward?"
         )
     if ranks and not forwards and factor:
         return (
@@ -241,13 +259,16 @@ def likely_reason(differs: list[Difference]) -> str:
             "the step, before train_on"
         )
     if {"batch", "pack"} <= kinds:
-        return "where rows have another length: is the padded length, or the padding itself, in it?"
+        return (
+            "where rows have another length: does the loss count the padded length, or the padding "
+            "itself?"
+        )
     if ranks and not forwards:
         return (
-            "only on ranks: is a number of one rank's part, such as Z (loss_denominator), used as if "
-            "it were of all?"
+            "only on ranks: is a number of one rank's part, such as Z (loss_denominator), used as the "
+            "number of all ranks?"
         )
-    return "which of its numbers depend on how the samples are cut into forwards?"
+    return "does a number of the loss depend on how the samples are cut into forwards?"
 
 
 def shapes_of(record: Record) -> dict[str, torch.Size]:
@@ -278,7 +299,7 @@ def effect_of_edit(base: Record, first: Record) -> str:
         )
     if loss:
         return (
-            f"has NO EFFECT on gradient and update; it changes the loss by {loss:.2g}: what it adds "
+            f"has NO EFFECT on gradient and update; it changes the loss by {loss:.2g}: the addend "
             "has no gradient, with these flags"
         )
     return (
@@ -287,7 +308,7 @@ def effect_of_edit(base: Record, first: Record) -> str:
 
 
 def say_verdict(base: Record, differs: list[Difference], cuts: int, failed: list[str]) -> int:
-    """Print it, and return the exit status."""
+    """Print the verdict, and return the exit status. failed: one line for each failed cut."""
     missing = unseen(base)
     if differs:
         names = ", ".join(found.name for found in differs)
@@ -302,7 +323,9 @@ def say_verdict(base: Record, differs: list[Difference], cuts: int, failed: list
         )
     else:
         n = len(base.gradients)
-        seen = "loss, gradients and weights" if n > 1 else "loss and gradients"
+        seen = "loss and gradients"
+        if n > 1:
+            seen = "loss, gradients and weights"
         print(
             f"check_parity: equal: {seen} of {n} updates in {cuts} cuts, with these flags; sampling, "
             "rewards, evaluation, checkpoints and later steps were not looked at"

@@ -2,15 +2,15 @@
 
     python tools/parity/half.py FOLDER recipe.py --steps 3 ...
     python tools/parity/half.py --where FOLDER recipe.py --steps 2 ...   # every operation of a step: tools/parity/operations.py
-    python tools/parity/half.py --plan FILE recipe.py --lr 1e-3 ...      # several runs, one after the other
+    python tools/parity/half.py --runs FILE recipe.py --lr 1e-3 ...      # several runs, one after the other
 
 The recipe needs no change: before its start, functions of parallel.py are replaced by functions
 that record and then call the real ones.
 
-A plan is JSON, a list of runs: {"record": FOLDER, "flags": [...] to append, "save_at": steps, "move":
-[step folder, new place] before the start, or []}. Under torchrun it is one run. Else each run gets a
-process of its own, a copy of this one before its recipe starts, so that torch is imported once for
-all; what a run says is in FOLDER.out and FOLDER.err, its status in FOLDER.status.
+FILE is JSON, a list of runs: {"record": FOLDER, "flags": [...] to append, "save_at": steps, "move":
+[step folder, new place] before the start, or []}. Under torchrun the list has one run. Otherwise each
+run is forked from this process, so that torch is imported once for all. A run prints into FOLDER.out
+and FOLDER.err, and its exit status is in FOLDER.status.
 """
 
 import importlib
@@ -21,13 +21,15 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-# what recipes import, to be imported before the copies are made
+# imported before the first fork, because every recipe imports these modules
 USUAL = ("parallel", "checkpoint", "data", "generate", "training.metrics", "training.optim")
 
 
 def main():
     """Imitate `python recipe.py --flags`, and record."""
-    mode = sys.argv.pop(1) if sys.argv[1] in ("--where", "--plan") else ""
+    mode = ""
+    if sys.argv[1] in ("--where", "--runs"):
+        mode = sys.argv.pop(1)
     where_to, recipe, *flags = sys.argv[1:]
     # as `python recipe.py` sets sys.path[0]
     sys.path[0] = os.path.dirname(os.path.realpath(recipe))
@@ -35,27 +37,28 @@ def main():
     # extend sys.path itself; and before installed packages, because a package may be called
     # distributed.
     sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
-    if mode == "--plan":
-        run_plan(json.loads(Path(where_to).read_text()), recipe, flags)
+    if mode == "--runs":
+        run_several(json.loads(Path(where_to).read_text()), recipe, flags)
     else:
         run_recipe(recipe, flags, where_to, where=mode == "--where")
 
 
 def run_recipe(recipe: str, flags: list[str], folder: str, where=False, save_at=()):
-    """save_at: the steps with a checkpoint, among those of --checkpoint_every."""
+    """Run one recipe, and record into the folder. save_at: the steps after which --checkpoint_every
+    may save."""
     import distributed.initial
     from tools.parity.operations import seams_of_a_step
     from tools.parity.steps import all_steps
 
     sys.argv = [recipe, *flags]
-    # a weight of 0 hides the gradients behind: LoRA's B at 0 makes the gradient of A 0
+    # a weight of 0 hides gradients: LoRA's B at 0 makes the gradient of A 0
     distributed.initial.ZERO = 0.01
     with seams_of_a_step(folder) if where else all_steps(folder, save_at):
         runpy.run_path(os.path.abspath(recipe), run_name="__main__")
 
 
-def run_plan(runs: list[dict], recipe: str, flags: list[str]):
-    """Run all, up to the first that fails."""
+def run_several(runs: list[dict], recipe: str, flags: list[str]):
+    """Run one after the other, until one fails."""
     # not at the top: the recipe's folder comes first in sys.path
     import torch
 
@@ -76,8 +79,8 @@ def run_plan(runs: list[dict], recipe: str, flags: list[str]):
         child = os.fork()
         if child == 0:
             speak_into(folder)
-            # torch makes the pool of a copy anew when it is asked first; asked by two threads at
-            # once, such as this one and autograd's, one of them would find none
+            # A forked process makes its pool of threads at the first request. Two requests at once,
+            # of this thread and of autograd's, would race, so make the pool now.
             torch.set_num_threads(torch.get_num_threads())
             watch_launcher()
             run_recipe(recipe, [*flags, *run["flags"]], folder, save_at=run["save_at"])

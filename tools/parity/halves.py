@@ -18,13 +18,13 @@ from tools.parity.compare import RECORD
 from tools.reports.stop_main import stop_main
 
 HALF = os.path.join(os.path.dirname(os.path.abspath(__file__)), "half.py")
-# one process without what may change the numbers
+# one process, without the features that may change the numbers
 ONE = dict.fromkeys(AXES, 1) | dict(ep=1, etp=1, ac="none", compile=False, cpu_offload=False)
 
 
 def without_refused(cfg, flags: dict, model_config) -> dict:
-    """The flags of a half, plus the default of every flag that these flags make ineffective, and so
-    refused."""
+    """`flags` of a half, and the defaults of flags that have no effect beside them: with tp 1
+    --async_tp would be refused, so the half gets --no-async_tp."""
     flags = {name: value for name, value in flags.items() if hasattr(cfg, name)}
     defaults = type(cfg)()
     while True:  # a default may make another flag ineffective
@@ -38,25 +38,23 @@ def without_refused(cfg, flags: dict, model_config) -> dict:
 
 
 def degrees_of(cfg) -> dict[str, int]:
-    """The degree of each axis; what is left to dp_shard is 1, or the ranks of the experts."""
+    """The degree of each axis. --dp_shard -1 becomes 1, or --ep: the experts share its ranks."""
     degrees = {axis: getattr(cfg, axis) for axis in AXES}
     if degrees["dp_shard"] == -1:
         degrees["dp_shard"] = 1
-        if hasattr(cfg, "ep"):  # the experts use these ranks again
+        if hasattr(cfg, "ep"):
             degrees["dp_shard"] = cfg.ep
     return degrees
 
 
 def device_for(degrees: dict[str, int]) -> str:
-    return "cuda" if torch.cuda.device_count() >= math.prod(degrees.values()) else "cpu"
+    if torch.cuda.device_count() >= math.prod(degrees.values()):
+        return "cuda"
+    return "cpu"
 
 
 class Halves:
-    """What the halves have in common. ValueError, before anything is started, for flags without
-    effect.
-
-    steps, checkpoint_every, val_every: of all halves.
-    """
+    """The flags of both halves. Raises ValueError for flags without effect, before any half starts."""
 
     def __init__(self, main, cfg, *, steps: int, checkpoint_every=0, val_every=0):
         self.cfg = cfg
@@ -82,7 +80,7 @@ class Halves:
             log_every=1,
             device=device_for(self.degrees),
         )
-        # else both halves read the size from --config, and find a fitting local batch
+        # with a size in --config both halves read the file, and find a fitting local batch
         if "global_batch_size" not in FROM_FILE:
             self.both["global_batch_size"] = cfg.global_batch_size
             if cfg.global_batch_size == -1:
@@ -106,19 +104,20 @@ class Halves:
         degrees = {axis: axes.get(axis, 1) for axis in AXES}
         flags = self.both | ONE | axes | {"out": out, "device": device_for(degrees)}
         flags = without_refused(self.cfg, flags, self.model_config)
-        mine = self.batch // (degrees["dp_replicate"] * degrees["dp_shard"])
-        sizes = [n for n in range(1, self.cfg.local_batch_size + 1) if mine % n == 0]
+        of_rank = self.batch // (degrees["dp_replicate"] * degrees["dp_shard"])
+        sizes = [n for n in range(1, self.cfg.local_batch_size + 1) if of_rank % n == 0]
         flags["local_batch_size"] = max(sizes)
         return flags
 
 
 def choose_another_cut(cfg, n: int, data_ranks: int) -> int:
-    """Sequences per forward of the one process, of n in the global batch: another number than on
-    the layout, or mistakes that depend on the cut of a batch, such as a loss that is a mean over a
-    micro-batch, would be equal on both sides. Also not a number with which the means on all cp and
-    tp ranks add up to as much. And where the layout has one forward in a step, the one process has
-    several, or what counts forwards would count the same."""
-    # on the layout, and on others
+    """Sequences per forward of the one process, for a global batch of n.
+
+    The one process must cut the batch in another way than the layout. Otherwise a wrong loss, such
+    as a mean over a micro-batch, would be wrong by the same factor on both sides. The factor could
+    also come from the means of all cp and tp ranks, so these numbers are avoided as well. If the
+    layout has one forward in a step, the one process has several: a loss could count forwards.
+    """
     here = cfg.local_batch_size
     other = cfg.pp_microbatch_size
     if cfg.pp > 1:
@@ -149,8 +148,8 @@ def choose_another_cut(cfg, n: int, data_ranks: int) -> int:
 
 @dataclass
 class Half:
-    """A run to be started. flags: to append to the user's command. save_at: the steps with a
-    checkpoint. move: [step folder, where this run continues it], or []."""
+    """A run to start. flags: appended to the user's command. save_at: steps with a checkpoint.
+    move: [step folder of another run, its new place in this run], or []."""
 
     name: str
     flags: dict
@@ -166,7 +165,7 @@ class Half:
         return math.prod(self.flags[axis] for axis in AXES)
 
     def as_json(self) -> dict:
-        # of a repeated flag the last value counts
+        # appended: the last value of a repeated flag counts
         words = ["--no-check_parity", "--no-where", "--advice", "--through="]
         words += [f"--{flag}={spell(value)}" for flag, value in self.flags.items()]
         return dict(record=self.record, flags=words, save_at=self.save_at, move=self.move)
@@ -181,21 +180,23 @@ class Half:
 
 
 def run_half(half: Half, where: bool = False, told: set | None = None) -> int:
-    """Run the current recipe again; return the exit status, after printing the error line of a
-    failed run, and what no checkpoint holds, unless it is in `told`.
-    where: record all operations of the first step (tools/parity/operations.py), not the gradients of all
-    steps."""
+    """Run the recipe of this command once more, as a half. Returns the exit status, after printing
+    the error line of a failed run.
+
+    where: record all operations of the first step (tools/parity/operations.py), in place of the
+    gradients of all steps. told: warnings that are printed already, such as "no checkpoint holds".
+    """
     half.announce()
     torchrun = []
     if half.processes > 1:
         move_checkpoint(half)
         torchrun = ["-m", "torch.distributed.run", "--standalone"]
         torchrun += [f"--nproc_per_node={half.processes}"]
-    plan = half.as_json()
+    run = half.as_json()
     if where:
-        command = ["--where", half.record, *sys.argv, *plan["flags"]]
+        command = ["--where", half.record, *sys.argv, *run["flags"]]
     else:
-        command = ["--plan", write_plan(half, [plan]), *sys.argv]
+        command = ["--runs", write_runs(half, [run]), *sys.argv]
     done = subprocess.run(
         [sys.executable, *torchrun, HALF, *command], capture_output=True, text=True
     )
@@ -205,15 +206,15 @@ def run_half(half: Half, where: bool = False, told: set | None = None) -> int:
 
 
 def run_on_one_process(halves: list[Half], told: set) -> list[int]:
-    """Run several on one process each, one after the other, up to the first that fails. Returns
-    their exit statuses, after printing what run_half prints."""
+    """Run halves of one process each, one after the other, until one fails. Returns their exit
+    statuses, and prints as run_half does."""
     if halves[0].flags["device"] == "cuda":  # a copy of a process cannot use the GPU of the first
         return [run_half(half, told=told) for half in halves]
     for half in halves:
         half.announce()
-    plan = write_plan(halves[0], [half.as_json() for half in halves])
+    file = write_runs(halves[0], [half.as_json() for half in halves])
     done = subprocess.run(
-        [sys.executable, HALF, "--plan", plan, *sys.argv], capture_output=True, text=True
+        [sys.executable, HALF, "--runs", file, *sys.argv], capture_output=True, text=True
     )
     statuses = []
     for half in halves:
@@ -224,13 +225,14 @@ def run_on_one_process(halves: list[Half], told: set) -> list[int]:
 
 
 def move_checkpoint(half: Half):
-    """What half.py does before a run on one process: no rank may find the folder half moved."""
+    """Move a checkpoint before the ranks start, so that no rank finds the folder half moved. For a
+    run on one process half.py does the same."""
     if half.move and os.path.isdir(half.move[0]):
         os.makedirs(os.path.dirname(half.move[1]))
         os.rename(*half.move)
 
 
-def write_plan(half: Half, runs: list[dict]) -> str:
+def write_runs(half: Half, runs: list[dict]) -> str:
     file = f"{half.record}.json"
     os.makedirs(os.path.dirname(file), exist_ok=True)
     with open(file, "w") as out:
@@ -239,8 +241,8 @@ def write_plan(half: Half, runs: list[dict]) -> str:
 
 
 def report_run(half: Half, done, told) -> int:
-    """The status of a run of a plan, see report_half."""
-    if not os.path.exists(f"{half.record}.status"):  # the process of all has failed
+    """The exit status of a run that half.py has made among several; prints as report_half does."""
+    if not os.path.exists(f"{half.record}.status"):  # half.py itself has failed
         return report_half(1, done.returncode or 1, done.stdout, done.stderr, told)
     texts = []
     for name in ("status", "out", "err"):
@@ -266,7 +268,9 @@ def report_half(processes: int, status: int, stdout: str, stderr: str, told) -> 
     print("\n".join(shown), file=sys.stderr)
     if processes == 1:
         return status
-    return 2 if is_refused else 1  # torchrun's own status is always 1
+    if is_refused:
+        return 2
+    return 1  # torchrun's own status is always 1
 
 
 def run_both_halves(main, cfg, read, where=False, **common) -> tuple[int, list]:

@@ -1,5 +1,5 @@
-"""The state that a recipe keeps in the variables of its loop and of its modules: what
---check_parity names when a continued run is another run."""
+"""The state that a recipe keeps in variables of its loop and of its modules. When a continued run
+differs, --check_parity names the variables that no checkpoint holds."""
 
 import random
 import sys
@@ -18,15 +18,15 @@ from storage.unsaved import state_outside
 # rooms and modules whose objects need no look
 HOUSE = {"models", "flags", "distributed", "parallel", "training", "corpus", "data", "storage"}
 HOUSE |= {"lora", "checkpoint", "sft", "rl", "generate", "tools"}
-# The recipe hands this variable to Checkpoints.save, which adds to it: a continued run begins with
-# what is in the checkpoint.
+# a recipe's variable that is in every checkpoint: the recipe hands the dict to Checkpoints.save
 SAVED = "state"
 DEPTH = 4  # of objects in objects
 
 
 def digest(x, depth: int = DEPTH):
-    """A value that is equal as long as x is: of numbers, texts, tensors, arrays, generators, of
-    lists, dicts and sets of them, and of objects of the recipe's own classes. None for all else."""
+    """A small value that changes whenever x changes. x may be a number, text, tensor, array or
+    generator; a list, dict or set of these; or an object of a class of the recipe. None for any
+    other x."""
     if depth == 0:
         return None
     if isinstance(x, bool | int | str):
@@ -34,7 +34,7 @@ def digest(x, depth: int = DEPTH):
     if isinstance(x, float):
         return repr(x)  # a NaN is equal to itself
     if isinstance(x, nn.Parameter):
-        return None  # a weight, or a replaced one
+        return None  # weights are compared by name
     if isinstance(x, Tensor):
         if x.is_meta or not local_tensor(x).untyped_storage().nbytes():
             return ("tensor", tuple(x.shape))
@@ -61,21 +61,23 @@ def digest(x, depth: int = DEPTH):
 
 
 def digest_items(items, depth: int):
-    """Digest of the plain values among (key, value); of how many there are, at least."""
+    """Digest of the values among (key, value) that have a digest, and of the number of all."""
     found = []
     n = 0
     for key, value in items:
         n += 1
         value = digest(value, depth - 1)
         if value is not None:
-            found.append((repr(key) if isinstance(key, int | str) else "", value))
+            name = ""
+            if isinstance(key, int | str):
+                name = repr(key)
+            found.append((name, value))
     return (n, *found)
 
 
 def is_own_object(x) -> bool:
-    """Whether x is an object of a class that the recipe, or a file beside it, declares, or one of
-    torch's schedules of the learning rate. Objects of the house save what they need by themselves.
-    """
+    """Whether the class of x is declared in the recipe or in a file beside the recipe, or is one of
+    torch's schedules of the learning rate. Our own classes save their state by themselves."""
     if isinstance(x, nn.Module | torch.optim.Optimizer | type) or callable(x):
         return False
     if not hasattr(x, "__dict__"):
@@ -88,7 +90,7 @@ def is_own_object(x) -> bool:
 
 
 def is_local(file: str) -> bool:
-    """Whether the file is no installed package."""
+    """Whether the file belongs to no installed package."""
     return not {"site-packages", "dist-packages"} & set(Path(file).parts) and not file.startswith(
         sys.base_prefix
     )
@@ -131,10 +133,11 @@ def frame_of_main():
 
 
 def lost_state(first: dict, later: dict, continued: dict) -> list[str]:
-    """Names of what the run has changed between its first step and a later one, and what is another
-    value, or missing, in a run that is continued before that later step.
+    """Names of variables that changed between the first step of a run and a later step, and that
+    have another value, or none, in a continued run.
 
-    first, later: of a run that never stopped; continued: at the same step as later.
+    first, later: two steps of a run that never stopped. continued: the continued run, at the step of
+    `later`.
     """
     lost = []
     for name, value in later.items():

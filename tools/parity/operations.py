@@ -96,7 +96,10 @@ class Seams:
             self.path.pop()
             found = tensors_in(out)
             for i, tensor in enumerate(found):
-                self.note(name + f"[{i}]" * (len(found) > 1), tensor, stage)
+                if len(found) > 1:
+                    self.note(f"{name}[{i}]", tensor, stage)
+                else:
+                    self.note(name, tensor, stage)
 
     def watch_attention(self, model, stage=0):
         """Record the inputs of attend (after rotation) and the output: the single seam of
@@ -221,10 +224,10 @@ def seams_of_a_step(folder: str = ""):
         return found
 
     def count_tokens(labels, layout):
-        total, mine = real["count_tokens"](labels, layout)
+        total, of_rank = real["count_tokens"](labels, layout)
         if "norm" not in state:
             seams.add("count", "count_tokens", total)
-        return total, mine
+        return total, of_rank
 
     def clip_grad_norm(*args, **kwargs):  # a fork's may take more
         if "norm" in state or not state["stages"]:

@@ -1,5 +1,5 @@
-"""The recipe as committed, beside the edited one: --check_parity of grpo.py says by how much an edit
-changes the gradient, or that it does not."""
+"""The recipe as committed runs beside the edited recipe, so that --check_parity of grpo.py can say by
+how much an edit changes the gradient."""
 
 import contextlib
 import io
@@ -19,7 +19,7 @@ ASIDE = ("tests/", "docs/", "benchmarks/", "exercises/", "tools/")
 
 
 class Beside:
-    """The process that runs the original, or the reason why there is none."""
+    """The process that runs the original, or the reason for having no process."""
 
     def __init__(self, reason="", process=None, out="", name=""):
         self.reason = reason
@@ -28,7 +28,7 @@ class Beside:
         self.name = name
 
     def wait(self) -> str:
-        """Wait for the end of the process. Returns "" or the reason why there is nothing to
+        """Wait for the end of the process. Returns "", or the reason for having nothing to
         compare."""
         if self.process is None:
             return self.reason
@@ -36,7 +36,9 @@ class Beside:
             return ""
         for name, last in (("error", 0), ("txt", -1)):
             file = Path(f"{self.out}-0.{name}")
-            lines = file.read_text().splitlines() if file.exists() else []
+            if not file.exists():
+                continue
+            lines = file.read_text().splitlines()
             if lines:
                 return f"{self.name} ended with an error: {lines[last]}"
         return f"{self.name} ended with status {self.process.returncode}"
@@ -52,7 +54,7 @@ def stripped_lines(file: Path) -> set[str]:
 
 
 def most_alike(recipe: str, folder: Path) -> Path:
-    """The recipe in the folder that has most lines of this copy."""
+    """The recipe in the folder that shares most lines with `recipe`, a copy."""
     copy = stripped_lines(Path(recipe))
     found = {}
     for file in [*folder.glob("*.py"), *folder.glob("forks/*.py")]:
@@ -80,10 +82,13 @@ def start(recipe: str, given: dict, flags: dict, folder: str) -> Beside:
             archive.extractall(export, filter="data")
     except (OSError, ValueError):
         return Beside("no git history here, so the edit is not compared with the original")
-    # the tool itself is that of the edited recipe
+    # both recipes are recorded by the tools of today
     shutil.rmtree(export / "tools", ignore_errors=True)
     shutil.copytree(HOUSE / "tools", export / "tools", ignore=shutil.ignore_patterns("__pycache__"))
-    file = export / path if path in committed else most_alike(recipe, export)
+    if path in committed:
+        file = export / path
+    else:
+        file = most_alike(recipe, export)
     out = os.path.join(folder, "cut-original")
     spec = dict(
         recipe=str(file),

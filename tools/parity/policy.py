@@ -1,9 +1,9 @@
-"""--check_parity of grpo.py and its forks: one update on the same samples, cut in several ways, must
-have one gradient; and the next, after the optimizer's step.
+"""--check_parity of grpo.py and its forks: however the samples of an update are cut, the gradient
+must be the same, and after the optimizer's step the next gradient, too.
 
-A forward holds a part of the samples, a rank a part of them or of their tokens, and an update of
---minibatches a part of the groups. A mean over such a part, a count of such a part, or a sum over a
-row where a sample is meant trains another policy in every cut, without an error.
+A cut is a way to spread the samples: over forwards, over ranks (samples or their tokens), over the
+updates of --minibatches. A loss with a mean over one part, a count of one part, or a sum over a row
+of several samples trains another policy in every cut, without an error.
 """
 
 import contextlib
@@ -36,11 +36,13 @@ STEPS = 2
 PROMPTS = 6  # per step, at least
 GROUP = 4  # samples of a prompt, at most
 LEAST_RATE = 1e-4  # of the update, far above the rounding of a weight
-LEAST_EPS = 1e-6  # above the rounding of a gradient, which AdamW would make as large as the others
-WAIT_S = 60  # a rank that waits longer for one that does something else ends the cut
-ODD_BATCH = 5  # samples of a forward, where the command line leaves all of them in one
-# flags that change where or how fast something is computed, and back to plain in all cuts but the
-# one of the command line
+# AdamW divides by the gradient's own size, and would blow rounding up to a full step; this eps is
+# above the rounding of a gradient
+LEAST_EPS = 1e-6
+WAIT_S = 60  # a collective that waits longer ends the cut: the ranks do different things
+ODD_BATCH = 5  # samples of a forward, if --local_batch_size holds all samples in one forward
+# Flags that decide where or how fast a number is computed. Only the cut of the command line keeps
+# its values; all other cuts have these.
 PLAIN = dict(ep=1, etp=1, ac="none", compile=False, cpu_offload=False, batch_invariant=False)
 
 
@@ -48,19 +50,20 @@ class Cut(NamedTuple):
     name: str
     flags: dict
     ranks: int = 1
-    typed: bool = False  # the command line's; else chosen here, and left out where impossible
+    # the layout of the command line, so a refusal ends the command; another layout is only left out
+    typed: bool = False
 
 
 # ---------------------------------------------------------------- which cuts
 def flags_known_to(cfg, flags: dict) -> dict:
-    """Those of the flags that the recipe has."""
+    """`flags` without the flags that the recipe lacks."""
     names = {field.name for field in fields(cfg)}
     return {name: value for name, value in flags.items() if name in names}
 
 
 def common_flags(cfg, parts: int) -> dict:
-    """What all cuts have in common: a small step on the CPU, in fp32, of which nothing is kept.
-    parts: --minibatches of one of the cuts, which must divide the prompts."""
+    """Flags of all cuts: a small step on the CPU in fp32, without checkpoints and evaluations.
+    parts: --minibatches of one cut; the prompts of a step are a multiple of this number."""
     flags = dict(
         steps=STEPS,
         prompts_per_step=-(-PROMPTS // parts) * parts,
@@ -103,7 +106,7 @@ def common_flags(cfg, parts: int) -> dict:
 
 
 def count_samples(common: dict) -> int:
-    """Samples of a step; of pairs, both."""
+    """Samples of a step. A pair of train_dpo.py has two."""
     if "pairs_per_step" in common:
         return 2 * common["pairs_per_step"]
     return common["prompts_per_step"] * common["group_size"]
@@ -119,7 +122,7 @@ def one_process(cfg) -> dict:
 
 
 def layout_cuts(cfg) -> list[Cut]:
-    """The layout of the command line, with all its flags; without a layout two ranks of each kind."""
+    """The layout of the command line; without one, two ranks of dp_shard, of tp and of cp."""
     degrees = {axis: max(getattr(cfg, axis), 1) for axis in AXES}
     ranks = 1
     for degree in degrees.values():
@@ -146,7 +149,9 @@ def one_process_cuts(cfg, common: dict, longest: int) -> list[Cut]:
     sample."""
     n = count_samples(common)
     one = one_process(cfg)
-    size = cfg.local_batch_size if cfg.local_batch_size < n else min(ODD_BATCH, -(-n // 2))
+    size = cfg.local_batch_size
+    if size >= n:
+        size = min(ODD_BATCH, -(-n // 2))
     room = max(2 * longest, cfg.seq_len)
     if cfg.pack_tokens:
         room = min(room, cfg.pack_tokens)
@@ -163,7 +168,7 @@ def one_process_cuts(cfg, common: dict, longest: int) -> list[Cut]:
 
 # ---------------------------------------------------------------- processes
 def free_port() -> int:
-    """Below the ports that a system gives to connections, which come and go."""
+    """A port below the range from which the system takes ports for its own connections."""
     while True:
         port = random.SystemRandom().randrange(20_000, 32_000)
         with socket.socket() as listener, contextlib.suppress(OSError):
@@ -172,8 +177,8 @@ def free_port() -> int:
 
 
 class Running:
-    """The processes of a cut, forked from this one, which has loaded torch and the recipe but
-    computed nothing."""
+    """The processes of a cut, forked from this process. A fork is safe, and fast: torch and the
+    recipe are loaded, and nothing has been computed."""
 
     def __init__(self, main, cfg, cut: Cut, common: dict, folder: str, number: int):
         self.cut = cut
@@ -199,8 +204,8 @@ class Running:
             self.pids[rank] = pid
 
     def has_ended(self) -> bool:
-        """Whether all processes have; after the first failure the others, which wait for it, are
-        ended."""
+        """Whether all processes have ended. A failed rank leaves the other ranks waiting in a
+        collective, so the first failure stops the whole cut."""
         for rank, pid in list(self.pids.items()):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if not ended:
@@ -219,12 +224,14 @@ class Running:
 
 
 def error_of(beginning: str, code: int) -> str:
-    """The one line of a rank that failed."""
+    """One line on a failed rank: its error, else its last output."""
     file = Path(f"{beginning}.error")
     if file.exists():
         return file.read_text()
     said = Path(f"{beginning}.txt").read_text().splitlines()
-    return said[-1] if said else f"its process ended with {code}"
+    if said:
+        return said[-1]
+    return f"its process ended with {code}"
 
 
 def run_cuts(main, cfg, cuts: list[Cut], common: dict, folder: str, first: int) -> list[Running]:
@@ -261,7 +268,7 @@ def check_policy(main, cfg) -> int:
     began = time.monotonic()
     common = common_flags(cfg, max(cfg.minibatches, 2))
     n = count_samples(common)
-    # the edited recipe samples, in one forward of everything
+    # the base: the edited recipe draws the samples, and trains on all of them in one forward
     plain = one_process(cfg) | {"local_batch_size": n}
     with tempfile.TemporaryDirectory() as folder:
         [whole] = run_cuts(main, cfg, [Cut("one forward", plain)], common, folder, 0)
@@ -282,7 +289,9 @@ def check_policy(main, cfg) -> int:
                     return 2
             words = shlex.join([os.path.relpath(sys.argv[0]), *sys.argv[1:]])
             sampled = os.path.exists(os.path.join(folder, "samples"))
-            moved = f" of the task, their log-probabilities moved by {MOVED:g}" if sampled else ""
+            moved = ""
+            if sampled:
+                moved = f" of the task, their log-probabilities moved by {MOVED:g}"
             print(f"{words}: {n} samples{moved}")
             status = compare_all(base, found)
             say_effect(base, beside)
@@ -317,7 +326,8 @@ def compare_all(base, found: list[Running]) -> int:
 
 
 def say_effect(base, beside) -> None:
-    """Print the line on the edit as such."""
+    """Print how the edited recipe differs from the original on the same samples. beside: the
+    process that runs the original."""
     reason = beside.wait()
     if reason:
         print(reason)

@@ -1,10 +1,10 @@
-"""A rank of a cut of --check_parity for grpo.py and its forks (tools/parity/policy.py): the recipe's
-main on samples of a file, with its gradients and weights recorded.
+"""One rank of a cut of --check_parity for grpo.py and its forks (tools/parity/policy.py has the
+cuts): run the recipe's main on samples of a file, and record gradients and weights.
 
     python tools/parity/policy_half.py SPEC.json   # the recipe as committed, see tools/parity/original.py
 
-The recipe needs no change. Before its main starts, the functions that sample, begin and clip are
-replaced by functions that call the real ones, in every module that has imported them.
+The recipe needs no change. Before main starts, the functions that sample, draw weights and clip are
+replaced, in every module that has imported them, by functions that call the real functions.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 
 if __name__ == "__main__":
-    # the house that this file lies in, whatever the folder of the recipe
+    # import from the checkout of this file, whatever the folder of the recipe
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import torch
@@ -40,10 +40,10 @@ from rl import engines, policy, rollouts
 from rl.sample import Sample, n_read
 
 MOVED = 0.1  # standard deviation of the noise on the samplers' log-probabilities
-# Weights that are drawn get so many times their size: a new model says nearly the same of every
-# token, and its ratios, entropies and gradients are alike
+# Initial weights are multiplied by this number: otherwise a new model gives all tokens nearly equal
+# probabilities, and ratios, entropies and gradients are too much alike to show a mistake
 SHARPER = 4.0
-REFERENCE = 0.8  # a copy of the policy as reference gets so many times its size, to differ from it
+REFERENCE = 0.8  # the reference's weights are multiplied by this number, to differ from the policy
 
 
 # ---------------------------------------------------------------- samples
@@ -88,8 +88,8 @@ def prepare_samples(samples: list[Sample]) -> None:
 
 
 class GivenSamples:
-    """An engine for grpo.py's loop: every step gets the samples of a file. The first rank to look
-    for them samples them, with the engine for one process."""
+    """An engine for grpo.py's loop: every step gets the samples of a file. The base cut, on one
+    process, finds no file, so it draws the samples and writes the file."""
 
     def __init__(self, file: str, trainer, env, text, cursor: int, bridge):
         self.file = file
@@ -112,12 +112,12 @@ class GivenSamples:
 
 # ---------------------------------------------------------------- records
 def modules() -> list[ModuleType]:
-    """All that are loaded."""
+    """All loaded modules."""
     return [module for module in sys.modules.values() if isinstance(module, ModuleType)]
 
 
 def replace_everywhere(real, stand_in) -> None:
-    """Put stand_in in the place of `real` in every module that has it under any name."""
+    """Replace the function `real` by stand_in in every module, under any name."""
     for module in modules():
         names = [name for name, value in vars(module).items() if value is real]
         for name in names:
@@ -125,7 +125,7 @@ def replace_everywhere(real, stand_in) -> None:
 
 
 def trainer_classes() -> list[type]:
-    """Every class that has an optim_step of its own: grpo.Trainer, and a copy's or a fork's."""
+    """Every class with an optim_step of its own: grpo.Trainer, and the trainers of forks."""
     found = {}
     for module in modules():
         for value in list(vars(module).values()):
@@ -187,8 +187,9 @@ def record_updates(folder: str) -> None:
 
 
 def replace_beginnings(typed, samples: str) -> None:
-    """Sharper weights, another reference, samples of a file, and no refusal of a flag that only
-    this cut makes ineffective. typed: the flags of the command line."""
+    """Replace the functions of a start: sharper weights, another reference, samples of a file. And a
+    flag of the command line that only this cut makes ineffective is not refused. typed: the flags of
+    the command line."""
     init_weights = parallel.init_weights
     keep_reference = policy.keep_reference
     check_layout = refusals.check_layout
@@ -220,7 +221,7 @@ def replace_beginnings(typed, samples: str) -> None:
                 if field.name in unmet:
                     setattr(cfg, field.name, default_of(field))
 
-    # a weight of 0 hides the gradients behind: LoRA's B at 0 makes the gradient of A 0
+    # a weight of 0 hides gradients: LoRA's B at 0 makes the gradient of A 0
     distributed.initial.ZERO = 0.01
     replace_everywhere(init_weights, draw_sharper)
     replace_everywhere(keep_reference, keep_another)
@@ -244,8 +245,8 @@ def say_error(error: BaseException, file: str) -> int:
 
 
 def run_rank(main, cfg, typed, samples: str, rank: int, ranks: int, port: int):
-    """Be a rank of the processes of a cut: run main(cfg), and end this process. What is printed
-    goes to <out>-<rank>.txt, an error's line to <out>-<rank>.error."""
+    """Run main(cfg) as one rank of a cut, and end this process. Output goes to <out>-<rank>.txt, the
+    line of an error to <out>-<rank>.error."""
     status = 1
     try:
         with open(f"{cfg.out}-{rank}.txt", "w") as file:
@@ -276,7 +277,7 @@ def run_rank(main, cfg, typed, samples: str, rank: int, ranks: int, port: int):
 
 
 def main():
-    """Run the recipe of a file, as committed, on the samples that the edited one has drawn."""
+    """Run the recipe as committed, on the samples that the edited recipe has drawn."""
     spec = json.loads(Path(sys.argv[1]).read_text())
     sys.argv = [spec["recipe"]]
     about = importlib.util.spec_from_file_location("original_recipe", spec["recipe"])

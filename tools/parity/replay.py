@@ -154,7 +154,12 @@ def words_of_layout(flags: dict, world_size: int) -> str:
     usual |= dict(local_batch_size=None, ac="none", compile=False)
     names = [name for name in usual if flags.get(name, usual[name]) != usual[name]]
     given = " ".join(spell_flag(name, flags[name]) for name in names)
-    return f"{world_size} process{'es' * (world_size > 1)}" + f" ({given})" * (given != "")
+    processes = "1 process"
+    if world_size > 1:
+        processes = f"{world_size} processes"
+    if given:
+        return f"{processes} ({given})"
+    return processes
 
 
 def computed_on(layout: Layout, cfg) -> str:

@@ -93,7 +93,11 @@ def most_of_it(sequence, spans: list[tuple[Span, Origin]]) -> str:
         return "padding"
     _, origin = max(spans, key=weight)
     others = len(spans) - 1
-    return origin.text + f", and {others} other document{'s' * (others > 1)}" * (others > 0)
+    if others > 1:
+        return f"{origin.text}, and {others} other documents"
+    if others == 1:
+        return f"{origin.text}, and 1 other document"
+    return origin.text
 
 
 def print_documents(sequences: list, facts, documents: dict) -> None:
@@ -177,7 +181,9 @@ def text_of_tokens(sequence, start: int, end: int) -> str:
     """An excerpt of the labels start..end of a sequence, quoted."""
     ids = np.append(sequence.tokens[1:], sequence.labels[-1])[start:end]
     text = decoded(sequence, ids[: 2 * EXCERPT])
-    return repr(text[:EXCERPT]) + "..." * (len(text) > EXCERPT)
+    if len(text) > EXCERPT:
+        return repr(text[:EXCERPT]) + "..."
+    return repr(text)
 
 
 def decoded(sequence, ids: np.ndarray) -> str:

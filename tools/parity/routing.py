@@ -1,8 +1,7 @@
-"""Which tokens have chosen other experts on a layout than on one process, and by what margin.
+"""Tokens that have chosen other experts on a layout than on one process, and by what margin.
 
-A router chooses the k highest scores. Where two scores are almost equal, rounding decides, and the
-token goes to another expert: its part of the gradients then differs altogether, and nothing is
-wrong."""
+A router chooses the k highest scores. If two scores are almost equal, rounding decides between the
+two experts. The gradients of the token then differ altogether, although nothing is wrong."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -12,14 +11,15 @@ import torch
 from tools.parity.compare import Step
 from tools.parity.where import Piece, compare_rows
 
-# relative to the size of the scores: a larger margin is no rounding
+# relative to the size of the scores: a larger margin does not come of rounding
 MARGIN = 1e-3
 
 
 @dataclass
 class Moved:
-    """Tokens of a layer that have chosen other experts. margin: the largest difference between the
-    scores of an expert chosen here and of one chosen there, relative to the scores."""
+    """n of `of` tokens of a layer have chosen other experts. margin: the largest difference between
+    the score of an expert chosen on one process and of an expert chosen on the layout, relative to
+    the scores."""
 
     layer: str
     n: int
@@ -42,8 +42,8 @@ def pieces_by_layer(step: Step) -> dict[str, list[Piece]]:
 
 
 def knows_choices(step: Step) -> bool:
-    """Whether every layer of experts has told what its tokens chose; False for a router that does
-    not use models.moe.Balance, and inside of compiled blocks."""
+    """Whether the choices of the tokens were recorded: not for a router without
+    models.moe.Balance, and not inside of compiled blocks."""
     return any(about["choices"] for about in step.ranks)
 
 
@@ -68,7 +68,7 @@ def moved_tokens(one: Step, layout: Step) -> list[Moved]:
             of += want[..., 0].numel()
             margin = max(margin, largest)
         if n:
-            # ranks of tp or ep that hold the same tokens count them once
+            # tp or ep ranks may hold copies of the same tokens, which count once
             copies = max(1, of // sum(piece.tensor.shape[0] for piece in pieces))
             found.append(Moved(layer, max(1, n // copies), of // copies, margin))
     return found

@@ -72,8 +72,8 @@ def compute_sequences(step: Step, data: TokenData) -> list[Sequence]:
     """All sequences of the global batch; of those with the largest gradients also the documents.
     data: of the run, perhaps a mixture. Every rank calls; rank 0 prints the progress."""
     n = step.batch.samples
-    mine = step.batch.tokens.shape[0] * step.batch.tokens.shape[1]
-    first = step.batch.first - step.layout.data_rank * mine
+    n_own = step.batch.tokens.shape[0] * step.batch.tokens.shape[1]
+    first = step.batch.first - step.layout.data_rank * n_own
     sequences = []
     began = time.perf_counter()
     told = began

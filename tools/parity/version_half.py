@@ -132,7 +132,7 @@ def main():
     try:
         import distributed.initial
 
-        # a weight of 0 hides the gradients behind: LoRA's B at 0 makes the gradient of A 0
+        # a weight of 0 hides gradients: LoRA's B at 0 makes the gradient of A 0
         distributed.initial.ZERO = 0.01
     except ImportError:  # an older tree
         pass

@@ -21,7 +21,7 @@ from distributed.layout import AXES, ExpertConfig, n_experts_of
 from distributed.refusals import check_layout, plural
 from flags.config import given_flags, spell_flag
 from tools.parity.halves import without_refused
-from tools.reports.dryrun import human, make_report, table
+from tools.reports.dryrun import format_bytes, make_report, table
 from tools.reports.schedule import bubble, simulate
 from tools.reports.stop_main import stop_main
 from training.peak_flops import peak_flops
@@ -123,14 +123,14 @@ def measured(report, c, machine: str) -> Counter:
     parts = Counter({"arithmetic": compute * (1 - waits), "pipeline": compute * waits})
     cost = seconds_per_byte(c, machine)
     for rank in report.ranks:
-        mine = Counter()
+        of_rank = Counter()
         for key, number in rank.step.items():
             if key[0] != "moved":
                 continue
             _, _, axis, op, size = key
             times = {"all_reduce": 2, "send": 0}.get(op, 1)
-            mine[axis] += number * size * times * cost.get(axis, 0)
-        parts |= mine  # the slowest rank
+            of_rank[axis] += number * size * times * cost.get(axis, 0)
+        parts |= of_rank  # the slowest rank
     return parts
 
 
@@ -218,7 +218,7 @@ def print_best(main, cfg, n: int, machine: str) -> int:
             cells = (
                 f"{least(parts):.3g} s",
                 f"{share:.0%}",
-                human(peak),
+                format_bytes(peak),
                 bound_of(parts),
                 " ".join(given),
             )
@@ -234,7 +234,7 @@ def print_best(main, cfg, n: int, machine: str) -> int:
         raise ValueError(
             f"--best {n}: none of {len(found)} legal layouts fits a device of "
             f"{MACHINES[machine][0]} GB; of "
-            f"{len(peaks)} dry runs the least takes {human(min(peaks))}; use --ac full or more "
+            f"{len(peaks)} dry runs the least takes {format_bytes(min(peaks))}; use --ac full or more "
             "devices"
         )
     print(

@@ -22,7 +22,7 @@ from tools.reports.dryrun import (
     DEVICES,
     DryWatch,
     dry_world,
-    human,
+    format_bytes,
     observe,
     optimizer_state,
     say_fits,
@@ -159,13 +159,15 @@ def observe_phases(main, cfg) -> tuple:
 def dry_run(main, cfg) -> None:
     """Print the report."""
     layout, n_params, (parameters, reference, state), phases = observe_phases(main, cfg)
-    of_stage = " of the first stage" * (layout.pp > 1)
+    holders = "on each trainer"
+    if layout.pp > 1:
+        holders = "on each trainer of the first stage"
+    held = f"{format_bytes(parameters)} parameters, {format_bytes(state)} optimizer"
+    if reference:
+        held += f", {format_bytes(reference)} reference"
     print(
         f"dry run: {n_params:,} parameters | {layout} | {str(layout.compute_dtype)[6:]} compute | "
-        f"on each trainer{of_stage} "
-        f"{human(parameters)} parameters, {human(state)} optimizer"
-        + f", {human(reference)} reference"
-        * bool(reference)
+        f"{holders} {held}"
     )
     lines = [
         [
@@ -180,8 +182,8 @@ def dry_run(main, cfg) -> None:
     for name, phase in phases.items():
         peak = phase.held + phase.made
         sizes = (phase.held, phase.made, phase.cache, peak)
-        lines.append([name, *map(human, sizes), say_fits(peak)])
+        lines.append([name, *map(format_bytes, sizes), say_fits(peak)])
     print(table(lines))
     for name, phase in phases.items():
         for (axis, op), (number, size) in sorted(totals(phase.moved).items()):
-            print(f"{name}: {axis} {op}, {number:,} x, {human(size)}")
+            print(f"{name}: {axis} {op}, {number:,} x, {format_bytes(size)}")

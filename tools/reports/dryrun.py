@@ -533,7 +533,7 @@ def table(rows: list[list], right=True) -> str:
     return "\n".join(lines)
 
 
-def human(n: float) -> str:
+def format_bytes(n: float) -> str:
     for unit in ("B", "KiB", "MiB", "GiB"):
         if n < 1000:
             return f"{n:.3g} {unit}"
@@ -597,7 +597,7 @@ def memory_rows(ranks: list[Rank]) -> list[list]:
         ]
         tera = rank.flops("forward", "backward", "recompute") / 1e12
         n_layers = sum(len(s.blocks) for s in rank.stages)
-        lines.append([i, n_layers, *map(human, sizes), say_fits(rank.peak), f"{tera:,.3g}"])
+        lines.append([i, n_layers, *map(format_bytes, sizes), say_fits(rank.peak), f"{tera:,.3g}"])
     return lines
 
 
@@ -617,7 +617,7 @@ def collective_rows(ranks: list[Rank]) -> list[list[str]]:
             number, size = column.get(key, (0, 0))
             cell = "-"
             if number:
-                cell = f"{number:,} x, {human(size)}"
+                cell = f"{number:,} x, {format_bytes(size)}"
             row.append(cell)
         rows.append(row)
     return rows
@@ -669,7 +669,7 @@ def print_peak(cfg, report: Report) -> None:
         else:
             verdict.append(f"{size} GB: does not fit")
     place = report.ranks.index(worst)
-    print(f"Peak {human(worst.peak)} on pipeline rank {place}. {', '.join(verdict)}")
+    print(f"Peak {format_bytes(worst.peak)} on pipeline rank {place}. {', '.join(verdict)}")
     print(
         "\nThe peak is more than the columns, and less than their sum: docs/parallelism.md says "
         "what is counted, and how."

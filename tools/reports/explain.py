@@ -18,7 +18,7 @@ from tools.reports.dryrun import (
     DryWatch,
     add_scaled,
     dry_world,
-    human,
+    format_bytes,
     observe,
     size_of,
     table,
@@ -123,27 +123,28 @@ def explain(cfg, counted) -> None:
     for n, whole, split, p in params:
         whole = " x ".join(map(str, whole))
         here = " x ".join(map(str, p.shape))
-        lines.append([n, whole, split, here, human(size_of([p]))])
+        lines.append([n, whole, split, here, format_bytes(size_of([p]))])
     print(table(lines, right=False))
     size = f"{cfg.local_batch_size} x {cfg.seq_len}"
     if layout.pp > 1:
         size = f"{cfg.pp_microbatch_size} x {cfg.seq_len}"
     print(
-        f"\nWhat travels for it in one forward and backward of {size} tokens. Bytes in all: the "
+        f"\nTraffic of the block in one forward and backward of {size} tokens. Bytes in all: the "
         "largest tensor of each,\n"
         "added up; a rank sends and receives (n-1)/n of them over an axis of n ranks, and twice "
         "that in an all-reduce.\n"
     )
     lines = [["phase", "axis", "operation", "number", "bytes in all", "why"]]
     lines += [
-        [*key, number, human(size), why] for *key, number, size, why in list_collectives(step)
+        [*key, number, format_bytes(size), why]
+        for *key, number, size, why in list_collectives(step)
     ]
     print(
         table(lines, right=False) if len(lines) > 1 else "Nothing: no axis has more than one rank."
     )
     if layout.pp > 1:
         print(
-            "\nBetween pipeline ranks only the activations behind a stage's last block travel, "
+            "\nBetween pipeline ranks only the outputs of a stage's last block travel, "
             "and their gradients back."
         )
     print(

@@ -36,6 +36,8 @@ class PlotConfig:
 @dataclass(kw_only=True)
 class PolicyReports(PlotConfig):
     TITLE = "in place of training"
+    # train nothing: check flags, layout and data as a start does; print what a step costs, as JSON
+    check: bool = False
     # two updates on the same samples, cut in several ways, and on a layout: one gradient?
     check_parity: bool = False
 
@@ -43,6 +45,8 @@ class PolicyReports(PlotConfig):
 @dataclass(kw_only=True)
 class GrpoReports(PlotConfig):
     TITLE = "in place of training"
+    # train nothing: check flags, layout and data as a start does; print what a step costs, as JSON
+    check: bool = False
     # two updates on the same samples, cut in several ways, and on a layout: one gradient?
     check_parity: bool = False
     dry_run: bool = False  # no device, no launcher: report the memory of an update and of a rollout
@@ -51,6 +55,8 @@ class GrpoReports(PlotConfig):
 @dataclass(kw_only=True)
 class ReportConfig(PlotConfig):
     TITLE = "in place of training"  # of the section of --help
+    # train nothing: check flags, layout and data as a start does; print what a step costs, as JSON
+    check: bool = False
     # no device, no launcher: report memory, collectives, FLOPs and bubble of the layout
     dry_run: bool = False
     # the device whose peak bounds the time of a step
@@ -146,17 +152,25 @@ def report_policy_or_train(main, cfg, options: PolicyReports | GrpoReports) -> i
     name = reports[0]
     refuse(
         [
-            ("RANK" in os.environ, f"--{name} starts from one process: use python, not torchrun"),
+            (
+                "RANK" in os.environ and not options.check,
+                f"--{name} starts from one process: use python, not torchrun",
+            ),
             (
                 options.plot,
                 f"--plot draws the curves of a run, and --{name} trains nothing: leave one out",
             ),
             (
                 len(reports) > 1,
-                "--check_parity trains, and --dry_run does not: ask for one after the other",
+                f"--{' and --'.join(reports)} are reports of their own: ask for one after the other",
             ),
         ]
     )
+    if options.check:
+        from tools.reports.check import check_in_new_folder
+
+        check_in_new_folder(main, cfg)
+        return 0
     if options.check_parity:
         from tools.parity.policy import check_policy
 
@@ -215,12 +229,22 @@ def report_or_train(main, cfg, options: ReportConfig) -> int:
                 "--against @COMMIT~1",
             ),
             (
+                options.check and (options.check_parity or shows or options.plot),
+                "--check says whether this command line would train, and is no other report: ask "
+                "for one after the other",
+            ),
+            (
                 options.check_parity and shows,
                 "--check_parity trains, and --dry_run and --explain do not: ask for one after the "
                 "other",
             ),
         ]
     )
+    if options.check:
+        from tools.reports.check import check
+
+        check(main, cfg)
+        return 0
     if options.bisect:
         from tools.parity.bisection import bisect_commits
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from string import Template
 
 from tools.reports import explain, parts, svg
-from tools.reports.dryrun import human
+from tools.reports.dryrun import format_bytes
 from tools.reports.schedule import DOES, bubble, duration, simulate
 
 # width and height of a tensor's cell in the picture, and the picture's width
@@ -92,13 +92,13 @@ def draw_holding(shapes: dict, parameters: dict, layout, place: dict, seq_len: i
         ],
     )
     high = min(112, max(28, 14 * n))
-    mine = parts.tokens_of(layout, place, seq_len)
+    held = parts.tokens_of(layout, place, seq_len)
     says = [
-        f"sequences {spans([mine['sequences']])}",
-        f"positions {spans(mine['between'])}",
-        f"in attention and FFN {spans(mine['inside'])}",
+        f"sequences {spans([held['sequences']])}",
+        f"positions {spans(held['between'])}",
+        f"in attention and FFN {spans(held['inside'])}",
     ]
-    out += svg.tokens(0, y, 560, high, mine, (n, seq_len))
+    out += svg.tokens(0, y, 560, high, held, (n, seq_len))
     out += svg.lines(575, y + 14, says, "small")
     return figure(out, y + max(high, 50) + 10, "what this rank holds")
 
@@ -119,7 +119,7 @@ def rank_sections(layout, report, ranks, seq_len: int) -> str:
         numbers = chain(*(stage.blocks for stage in rank.stages))
         layers = spans(parts.ranges([*map(int, numbers)]))
         kinds = ("parameters", "gradients", "optimizer")
-        sizes = ", ".join(f"{what} {human(rank.step[what])}" for what in kinds)
+        sizes = ", ".join(f"{what} {format_bytes(rank.step[what])}" for what in kinds)
         says = f"layers {layers}; below, as block: layer {explain.shown_block(rank.stages)[0]}. In bytes: {sizes}"
         for r in chain(*columns):
             place = parts.place_of(layout, r)
@@ -183,7 +183,7 @@ def make_page(cfg, report, counted, command: str) -> str:
         // layout.tp
         * report.ranks[0].stages[0].config.dim
     )
-    ticks = list_ticks(times, owner, human(size * layout.compute_dtype.itemsize))
+    ticks = list_ticks(times, owner, format_bytes(size * layout.compute_dtype.itemsize))
     unit = (WIDTH - 60) / duration(times)
     picture, height = svg.schedule(times)
     picture += svg.rect(58, -3, unit, height + 2, "mark", id="now") + svg.schedule_legend(

@@ -89,11 +89,11 @@ def tokens_of(layout, place: dict[str, int], seq_len: int) -> dict:
     index = torch.arange(seq_len)
     if layout.cp > 1:
         index = sequence_index(seq_len, layout.cp, place["cp"])
-    mine = index.chunk(layout.tp)[place["tp"]]
+    part = index.chunk(layout.tp)[place["tp"]]
     return {
         "sequences": (data_rank * share, (data_rank + 1) * share),
         "inside": ranges(index),
-        "between": ranges(mine),
+        "between": ranges(part),
     }
 
 

@@ -1,6 +1,7 @@
-"""Run a recipe's main up to a certain call, to get the objects made by the recipe: for reports and
-for ablate.py."""
+"""Run a recipe's main up to a certain call, to get the objects made by the recipe: the one door
+through which a report enters a recipe."""
 
+import os
 from functools import partial
 from unittest import mock
 
@@ -27,14 +28,20 @@ no_earlier_run = partial(mock.patch.multiple, resume, **dict.fromkeys(LOOKS_AT_R
 def stop_main(main, cfg, last: str, **stand_ins) -> tuple[tuple, dict]:
     """Run main(cfg) up to the call of the function `last`; return the call's (args, kwargs).
 
-    last, stand_ins: functions to replace, by their names in the recipe; names unknown to the recipe
-    are skipped.
+    last, stand_ins: functions to replace, by their names in the recipe; stand-ins for names unknown
+    to the recipe are skipped. Raises ValueError for a recipe without `last`: its main would train.
     """
+    names = main.__globals__
+    if last not in names:
+        file = os.path.relpath(main.__code__.co_filename)
+        raise ValueError(
+            f"a report stops {file} at its call of {last}, and {file} has no {last}: import it by "
+            "this name"
+        )
 
     def stop(*args, **kwargs):
         raise Stopped(args, kwargs)
 
-    names = main.__globals__
     replaced = dict.fromkeys(LOOKS_AT_RUN, do_nothing) | stand_ins | {last: stop}
     with (
         mock.patch.dict(names, {name: value for name, value in replaced.items() if name in names}),

@@ -13,7 +13,7 @@ from html import escape
 from itertools import chain
 from pathlib import Path
 
-from tools.reports.dryrun import human
+from tools.reports.dryrun import format_bytes
 from tools.reports.explain import MOVES
 from tools.reports.schedule import DOES, duration
 
@@ -147,14 +147,14 @@ def tensor(x, y, w, h, shape, kept, gathered=None) -> str:
     )
 
 
-def tokens(x, y, w, h, mine, shape) -> str:
+def tokens(x, y, w, h, held, shape) -> str:
     """The global batch, a row per sequence, and a rank's tokens: inside of attention and FFN
     (pale), and between the blocks.
-    mine: see explain.tokens_of; shape: (sequences, tokens)."""
+    held: see explain.tokens_of; shape: (sequences, tokens)."""
     out = rect(x, y, w, h, "whole")
     for look, kind in ("tokens", "inside"), ("token", "between"):
-        for part in mine[kind]:
-            out += rect(*inside([mine["sequences"], part], shape, x, y, w, h), look)
+        for part in held[kind]:
+            out += rect(*inside([held["sequences"], part], shape, x, y, w, h), look)
     return out + rect(x, y, w, h, "frame")
 
 
@@ -231,7 +231,7 @@ def timeline(moved, names: tuple[str, str], width=860) -> tuple[str, int]:
                 where = where[:n]
                 name = op.replace("_", "-")
                 each = n // len(where)
-                here = human(size / len(where))
+                here = format_bytes(size / len(where))
                 says = [name, what, here]
                 if each > 1:
                     says = [f"{name} x {each}", what, f"{here} in all"]

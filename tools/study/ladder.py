@@ -4,7 +4,7 @@
 Each size is a study of its own, in the folder --out/SIZE, with the same tokens per parameter; its
 interval takes its share of the 5 %. A straight line through the differences of all pairs, against
 the logarithm of the baseline's parameters, says what a larger size would show if the trend goes on.
-No fork, but the report behind a flag, imported when asked for.
+ablate.py imports this file only if --ladder is given.
 """
 
 import json
@@ -44,8 +44,8 @@ def report_ladder(folder, sizes: list[str], to: float | None) -> None:
         both = []  # (log N, difference) of each pair at each size
         points = []  # (N, value) of each run at each size
         for n, study, found in zip(N, studies, values):
-            for mine, other in pairs_of(study, found, name):
-                both.append((math.log(n), mine - other))
+            for ours, of_base in pairs_of(study, found, name):
+                both.append((math.log(n), ours - of_base))
             for (variant, _), value in found.items():
                 if variant == name:
                     points.append((study["variants"][name]["parameters"], value))

@@ -69,8 +69,8 @@ def verdicts(study: dict, runs: dict) -> list[dict]:
         base_died = 0
         if d:
             mean = sum(d) / len(d)
-            mine, base = zip(*pairs_of(study, values, name, len(d)))
-            died = sum(map(math.isinf, mine))
+            ours, base = zip(*pairs_of(study, values, name, len(d)))
+            died = sum(map(math.isinf, ours))
             base_died = sum(map(math.isinf, base))
         rows.append(
             {
@@ -157,8 +157,8 @@ def comparison(study: dict, runs: dict, rows: list[dict]) -> list[list[str]]:
         + ["pairs", "noise", "tokens/s", "GiB", "batches"]
     ]
     for name in study["variants"]:
-        mine = [value for (n, _), value in values.items() if n == name]
-        mean = mean_in_words(mine, bool(study["until"]))
+        of_seeds = [value for (n, _), value in values.items() if n == name]
+        mean = mean_in_words(of_seeds, bool(study["until"]))
         if name in by_name:
             row = by_name[name]
             cells = [
@@ -225,11 +225,13 @@ def batches(study: dict, runs: dict, name: str) -> str:
     pairs = pairs_of(study, seen, name)
     if not pairs:
         return ""
-    others = set()
-    for mine, base in pairs:
-        others |= {step for step in mine.keys() & base.keys() if mine[step] != base[step]}
-    if others:
-        return f"others from step {min(others)} on"
+    differ = set()  # steps
+    for ours, base in pairs:
+        for step in ours.keys() & base.keys():
+            if ours[step] != base[step]:
+                differ.add(step)
+    if differ:
+        return f"others from step {min(differ)} on"
     return "the same"
 
 
@@ -252,10 +254,10 @@ def curves_of(study: dict, runs: dict) -> list[tuple[str, dict]]:
     curves = {}
     differences = {}
     for name in study["variants"]:
-        mine = [points for (n, _), points in found.items() if n == name]
+        of_seeds = [points for (n, _), points in found.items() if n == name]
         both = pairs_of(study, found, name)
-        if mine:
-            curves[f"{name} ({len(mine)} seeds)"] = mine
+        if of_seeds:
+            curves[f"{name} ({len(of_seeds)} seeds)"] = of_seeds
         # where one of a pair has no point, on the line between its points
         if both and name != study["baseline"]:
             minus = [(x, y - np.interp(x, *base)) for (x, y), base in both]

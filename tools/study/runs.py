@@ -32,22 +32,24 @@ def start_run(
     command += [variant["file"], *variant["flags"]]
     command += [*(f"--{flag}={seed}" for flag in variant["seeded"]), f"--out={folder}"]
     if gpus is not None:
-        mine = env.get("CUDA_VISIBLE_DEVICES", "").split(",")  # the user may have chosen some GPUs
+        visible = env.get("CUDA_VISIBLE_DEVICES", "").split(
+            ","
+        )  # the user may have chosen some GPUs
         names = []
         for i in gpus:
             name = str(i)
-            if len(mine) > i and mine[i]:
-                name = mine[i]
+            if len(visible) > i and visible[i]:
+                name = visible[i]
             names.append(name)
         env["CUDA_VISIBLE_DEVICES"] = ",".join(names)
 
-    def end_with_parent():  # if the study is killed, its runs stop, save, and can be continued
+    def end_with_parent():  # if ablate.py is killed, the runs stop, save, and can be continued
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / FAILED).unlink(missing_ok=True)
-    # a new session: Ctrl-C reaches the run only through us
+    # a new session: a Ctrl-C ends ablate.py, and run_all ends the runs
     with open(folder / "log.txt", "a") as log:
         return subprocess.Popen(
             command,
@@ -68,12 +70,12 @@ def last_line(folder: Path) -> str:
 
 
 def run_all(study: dict, folder: Path, todo: list[tuple], stopping: list) -> None:
-    """Make each (variant, seed) that is not finished, --jobs at once, in this order, until all are
-    done or a signal came.
+    """Make the unfinished runs (variant, seed) in this order, --jobs at once, until all are done or a
+    signal came.
 
-    A run that ends with an error leaves the last line of its log in the file FAILED of its folder,
-    even a run with all numbers, such as after a full disk. With --only this run alone is made, and
-    then the program ends.
+    A run with an exit status other than 0 has failed, even with all numbers logged (a full disk at
+    the last save). The last line of the log is then in the file FAILED of the run's folder. With
+    --only the program makes one run and ends.
     """
     asked = []
     for name, seed in todo:
@@ -87,7 +89,7 @@ def run_all(study: dict, folder: Path, todo: list[tuple], stopping: list) -> Non
     if study["only"] and asked and not todo:
         print(f"--only {study['only']}: finished before")
         sys.exit()
-    # a run's slot tells its GPUs
+    # a run on slot i has the GPUs from i * nproc on
     waiting = list(todo)
     running = {}
     slots = list(range(study["jobs"]))

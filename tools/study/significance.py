@@ -9,8 +9,8 @@ Student's distribution of n - 1 degrees of freedom.
 A person who looks after every seed and stops when the difference "is significant" has many chances
 to be wrong. So a study keeps a list of its looks, [pairs, share]: at the look at so many pairs, the
 share of ALPHA that is spent so far. Each look may be wrong in the share that it adds, so all looks
-together are wrong in ALPHA of the studies at most (Bonferroni). The last look of a plan has half of
-the plan's share: simulated with 3 to 12 pairs, a difference as large as the noise is found in 80 %
+together are wrong in ALPHA of the studies at most (Bonferroni). The last look of a series has half of
+the series' share: simulated with 3 to 12 pairs, a difference as large as the noise is found in 80 %
 of studies. Equal shares find 56 %, and shares with boundaries from simulated studies 76 %.
 """
 
@@ -21,8 +21,8 @@ import numpy as np
 
 # how often a study of equal variants may find a difference, whatever the number of variants
 ALPHA = 0.05
-# the first plan of a study spends ALPHA, and each later plan half of what is left of 0.1 ALPHA: 5.5
-# % in all
+# The first series of looks spends ALPHA. A continued study has a further series, with half of the
+# rest of 0.1 ALPHA: 5.5 % in all.
 LATER = 0.1
 
 
@@ -37,8 +37,8 @@ def t_quantile(alpha: float, df: int) -> float:
 
 
 def add_looks(looks: list, first: int, most: int, least: int = 2) -> list:
-    """The looks of a study with those of a new plan, after first, first + 1, ... most pairs. Pairs
-    that an earlier plan has looked at cost nothing. least: pairs that say anything."""
+    """The earlier looks of a study and a new series, at first, first + 1, ... most pairs. Numbers of
+    pairs with an earlier look cost nothing. least: fewer pairs have no interval."""
     pairs = 0
     spent = 0.0
     share = 1.0

@@ -18,11 +18,10 @@ from tools.study.significance import ALPHA, add_looks, interval
 from training.metrics import read_lines
 
 FAILED = "failed.txt"  # in the folder of a run that ended with an error: the last line of its log
-# the first seed of runs that are not compared, such as those of --tune; a comparison has the seeds
-# below
+# runs that are not compared, such as the runs of --tune, have seeds from here on; compared runs have
+# smaller seeds
 APART = 1000
-# What an older study.json lacks: the first seed, the number of studies of a ladder, the size of
-# this one, noise that was measured before, lines of --tune; and of each variant
+# keys that an older study.json may lack
 DEFAULTS = {
     "first_seed": 0,
     "sizes": 1,
@@ -45,7 +44,7 @@ def read_study(folder) -> dict:
     if not Path(folder, "study.json").exists():
         raise ValueError(f"{folder} has no study.json; give the --out of a study")
     study = DEFAULTS | read_json(folder, "study.json")
-    # who drops a variant has looked at it
+    # a variant that was dropped later had been compared, and counts
     study["comparisons"] = max(study["comparisons"], len(study["variants"]) - 1)
     variants = {}
     for name, variant in study["variants"].items():
@@ -85,9 +84,8 @@ def read_runs(study: dict, folder) -> dict[tuple[str, int], list[dict]]:
     """{(variant, seed): lines of metrics.jsonl} of the finished runs; no lines for a run that
     failed.
 
-    ValueError for runs that cannot be compared, by their config.json: see check_units, and for runs
-    by other code than a variant's "files", {file: sha256}, the code that trains now. An unfinished
-    run without a checkpoint starts from zero.
+    Raises ValueError for runs that cannot be compared, by their config.json: see check_units and
+    check_code. Unfinished runs without a checkpoint are not checked, because they begin again.
     """
     found = {}
     configs = []
@@ -118,7 +116,8 @@ def read_runs(study: dict, folder) -> dict[tuple[str, int], list[dict]]:
 
 
 def check_code(run: Path, about: dict, variant: dict) -> None:
-    """Refuse a run by other code than the variant's. about: "_run" of its config.json."""
+    """Refuse a run of older code. variant["files"]: {file: sha256} of the code that trains now.
+    about: "_run" of the run's config.json."""
     code = about | about.get("code", {})
     changed = []
     for file, now in variant.get("files", {}).items():
@@ -131,8 +130,8 @@ def check_code(run: Path, about: dict, variant: dict) -> None:
 
 
 def check_units(metric: str, configs: list[dict]) -> None:
-    """Refuse a metric whose unit or text is not the same in all runs. configs: their flags, and
-    "_run" once there is a run."""
+    """Refuse a metric if its unit or its text differs between runs. configs: flags of the runs, with
+    "_run" for a run that has begun."""
     texts = set()
     tokens = set()
     for config in configs:
@@ -167,8 +166,8 @@ def curve(lines: list[dict], metric: str, axis: str = "step") -> tuple[np.ndarra
 
 
 def has_died(lines: list[dict], metric: str) -> bool:
-    """Whether a run failed, or ended with a NaN or infinite loss: null in metrics.jsonl. A metric
-    that is null in every line, such as mfu on a CPU, is only unknown."""
+    """Whether a run failed, or ended with a NaN or infinite loss, which metrics.jsonl has as null. A
+    metric that is null in every line, such as mfu on a CPU, is unknown and no failure."""
     last = {}
     for line in lines:
         last |= line
@@ -177,8 +176,8 @@ def has_died(lines: list[dict], metric: str) -> bool:
 
 
 def metric_of(lines: list[dict], study: dict) -> float | None:
-    """The number that a run is judged by: the last one, or the tokens until --reach; the worst, inf
-    or -inf, if the run died or never got to --reach; None if unknown."""
+    """The number that judges a run: the last value of the metric, or the tokens until --reach. If the
+    run died or never came to --reach, the worst number, inf or -inf. None if unknown."""
     reach = study["reach"]
     sign = -1
     if study["best"] == "low":
@@ -199,8 +198,8 @@ def metric_of(lines: list[dict], study: dict) -> float | None:
     if not len(there):
         return worst
     if there[0] == 0:
-        return None  # there before the first line
-    # the last point above and the first below, and a straight line
+        return None  # reached before the first line
+    # a straight line between the last point before --reach and the first point after
     between = slice(there[0] - 1, there[0] + 1)
     return float(np.interp(-sign * reach, -sign * y[between], x[between]))
 
@@ -223,7 +222,8 @@ def pairs_of(study: dict, found: dict, name: str, seeds: float = math.inf) -> li
 
 
 def training_of(lines: list[dict]) -> dict:
-    """{(step, whether training or validation): the numbers that two equal trainings have alike}"""
+    """{(step, True for training, False for validation): the numbers that must be equal if two
+    trainings are equal}"""
     found = {}
     for line in lines:
         numbers = {key: value for key, value in line.items() if not NOT_TRAINING.search(key)}
@@ -285,7 +285,7 @@ def identical_variants(study: dict, runs: dict) -> set[str]:
     found = set()
     for name in study["variants"]:
         both = pairs_of(study, numbers, name)
-        if name != study["baseline"] and both and all(mine == base != {} for mine, base in both):
+        if name != study["baseline"] and both and all(ours == base != {} for ours, base in both):
             found.add(name)
     return found
 
@@ -315,8 +315,8 @@ def next_runs(study: dict, folder, tried: set) -> list[tuple[str, int]]:
 def winners_of(
     study: dict, folder, names: list[str], cells: list[str]
 ) -> tuple[dict[str, str], list[str]]:
-    """({name: the best of cells for this variant}, lines that say so), of the finished runs of
-    --tune, "NAME CELL".
+    """({variant: its best cell}, lines for the report), from the finished runs "VARIANT CELL" of
+    --tune.
 
     The best is the best mean of all seeds; a seed that died is the worst. Raises ValueError if runs
     are missing, or if all values of a variant died.
@@ -332,14 +332,14 @@ def winners_of(
     for name in names:
         means = {}
         for cell in cells:
-            mine = [value for (variant, _), value in values.items() if variant == f"{name} {cell}"]
-            if len(mine) < study["seeds"]:
+            found = [value for (variant, _), value in values.items() if variant == f"{name} {cell}"]
+            if len(found) < study["seeds"]:
                 raise ValueError(
-                    f"{folder}: {name} {cell} has {study['metric']} of {len(mine)} of "
+                    f"{folder}: {name} {cell} has {study['metric']} of {len(found)} of "
                     f"{study['seeds']} runs: "
                     "make these first, with the same command without --only"
                 )
-            means[cell] = sum(mine) / len(mine)
+            means[cell] = sum(found) / len(found)
         best[name] = min(cells, key=lambda cell: sign * means[cell])
         if math.isinf(means[best[name]]):
             raise ValueError(
@@ -358,11 +358,11 @@ def winners_of(
 
 def noise_of(folder: str, args, baseline: dict) -> dict:
     """{"sd", "df"}: the standard deviation of paired differences in a finished study, over all its
-    variants, and the degrees of freedom. Raises ValueError for another metric, or another recipe or
-    size than the baseline's, a variant. Other flags are the user's affair."""
+    variants, and the degrees of freedom. Raises ValueError for another metric, and for another
+    recipe or size than `baseline`, a variant, has. Other flags are not compared."""
     study = read_study(folder)
     theirs = study["variants"][study["baseline"]] | study
-    mine = baseline | vars(args)
+    ours = baseline | vars(args)
     for key in (
         "metric",
         "reach",
@@ -375,7 +375,7 @@ def noise_of(folder: str, args, baseline: dict) -> dict:
         "val_batches",
         "seq_len",
     ):
-        here = mine[key]
+        here = ours[key]
         if here != theirs.get(key):
             raise ValueError(
                 f"--noise {folder}: its {key} is {theirs.get(key)}, here {here}: measure the "
