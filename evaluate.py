@@ -189,7 +189,7 @@ def read_checkpoint(folder: str, chat=None) -> tuple[Text, type, object, str]:
     Raises ValueError."""
     if is_hf_folder(folder):
         config = read_hf_config(folder)
-        if hasattr(config, "mtp_depth"):
+        if config.mtp_depth:
             config = replace(config, mtp_depth=0)  # a second prediction is for training only
         return Text(folder, chat=chat), class_of(config), config, folder
     folder = newest_readable(folder)
@@ -243,7 +243,7 @@ def plan(cfg: Config, kind: str, model_config, folder: str) -> tuple[Config, Lay
                 "--pp and --cp do not help to write answers; use --dp_shard or --tp",
             ),
             (
-                kind == "answer" and cfg.tp > 1 and hasattr(model_config, "mtp_depth"),
+                kind == "answer" and cfg.tp > 1 and hasattr(model_config, "kv_lora_rank"),
                 f"--tp {cfg.tp}: writing with DeepSeek caches latents, which tp does not split; "
                 "use --dp_shard",
             ),

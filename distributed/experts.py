@@ -20,7 +20,6 @@ from distributed.layout import (
     ReduceScatter,
     all_blocks,
     local_tensor,
-    mtp_depth_of,
 )
 from models.moe import Balance, Experts, Spread, inverse, kernel_fits, load_statistics
 
@@ -208,7 +207,7 @@ def balance_experts(stages, layout: Layout, mode: str, rate: float | Tensor) -> 
         for i, block in all_blocks(stage).items():
             if hasattr(block, "moe"):
                 moes[i] = block.moe
-    n_layers = config.n_layers + mtp_depth_of(config)
+    n_layers = config.n_layers + config.mtp_depth
     loads = torch.zeros(n_layers, config.n_experts, device=layout.device)
     for i, moe in moes.items():
         if moe.balance.load is not None:  # None: no forward since the last call

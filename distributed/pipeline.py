@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from torch import nn
 
-from distributed.layout import Layout, ParallelConfig, mtp_depth_of
+from distributed.layout import Layout, ParallelConfig
 from flags.config import Need, flag
 
 Schedule = Literal[
@@ -206,7 +206,7 @@ def stages_of_parts(model) -> dict[str, str]:
 def embeds_at_both_ends(config) -> bool:
     """Whether the last stage of a pipeline needs the embedding, too: as a tied head, or for
     multi-token prediction."""
-    return config.tie_embeddings or mtp_depth_of(config) > 0
+    return config.tie_embeddings or config.mtp_depth > 0
 
 
 def tied_copy(stage):

@@ -13,15 +13,7 @@ import torch
 
 from distributed.agree import divisors
 from distributed.float8 import Float8Config
-from distributed.layout import (
-    AXES,
-    ExpertConfig,
-    Layout,
-    ParallelConfig,
-    dtype_of_compute,
-    mtp_depth_of,
-    n_experts_of,
-)
+from distributed.layout import AXES, ExpertConfig, Layout, ParallelConfig, dtype_of_compute
 from flags.config import no_effect, own_rank
 
 # Flags of any recipe; None means another default. The recipe's own --local_batch_size and --seq_len
@@ -91,8 +83,8 @@ def check_layout(
         loss_parallel=cfg.loss_parallel,
         rank=own_rank(),
         reshards=reshards[cfg.reshard_after_forward],
-        mtp=mtp_depth_of(model_config) > 0,
-        has_experts=n_experts_of(model_config) > 0,
+        mtp=model_config.mtp_depth > 0,
+        has_experts=model_config.n_experts > 0,
     )
     # flags without effect first: such a flag from --config returns to its default, and the other
     # rules see the default
@@ -127,6 +119,9 @@ def collect_facts(
     every field of the model by name; the resolved degrees, dp_shard too; world_size, on_cuda, and
     the dtype of the computation."""
     more = dict(
+        # of a model without, they are no fields
+        n_experts=model_config.n_experts,
+        mtp_depth=model_config.mtp_depth,
         world_size=math.prod(degrees.values()),
         on_cuda=on_cuda,
         dtype=dtype_of_compute(cfg, on_cuda),

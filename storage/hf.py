@@ -213,7 +213,7 @@ def match_names(
     ties head and embedding. Raises ValueError with the names missing in the files or unknown to the
     model."""
     excluded = list(exclude)
-    optional = getattr(module, "hf_optional", list)()  # patterns
+    optional = module.hf_optional()  # patterns
 
     def may_differ(name):
         return any(fnmatchcase(name, pattern) for pattern in optional)
@@ -384,7 +384,7 @@ def load_hf_model(
     tokenizer_file = check_hf_tokenizer(folder, config.vocab_size)
     # many files lack these layers, but keep the config of training
     mtp = f"model.layers.{config.n_layers}."
-    if getattr(config, "mtp_depth", 0) and not any(name.startswith(mtp) for name in source.where):
+    if config.mtp_depth and not any(name.startswith(mtp) for name in source.where):
         config.mtp_depth = 0
         print(
             f"checkpoint: {folder} is loaded without multi-token prediction: the files lack {mtp}*",

@@ -134,7 +134,7 @@ def write_peft(
         chosen.add(name)
         tensors[f"base_model.model.{name}.lora_{letter.upper()}.weight"] = t.contiguous()
     odd = {name.rpartition(".")[2] for name in chosen} & EXPERTS
-    if odd and getattr(model.config, "n_experts", 0):
+    if odd and model.config.n_experts:
         raise ValueError(
             f"peft takes {brief(sorted(odd))} for weights of experts; leave out --adapter or "
             "--engine_adapters"

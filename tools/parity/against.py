@@ -40,7 +40,7 @@ def our_model(main, cfg, folder: str) -> nn.Module:
     # the classes that the recipe passes
     (_, Model, usual, *_), _ = stop_main(main, replace(cfg), "claim_run", **skipped)
     config = override_fields(read_hf_config(folder, type(usual)), cfg.model_args, "--model_args")
-    if hasattr(config, "mtp_depth"):
+    if config.mtp_depth:
         config = replace(config, mtp_depth=0)  # transformers has none
     with torch.device("meta"):
         model = Model(config).float()

@@ -17,7 +17,7 @@ from collections import Counter
 from dataclasses import replace
 from itertools import product
 
-from distributed.layout import AXES, ExpertConfig, n_experts_of
+from distributed.layout import AXES, ExpertConfig
 from distributed.refusals import check_layout, count
 from flags.config import given_flags, spell_flag
 from tools.parity.halves import without_refused
@@ -44,7 +44,7 @@ def legal_layouts(cfg, n: int, model_config, options: dict) -> list:
     if total == -1:
         total = cfg.local_batch_size * n
     axes = ["pp", "dp_replicate", "cp", "tp"]
-    if n_experts_of(model_config) > 0:
+    if model_config.n_experts > 0:
         axes.append("ep")
     axes = [axis for axis in axes if axis not in given_flags(cfg)]
     divisors = [d for d in range(1, n + 1) if n % d == 0]
@@ -158,7 +158,7 @@ def estimated(c, model_config, plain, machine: str) -> tuple[float, dict[str, fl
         if key[0] == "moved" and key[2] in BESIDE:
             gathered += key[4] * number
     experts_of_token = 0
-    if n_experts_of(model_config) > 0:
+    if model_config.n_experts > 0:
         experts_of_token = model_config.top_k
     # bytes of the layers' inputs, in bf16
     stream = 2 * sequences * c.seq_len * model_config.dim * model_config.n_layers / c.pp
