@@ -180,7 +180,7 @@ def main(cfg: Config):
         raise ValueError(
             "fine-tuning needs a model and what to learn: --init_from FOLDER --data chat.jsonl"
         )
-    Model, model_config = read_model(cfg)
+    Model, model_config = read_model(cfg.out, cfg.init_from, cfg.model_args)
     # a continued run keeps its global batch on any number of processes; the local one may shrink
     cfg = keep_batch(cfg)
     layout = check_layout(
@@ -195,11 +195,18 @@ def main(cfg: Config):
     # 2. data: one fixed global order of sequences; the layout decides only which rank reads which
     # sequence
     # finetune: conversations too, of which only the answers have a loss
-    data = open_data(cfg, cfg.seq_len, source_tokenizer(cfg), ChatData)
+    tokenizer = source_tokenizer(
+        cfg.data, cfg.tokenizer, cfg.out, cfg.init_from, cfg.load_step, cfg.exclude_from_loading
+    )
+    data = open_data(cfg, cfg.seq_len, tokenizer, ChatData)
     # lock --out; refuse if the run cannot go on, --init_from is unreadable or --export_hf
     # unwritable; print changed flags
     # finetune: adapters are a part of what a run is
-    adapters = claim_adapters(cfg, Model, model_config) if cfg.lora_rank else None
+    adapters = None
+    if cfg.lora_rank:
+        adapters = claim_adapters(
+            cfg, Model, model_config, cfg.init_from, cfg.init_model_only, cfg.exclude_from_loading
+        )
     identity = claim_run(cfg, Model, model_config, data, lr_at, adapters)
     layout = parallel.make_mesh(
         connect(layout, cfg, cfg.device, cfg.seed, trace=f"{cfg.out}/trace")
@@ -212,13 +219,15 @@ def main(cfg: Config):
     with torch.device("meta"):
         # finetune: any model; LoRA trains none of its weights
         model = Model(model_config).requires_grad_(not cfg.lora_rank)
-    check_model(model, layout, cfg, parallel.TP_STYLES)
+    check_model(model, layout, parallel.TP_STYLES, cfg.ac, cfg.param_dtype, cfg.optimizer)
     if cfg.doc_mask:
         check_documents(model, layout)
     n_params = sum(p.numel() for p in model.parameters())
     flops_per_token = model.flops_per_token(cfg.seq_len)
     # finetune: more parameters, and fewer FLOPs
-    beside, flops_per_token = lora_counts(model, cfg) if cfg.lora_rank else ("", flops_per_token)
+    beside, flops_per_token = (
+        lora_counts(model, cfg, cfg.seq_len) if cfg.lora_rank else ("", flops_per_token)
+    )
 
     # 4. parallelism. The order matters: the pipeline picks the layers, float8 swaps linears before
     # TP splits them, CP
@@ -247,13 +256,17 @@ def main(cfg: Config):
         parallel.shard(stage, layout, cfg)
         # finetune: adapters are drawn, all else is loaded
         parallel.init_weights(
-            stage, layout, cfg.seed, is_frozen if cfg.lora_rank else loaded_later(cfg)
+            stage, layout, cfg.seed, is_frozen if cfg.lora_rank else loaded_later(cfg, cfg.out)
         )
 
     # 5. optimizer: after sharding, so that optimizer state is sharded like the parameters
     optimizers = build_optimizers(stages, cfg)
 
     # 6. checkpoint: continue the run, on any layout
+    # finetune: with LoRA a checkpoint holds the adapters, and names the folder of the frozen weights
+    base = None
+    if cfg.lora_rank:
+        base = partial(load_base, stages, cfg.out, cfg.init_from, cfg.load_step)
     checkpoints = Checkpoints(
         cfg,
         cfg.out,
@@ -263,9 +276,7 @@ def main(cfg: Config):
         config=asdict(cfg),
         source=open(__file__).read(),
         tokenizer_file=data.tokenizer_file,
-        # finetune: with LoRA a checkpoint holds the adapters, and names the folder of the frozen
-        # weights
-        load_base=partial(load_base, stages, cfg) if cfg.lora_rank else None,
+        load_base=base,  # finetune: None without LoRA
         # finetune: what ends the answers is an end of the model
         learnt=data.learnt_ends(),
     )
@@ -309,7 +320,7 @@ def main(cfg: Config):
         steps=cfg.steps,
         tokens=state["tokens"],
     )
-    guard = Guard(optimizers, layout, cfg, start)
+    guard = Guard(optimizers, layout, start, cfg.out, cfg.on_nan, cfg.checkpoint_every, cfg.compile)
     mine = (cfg.local_batch_size, layout.data_rank, layout.data_ranks, layout.device)
     batches = data.batches(state["samples"], layout.global_batch_size, *mine)
     for step in range(first, cfg.steps + 1):

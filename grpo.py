@@ -83,7 +83,7 @@ CLIP = {
 # Needs of flags: see flags/config.py
 DENSE = Need(
     "with experts: they multiply as many rows as tokens chose them",
-    lambda c: not getattr(c, "n_experts", 0),
+    lambda c: not c.n_experts,
 )
 NEW_MODEL = Need("with --init_from, which brings a trained model", lambda c: not c.init_from)
 SERVER = Need("without --engine", lambda c: c.engine)
@@ -703,11 +703,13 @@ def main(cfg: Config, Trainer=Trainer):
         plain = Model(model_config)
     n_params = sum(p.numel() for p in plain.parameters())
     adapters, flops_per_token = (
-        lora_counts(plain, cfg) if cfg.lora_rank else ("", plain.flops_per_token(cfg.seq_len))
+        lora_counts(plain, cfg, cfg.seq_len)
+        if cfg.lora_rank
+        else ("", plain.flops_per_token(cfg.seq_len))
     )
     unknown = text.unknown_ids(model_config.vocab_size, layout.device)
     build = partial(build_policy, cfg, layout, Model, model_config, unknown)
-    model = build(is_frozen if cfg.lora_rank else loaded_later(cfg))
+    model = build(is_frozen if cfg.lora_rank else loaded_later(cfg, cfg.out))
     # filled by keep_reference
     reference = build(lambda fqn: True) if cfg.kl_coef and not cfg.lora_rank else None
     trainer = Trainer(cfg, layout, model, reference)
@@ -725,7 +727,9 @@ def main(cfg: Config, Trainer=Trainer):
         source=open(__file__).read(),
         tokenizer_file=text.file,
     )
-    base = partial(load_base, [model], cfg) if cfg.lora_rank else None
+    base = None
+    if cfg.lora_rank:
+        base = partial(load_base, [model], cfg.out, cfg.init_from, cfg.load_step)
     checkpoints = Checkpoints(
         cfg, cfg.out, modules=[model], optimizer=trainer.optimizer, load_base=base, **about
     )
@@ -780,11 +784,7 @@ def main(cfg: Config, Trainer=Trainer):
         # (5) loss, (6) optimizer
         lr = cfg.lr * lr_at(step, cfg)
         found = update_policy(trainer, groups, lr)
-        balance = (
-            balance_experts([model], layout, "none", 0.0)
-            if getattr(model_config, "n_experts", 0)
-            else {}
-        )
+        balance = balance_experts([model], layout, "none", 0.0) if model_config.n_experts else {}
 
         # (7) the next version of the policy: log, evaluate, save
         trained_until = time.time()

@@ -13,32 +13,32 @@ from storage.newest import ABOUT, is_hf_folder, newest_readable, resume_source
 from storage.saved import load_weights, saved_model
 
 
-def read_model(cfg):
+def read_model(out: str, init_from: str, model_args: str):
     """(class, config) of the model in --init_from, a Hugging Face folder or a run or step folder of
     ours, after --model_args. A run with checkpoints of its own knows the model even when
     --init_from is gone. Raises ValueError."""
-    goes_on = step_folders(cfg.out) and not os.path.isdir(cfg.init_from)
-    folder = cfg.init_from
+    goes_on = step_folders(out) and not os.path.isdir(init_from)
+    folder = init_from
     if goes_on:
-        folder = cfg.out
+        folder = out
     is_hf = is_hf_folder(folder)
     if is_hf:
         config = read_hf_config(folder)
     else:
         config = saved_model(newest_readable(folder, names=ABOUT))[1]
-    config = override_fields(config, cfg.model_args, "--model_args")
+    config = override_fields(config, model_args, "--model_args")
     if is_hf:
         check_hf_config(config, folder)
     return class_of(config), config
 
 
-def load_base(modules, cfg, group) -> dict:
+def load_base(modules, out: str, init_from: str, load_step: int, group) -> dict:
     """Fill the frozen weights of this rank's stages from --init_from. Returns folder and hash of
     the weights, for checkpoints. Raises ValueError, the same on all ranks."""
-    source = on_rank_0(partial(resume_source, cfg.out, cfg), group)
-    goes_on = source is not None and source.folder == cfg.out
-    if is_hf_folder(cfg.init_from):
-        folder = cfg.init_from
+    source = on_rank_0(partial(resume_source, out, init_from, load_step), group)
+    goes_on = source is not None and source.folder == out
+    if is_hf_folder(init_from):
+        folder = init_from
         absent = load_hf(modules, folder, ADAPTERS, group)
         if absent:
             raise ValueError(
@@ -46,11 +46,11 @@ def load_base(modules, cfg, group) -> dict:
                 "--model_args mtp_depth=0"
             )
     else:
-        folder = on_rank_0(partial(newest_readable, cfg.init_from), group)
+        folder = on_rank_0(partial(newest_readable, init_from), group)
         load_weights(modules, folder, ADAPTERS)
     path = ""
     if goes_on:
-        path = on_rank_0(partial(newest_readable, cfg.out, source.step, ABOUT), group)
+        path = on_rank_0(partial(newest_readable, out, source.step, ABOUT), group)
     found = check_base(path, modules, group)
     if not group or group.rank() == 0:
         print(f"checkpoint: the frozen weights are those of {folder}, hash {found}", flush=True)

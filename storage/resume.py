@@ -90,11 +90,13 @@ def check_run(out: str, identity: dict, cfg, lr_at=None):
             f"--exclude_from_loading {min(stateless)}: there is no such state, all follows from "
             "the step"
         )
-    if cfg.init_from and not has_new_ids(cfg):
+    source = resume_source(out, cfg.init_from, cfg.load_step, cfg.init_model_only)
+    here = identity.get("data", {}).get("tokenizer_sha256")
+    if here is not None and cfg.init_from and not has_new_ids(cfg.exclude_from_loading):
         from storage.source_tokenizer import check_tokenizer
 
-        check_tokenizer(out, identity, cfg)
-    if source := resume_source(out, cfg):
+        check_tokenizer(source, cfg.init_from, here, cfg.data, cfg.tokenizer)
+    if source:
         from storage.changes import compare_start, describe_start
 
         path = newest_readable(source.folder, source.step, ABOUT)
@@ -104,7 +106,9 @@ def check_run(out: str, identity: dict, cfg, lr_at=None):
                 "checkpoint.py to_hf "
                 f"{source.folder} OUT, and start from OUT"
             )
-        differ = compare_start(path, source, source.folder == out, identity, cfg)
+        differ = compare_start(
+            path, source, source.folder == out, identity, cfg.exclude_from_loading, vars(cfg)
+        )
         text = describe_start(path, differ, cfg, lr_at) if source.everything else ""
         if text and own_rank() == 0:
             print(text, flush=True)
@@ -219,7 +223,7 @@ def list_warnings(cfg, done: int) -> str:
 def continued_folder(cfg) -> str | None:
     """The step folder that these flags continue, with weights and optimizer state; None for a new
     or a finished run."""
-    source = resume_source(cfg.out, cfg)
+    source = resume_source(cfg.out, cfg.init_from, cfg.load_step, cfg.init_model_only)
     if source is None or not source.everything:
         return None
     path = newest_readable(source.folder, source.step, ABOUT)

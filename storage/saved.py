@@ -11,7 +11,6 @@ import uuid
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -177,9 +176,8 @@ def load_weights(modules: list[nn.Module], folder: str, exclude=()) -> None:
 
     path, manifest, _ = choose_step(folder, -1, group, say)
     source = Source(folder, -1, everything=False)
-    excludes = SimpleNamespace(exclude_from_loading=excluded)
     differ = on_rank_0(
-        lambda: compare_start(path, source, False, {"model": model}, excludes), group
+        lambda: compare_start(path, source, False, {"model": model}, excluded, {}), group
     )
     table = fail_together(lambda: read_table(path, manifest["files"]), group)
     check_excluded(excluded, modules, group)

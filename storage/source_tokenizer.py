@@ -13,7 +13,15 @@ from corpus.shards import MASKED, is_shards, read_index
 from corpus.special import EOT_NAMES, SpecialIds, TextSource, prefix_ids, special_ids
 from corpus.tokenizer import BESIDE, load_tokenizer, read_beside, tokenizer_path
 from flags.files import matches, read_json, sha256_file, tokenizer_hint
-from storage.newest import ABOUT, ADAPTER, is_hf_folder, newest_readable, resume_source, saved_state
+from storage.newest import (
+    ABOUT,
+    ADAPTER,
+    Source,
+    is_hf_folder,
+    newest_readable,
+    resume_source,
+    saved_state,
+)
 
 
 def weights_folder(folder: str) -> str:
@@ -70,10 +78,10 @@ def has_bos(folder: str) -> bool:
     return bool(saved_state(newest_readable(folder, names=ABOUT)).get("bos"))
 
 
-def begins_as_folder(out: str, cfg) -> bool:
-    """has_bos() of the weights that these flags start from; False if there are none, and for ids
-    that are learnt anew. A run keeps what it began with."""
-    source = resume_source(out, cfg)
+def begins_as_folder(out: str, source: Source | None, init_from: str, new_ids: bool) -> bool:
+    """has_bos() of the weights that a run starts from; False if there are none, and for ids
+    that are learnt anew. A run keeps what it began with. source: of resume_source; new_ids: of
+    has_new_ids."""
     if source:
         try:
             path = newest_readable(source.folder, source.step, ABOUT)
@@ -81,19 +89,18 @@ def begins_as_folder(out: str, cfg) -> bool:
             return False  # all are damaged: Checkpoints.load() refuses, and says so
         begins = bool(saved_state(path).get("bos"))
     else:
-        begins = is_hf_folder(cfg.init_from)
+        begins = is_hf_folder(init_from)
     is_continued = source is not None and source.folder == out
-    return begins and (is_continued or not has_new_ids(cfg))
+    return begins and (is_continued or not new_ids)
 
 
-def folder_of_ids(out: str, cfg) -> str:
+def folder_of_ids(out: str, source: Source | None, init_from: str, new_ids: bool) -> str:
     """The folder whose special ids a run takes over: the newest step that it continues, or the
     folder of --init_from. "" if its ids are learnt anew, or if that folder has no tokenizer.json."""
-    source = resume_source(out, cfg)
     if source and source.folder == out:
         folder = newest_readable(out, source.step, (*ABOUT, "tokenizer.json", *BESIDE))
-    elif cfg.init_from and not has_new_ids(cfg):
-        folder = text_folder(cfg.init_from)
+    elif init_from and not new_ids:
+        folder = text_folder(init_from)
     else:
         return ""
     has_tokenizer = os.path.lexists(os.path.join(folder, "tokenizer.json"))
@@ -101,20 +108,19 @@ def folder_of_ids(out: str, cfg) -> str:
 
 
 def generation_of_run(
-    out: str, cfg, tokenizer_file: str, learnt: list[int] | None
+    folder: str, tokenizer_file: str, learnt: list[int] | None
 ) -> tuple[dict | None, list[int]]:
     """(what generation_config.json of a run's steps and of its export holds, the ends that are new).
 
     A run from a folder keeps the folder's beginning, ends and padding, and what its data taught ends
-    a text, too. learnt: the ends in the data; None: the token between the documents of its shards.
-    (None, []) for a run from nothing whose tokenizer tells all."""
+    a text, too. folder: of folder_of_ids. learnt: the ends in the data; None: the token between the
+    documents of its shards. (None, []) for a run from nothing whose tokenizer tells all."""
     shards = os.path.dirname(tokenizer_file)
     if learnt is None:
         learnt = []
         if is_shards(shards):
             index = read_index(Path(shards))
             learnt = [] if index["version"] == MASKED else [index["eot"]]
-    folder = folder_of_ids(out, cfg)
     if not folder and tells_all(shards, learnt):
         return None, []
     try:
@@ -129,15 +135,22 @@ def generation_of_run(
 
 
 def ids_of_run(
-    out: str, cfg, tokenizer_file: str | None, learnt: list[int] | None
+    out: str,
+    init_from: str,
+    load_step: int,
+    new_ids: bool,
+    tokenizer_file: str | None,
+    learnt: list[int] | None,
 ) -> tuple[bool, dict | None, list[int]]:
     """(begins_as_folder(), *generation_of_run()) for the checkpoints of a run. Says nothing of damaged
     checkpoints: load() refuses them."""
     try:
-        begins = begins_as_folder(out, cfg)
+        source = resume_source(out, init_from, load_step)
+        begins = begins_as_folder(out, source, init_from, new_ids)
         if tokenizer_file is None:
             return begins, None, []
-        return begins, *generation_of_run(out, cfg, tokenizer_file, learnt)
+        folder = folder_of_ids(out, source, init_from, new_ids)
+        return begins, *generation_of_run(folder, tokenizer_file, learnt)
     except ValueError:
         return False, None, []
 
@@ -181,25 +194,34 @@ def describe_beginning(tokenizer_file: str) -> str:
     )
 
 
-def source_tokenizer(cfg) -> TextSource:
+def source_tokenizer(
+    data: str,
+    tokenizer: str,
+    out: str,
+    init_from: str,
+    load_step: int,
+    exclude_from_loading: list[str],
+) -> TextSource:
     """The tokenizer.json of --init_from, the default for text, and whether texts begin as in that
-    folder. The folder is "" if the flags name a tokenizer, or if no text is tokenized.
+    folder. The folder is "" if --tokenizer names one, or if no text is tokenized. The parameters
+    are the flags of these names.
 
     A run with checkpoints takes the tokenizer from the newest checkpoint: the --init_from folder
     may be gone by now. Raises ValueError.
     """
-    is_text = not all(is_shards(part.path) for part in parse_mixture(cfg.data))
-    if not cfg.init_from or not is_text:
+    is_text = not all(is_shards(part.path) for part in parse_mixture(data))
+    if not init_from or not is_text:
         return TextSource()
-    begins = begins_as_folder(cfg.out, cfg)
-    if cfg.tokenizer or has_new_ids(cfg):
+    source = resume_source(out, init_from, load_step)
+    new_ids = has_new_ids(exclude_from_loading)
+    begins = begins_as_folder(out, source, init_from, new_ids)
+    if tokenizer or new_ids:
         return TextSource("", begins)
-    source = resume_source(cfg.out, cfg)
     if source:
         names = (*ABOUT, "tokenizer.json", *BESIDE)
         folder = newest_readable(source.folder, source.step, names)
     else:
-        folder = text_folder(cfg.init_from)
+        folder = text_folder(init_from)
     file = os.path.join(folder, "tokenizer.json")
     if not os.path.lexists(file):
         raise ValueError(
@@ -209,38 +231,37 @@ def source_tokenizer(cfg) -> TextSource:
     return TextSource(folder, begins)
 
 
-def has_new_ids(cfg) -> bool:
+def has_new_ids(exclude_from_loading: list[str]) -> bool:
     """Whether the embedding starts at random: then no id has a meaning yet, and any tokenizer will
     do."""
     return matches(
-        [name.removeprefix("model.") for name in cfg.exclude_from_loading],
+        [name.removeprefix("model.") for name in exclude_from_loading],
         "model.tok_embeddings.weight",
     )
 
 
 # The tokenizer of --init_from
-def check_tokenizer(out: str, identity: dict, cfg):
-    """Raises ValueError when the data has other ids than the training of the --init_from weights."""
-    here = identity.get("data", {}).get("tokenizer_sha256")
-    source = resume_source(out, cfg)
-    if here is None or source and source.folder != cfg.init_from:
+def check_tokenizer(source: Source | None, init_from: str, here: str, data: str, tokenizer: str):
+    """Raises ValueError when the data has other ids than the training of the --init_from weights.
+    source: of resume_source; here: the hash of the data's tokenizer; data, tokenizer: the flags."""
+    if source and source.folder != init_from:
         return
     there = None
     if source:
         path = newest_readable(source.folder, source.step, ABOUT)
-        data = read_json(path, "state.json").get("identity", {}).get("data", {})
-        there = data.get("tokenizer_sha256")
+        saved = read_json(path, "state.json").get("identity", {}).get("data", {})
+        there = saved.get("tokenizer_sha256")
     else:
-        path = text_folder(cfg.init_from)
+        path = text_folder(init_from)
     if there is None and os.path.lexists(os.path.join(path, "tokenizer.json")):
         there = sha256_file(tokenizer_path(path))
-    shards = next((part.path for part in parse_mixture(cfg.data) if is_shards(part.path)), cfg.data)
-    if there not in (None, here) and not same_ids(path, cfg.tokenizer or shards):
+    shards = next((part.path for part in parse_mixture(data) if is_shards(part.path)), data)
+    if there not in (None, here) and not same_ids(path, tokenizer or shards):
         fix = f"make the shards with --tokenizer {path}"
-        if cfg.tokenizer:
-            fix = f"leave out --tokenizer {cfg.tokenizer}"
+        if tokenizer:
+            fix = f"leave out --tokenizer {tokenizer}"
         raise ValueError(
-            f"--init_from {cfg.init_from} was trained with another tokenizer (sha256 "
+            f"--init_from {init_from} was trained with another tokenizer (sha256 "
             f"{there[:12]}) than the data "
             f"has ({here[:12]}); {fix}, or learn new ids with --exclude_from_loading "
             "tok_embeddings,head"
