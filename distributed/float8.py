@@ -29,7 +29,7 @@ class Float8Config:
     float8_all_gather: bool = flag(False, FLOAT8_TENSORWISE, GPU, GATHERED)
 
 
-def float8_linears(stage, layout: Layout, cfg) -> None:
+def float8_linears(stage, layout: Layout, cfg: Float8Config) -> None:
     """Let the blocks' linears multiply in float8, with scales from each call's own numbers:
     torchao.float8. Parameters, their names and the optimizer stay as they are.
 
@@ -60,7 +60,7 @@ def float8_linears(stage, layout: Layout, cfg) -> None:
         module.__class__ = with_forward(type(module), Parts)
 
 
-def float8_names(stage, layout: Layout, cfg) -> list[str]:
+def float8_names(stage, layout: Layout, cfg: Float8Config) -> list[str]:
     """Names of the linears for float8. Prints the linears that do not fit; raises ValueError if
     none is left."""
     names = []

@@ -22,8 +22,8 @@ def claim_run(cfg, Model, model_config, data, lr_at=None, lora: dict | None = No
     --out. Raises ValueError. Returns the run's identity: model, data and optimizer, which a
     continued run must not change.
 
-    cfg: a recipe's Config. data: result of open_data. lr_at: the recipe's, to show how changed
-    flags move the learning rate.
+    cfg: a recipe's whole Config, because any of its flags may differ from the checkpoint's. data:
+    result of open_data. lr_at: the recipe's, to show how changed flags move the learning rate.
     lora: identity of a LoRA run's adapters.
     """
     if (ids := data.vocab_size) > model_config.vocab_size:
