@@ -291,11 +291,11 @@ def main(cfg: Config):
     )
     if layout.rank == 0:
         where = layout.step_text(cfg.seq_len, stages[0].reduces_always)
-        # finetune: the folder has no flavor
-        print(
-            f"{Model.__name__}: {n_params:,} parameters{beside} | "
-            f"{where}{list_warnings(cfg, state['step'])}"
+        warnings = list_warnings(
+            cfg.out, state["step"], cfg.steps, cfg.schedule_steps, cfg.warmup_steps, cfg.export_hf
         )
+        # finetune: the folder has no flavor
+        print(f"{Model.__name__}: {n_params:,} parameters{beside} | {where}{warnings}")
         print(
             data.plan(state["samples"] + (cfg.steps - state["step"]) * layout.global_batch_size),
             end="",

@@ -259,7 +259,10 @@ def main(cfg: Config):
     )
     if layout.rank == 0:
         where = layout.step_text(cfg.seq_len, stages[0].reduces_always)
-        print(f"{cfg.flavor}: {n_params:,} parameters | {where}{list_warnings(cfg, state['step'])}")
+        warnings = list_warnings(
+            cfg.out, state["step"], cfg.steps, cfg.schedule_steps, cfg.warmup_steps, cfg.export_hf
+        )
+        print(f"{cfg.flavor}: {n_params:,} parameters | {where}{warnings}")
         print(
             data.plan(state["samples"] + (cfg.steps - state["step"]) * layout.global_batch_size),
             end="",

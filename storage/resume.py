@@ -189,32 +189,32 @@ def sign_lock(descriptor: int, out: str):
     os.pwrite(descriptor, f"{os.getpid()} on {socket.gethostname()}{job_name()}".encode(), 0)
 
 
-def list_finished(cfg, done: int) -> list[str]:
+def list_finished(out: str, done: int, steps: int, export_hf: str) -> list[str]:
     """Lines to print at the start of a run with all steps done, none of another run. done: steps so
     far."""
     lines = [
-        f"{cfg.out} is finished: {done} of {cfg.steps} steps are done; use a larger --steps, or "
-        "--out NEW"
+        f"{out} is finished: {done} of {steps} steps are done; use a larger --steps, or --out NEW"
     ]
-    if cfg.export_hf and os.path.exists(cfg.export_hf):
+    if export_hf and os.path.exists(export_hf):
         lines.append(
-            f"--export_hf {cfg.export_hf} is there already: nothing is exported; give a new "
+            f"--export_hf {export_hf} is there already: nothing is exported; give a new "
             "folder, or remove it"
         )
-    return lines if done >= cfg.steps else []
+    return lines if done >= steps else []
 
 
-def list_warnings(cfg, done: int) -> str:
+def list_warnings(
+    out: str, done: int, steps: int, schedule_steps: int, warmup_steps: int, export_hf: str
+) -> str:
     """Warnings to print at the start, one per line (run finished, folder exists, warmup too long).
     done: steps so far."""
-    total = cfg.schedule_steps
+    total = schedule_steps
     if total == -1:
-        total = cfg.steps
-    lines = ["", *list_finished(cfg, done)]
-    if cfg.warmup_steps > total:
+        total = steps
+    lines = ["", *list_finished(out, done, steps, export_hf)]
+    if warmup_steps > total:
         lines.append(
-            f"--warmup_steps {cfg.warmup_steps} is longer than the schedule; it is clamped to "
-            f"{total}"
+            f"--warmup_steps {warmup_steps} is longer than the schedule; it is clamped to {total}"
         )
     return "\n".join(lines)
 

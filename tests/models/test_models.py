@@ -338,8 +338,9 @@ def test_a_pattern_of_init_constants_that_names_nothing():
         check_model,
         forked({"blocks.*.gian": 0.2}),
         ALONE,
-        Flags(),
         TP_STYLES,
+        "none",
+        "float32",
     )
 
 
