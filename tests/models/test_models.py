@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.nn.functional as F
-from layouts import Flags, on_meta, random_tokens
+from layouts import on_meta, random_tokens
 from pieces import in_pieces
 from saves import refuses
 from torch import nn
