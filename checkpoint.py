@@ -119,8 +119,9 @@ class Checkpoints:
     optimizer: one optimizer, or a list of several; those that share a parameter give their states
     different names. identity:
     {"model": ..., "data": ..., "optimizer": ...}; a continued run must not change these values.
-    load_base: for LoRA: a function of this class's process group, which fills the frozen weights
-    and returns the entry "base" of state.json; no checkpoint holds frozen weights.
+    load_base: for LoRA: a function of the run's own checkpoint (None: a new run) and this class's
+    process group, which fills the frozen weights and returns the entry "base" of state.json; no
+    checkpoint holds frozen weights.
     With several ranks the class makes a separate gloo group for the background thread: two threads
     on one gloo group crash.
     """
@@ -316,8 +317,11 @@ class Checkpoints:
             self.group,
         )
         if self.load_base:
-            self.base = self.load_base(self.group)
-            if start is None or start.folder != self.out:
+            own = None
+            if start is not None and start.folder == self.out:
+                own = start
+            self.base = self.load_base(own, self.group)
+            if own is None:
                 return None
         if start is None:
             self.load_hf()

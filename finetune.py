@@ -193,20 +193,16 @@ def main(cfg: Config):
     )
 
     # 2. data: one fixed global order of sequences; the layout decides only which rank reads which
-    # sequence
-    # finetune: conversations too, of which only the answers have a loss
+    #    sequence
     tokenizer = source_tokenizer(
         cfg.data, cfg.tokenizer, cfg.out, cfg.init_from, cfg.load_step, cfg.exclude_from_loading
     )
+    # finetune: conversations too, of which only the answers have a loss
     data = open_data(cfg, cfg.seq_len, tokenizer, ChatData)
     # lock --out; refuse if the run cannot go on, --init_from is unreadable or --export_hf
     # unwritable; print changed flags
     # finetune: adapters are a part of what a run is
-    adapters = None
-    if cfg.lora_rank:
-        adapters = claim_adapters(
-            cfg, Model, model_config, cfg.init_from, cfg.init_model_only, cfg.exclude_from_loading
-        )
+    adapters = claim_adapters(cfg, Model, model_config) if cfg.lora_rank else None
     identity = claim_run(cfg, Model, model_config, data, lr_at, adapters)
     layout = parallel.make_mesh(
         connect(layout, cfg, cfg.device, cfg.seed, trace=f"{cfg.out}/trace")
@@ -225,9 +221,8 @@ def main(cfg: Config):
     n_params = sum(p.numel() for p in model.parameters())
     flops_per_token = model.flops_per_token(cfg.seq_len)
     # finetune: more parameters, and fewer FLOPs
-    beside, flops_per_token = (
-        lora_counts(model, cfg, cfg.seq_len) if cfg.lora_rank else ("", flops_per_token)
-    )
+    beside, more_flops = lora_counts(model, cfg) if cfg.lora_rank else ("", 0)
+    flops_per_token += more_flops
 
     # 4. parallelism. The order matters: the pipeline picks the layers, float8 swaps linears before
     # TP splits them, CP
@@ -263,10 +258,6 @@ def main(cfg: Config):
     optimizers = build_optimizers(stages, cfg)
 
     # 6. checkpoint: continue the run, on any layout
-    # finetune: with LoRA a checkpoint holds the adapters, and names the folder of the frozen weights
-    base = None
-    if cfg.lora_rank:
-        base = partial(load_base, stages, cfg.out, cfg.init_from, cfg.load_step)
     checkpoints = Checkpoints(
         cfg,
         cfg.out,
@@ -276,7 +267,9 @@ def main(cfg: Config):
         config=asdict(cfg),
         source=open(__file__).read(),
         tokenizer_file=data.tokenizer_file,
-        load_base=base,  # finetune: None without LoRA
+        # finetune: with LoRA a checkpoint holds the adapters, and names the folder of the frozen
+        # weights
+        load_base=partial(load_base, stages, cfg.init_from) if cfg.lora_rank else None,
         # finetune: what ends the answers is an end of the model
         learnt=data.learnt_ends(),
     )

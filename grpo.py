@@ -702,11 +702,8 @@ def main(cfg: Config, Trainer=Trainer):
     with torch.device("meta"):
         plain = Model(model_config)
     n_params = sum(p.numel() for p in plain.parameters())
-    adapters, flops_per_token = (
-        lora_counts(plain, cfg, cfg.seq_len)
-        if cfg.lora_rank
-        else ("", plain.flops_per_token(cfg.seq_len))
-    )
+    adapters, more_flops = lora_counts(plain, cfg) if cfg.lora_rank else ("", 0)
+    flops_per_token = plain.flops_per_token(cfg.seq_len) + more_flops
     unknown = text.unknown_ids(model_config.vocab_size, layout.device)
     build = partial(build_policy, cfg, layout, Model, model_config, unknown)
     model = build(is_frozen if cfg.lora_rank else loaded_later(cfg, cfg.out))
@@ -727,9 +724,7 @@ def main(cfg: Config, Trainer=Trainer):
         source=open(__file__).read(),
         tokenizer_file=text.file,
     )
-    base = None
-    if cfg.lora_rank:
-        base = partial(load_base, [model], cfg.out, cfg.init_from, cfg.load_step)
+    base = partial(load_base, [model], cfg.init_from) if cfg.lora_rank else None
     checkpoints = Checkpoints(
         cfg, cfg.out, modules=[model], optimizer=trainer.optimizer, load_base=base, **about
     )

@@ -337,9 +337,7 @@ def main(cfg: Config):
         "optimizer": {"name": "adamw"},
     }
     if cfg.lora_rank:
-        identity["lora"] = claim_adapters(
-            cfg, Model, model_config, cfg.init_from, cfg.init_model_only, cfg.exclude_from_loading
-        )
+        identity["lora"] = claim_adapters(cfg, Model, model_config)
     check_run(cfg.out, identity, cfg, lr_at)
 
     # 2. dpo: no ranks that only sample
@@ -353,11 +351,8 @@ def main(cfg: Config):
     with torch.device("meta"):
         plain = Model(model_config)
     n_params = sum(p.numel() for p in plain.parameters())
-    adapters, flops_per_token = (
-        lora_counts(plain, cfg, cfg.seq_len)
-        if cfg.lora_rank
-        else ("", plain.flops_per_token(cfg.seq_len))
-    )
+    adapters, more_flops = lora_counts(plain, cfg) if cfg.lora_rank else ("", 0)
+    flops_per_token = plain.flops_per_token(cfg.seq_len) + more_flops
     build = partial(
         build_policy,
         cfg,
@@ -379,9 +374,7 @@ def main(cfg: Config):
         source=open(__file__).read(),
         tokenizer_file=text.file,
     )
-    base = None
-    if cfg.lora_rank:
-        base = partial(load_base, [model], cfg.out, cfg.init_from, cfg.load_step)
+    base = partial(load_base, [model], cfg.init_from) if cfg.lora_rank else None
     checkpoints = Checkpoints(
         cfg, cfg.out, modules=[model], optimizer=trainer.optimizer, load_base=base, **about
     )

@@ -147,9 +147,7 @@ def check_own_run(cfg, Model, model_config, lr_at) -> dict:
     """identify_run() for grpo.py. lr_at: the schedule, as a function of (step, cfg)."""
     lora = None
     if cfg.lora_rank:
-        lora = claim_adapters(
-            cfg, Model, model_config, cfg.init_from, cfg.init_model_only, cfg.exclude_from_loading
-        )
+        lora = claim_adapters(cfg, Model, model_config)
     needs_reference = cfg.kl_coef and not cfg.lora_rank and step_folders(cfg.out)
     if needs_reference and not step_folders(f"{cfg.out}/reference"):
         raise ValueError(

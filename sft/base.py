@@ -9,7 +9,7 @@ from flags.files import step_folders
 from lora.lora import ADAPTERS
 from storage.adapters import check_base
 from storage.hf import check_hf_config, class_of, load_hf, read_hf_config
-from storage.newest import ABOUT, is_hf_folder, newest_readable, resume_source
+from storage.newest import ABOUT, Source, is_hf_folder, newest_readable
 from storage.saved import load_weights, saved_model
 
 
@@ -32,11 +32,10 @@ def read_model(out: str, init_from: str, model_args: str):
     return class_of(config), config
 
 
-def load_base(modules, out: str, init_from: str, load_step: int, group) -> dict:
+def load_base(modules, init_from: str, own: Source | None, group) -> dict:
     """Fill the frozen weights of this rank's stages from --init_from. Returns folder and hash of
-    the weights, for checkpoints. Raises ValueError, the same on all ranks."""
-    source = on_rank_0(partial(resume_source, out, init_from, load_step), group)
-    goes_on = source is not None and source.folder == out
+    the weights, for checkpoints. own: the run's own checkpoint, if the run goes on, whose hash the
+    weights must have. Raises ValueError, the same on all ranks."""
     if is_hf_folder(init_from):
         folder = init_from
         absent = load_hf(modules, folder, ADAPTERS, group)
@@ -49,8 +48,8 @@ def load_base(modules, out: str, init_from: str, load_step: int, group) -> dict:
         folder = on_rank_0(partial(newest_readable, init_from), group)
         load_weights(modules, folder, ADAPTERS)
     path = ""
-    if goes_on:
-        path = on_rank_0(partial(newest_readable, out, source.step, ABOUT), group)
+    if own is not None:
+        path = on_rank_0(partial(newest_readable, own.folder, own.step, ABOUT), group)
     found = check_base(path, modules, group)
     if not group or group.rank() == 0:
         print(f"checkpoint: the frozen weights are those of {folder}, hash {found}", flush=True)

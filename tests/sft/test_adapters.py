@@ -49,16 +49,14 @@ def identity_of(model_config, cfg) -> dict:
     about = {"module": Model.__module__, "class": Model.__name__, **asdict(model_config)}
     lora = {}
     if cfg.lora_rank:
-        lora["lora"] = claim_adapters(
-            cfg, Model, model_config, cfg.init_from, cfg.init_model_only, cfg.exclude_from_loading
-        )
+        lora["lora"] = claim_adapters(cfg, Model, model_config)
     return {"model": about, "data": {}, "optimizer": {}} | lora
 
 
 def open_run(out, modules, model_config, cfg, optimizers=()):
     base = None
     if cfg.lora_rank:
-        base = partial(load_base, modules, cfg.out, cfg.init_from, cfg.load_step)
+        base = partial(load_base, modules, cfg.init_from)
     rest = dict(
         identity=identity_of(model_config, cfg), config={"seed": 3}, source="", load_base=base
     )

@@ -244,7 +244,8 @@ def test_flops_and_dry_run_count_what_is_trained(tmp_path):
     c = config()
     matrices = sum(p.numel() for p in model.parameters()) - c.vocab_size * c.dim
     n = 4 * 4 * ((32 + 64) + 2 * (32 + 32) + (64 + 32))
-    text, flops = lora_counts(model, cfg, 16)
+    text, more = lora_counts(model, cfg)
+    flops = model.flops_per_token(16) + more
     assert (
         flops == 4 * matrices + 12 * 4 * 8 * 8 * 16 + 6 * n
         and "4 wq, 4 wk, 4 wv, 4 wo" in text
