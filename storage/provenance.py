@@ -12,7 +12,6 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
 
 import torch
 
@@ -32,9 +31,10 @@ FILE_BYTES = 1 << 18  # the most bytes of a source
 def file_of_module(module) -> str:
     """The file of a module; "" for a module without. Read from its own names, because some modules
     of libraries import others when they are asked for one."""
-    if isinstance(module, ModuleType) and "__file__" in vars(module):
-        return module.__file__ or ""
-    return ""
+    if module is None or "__file__" not in vars(module):
+        return ""
+    file = vars(module)["__file__"]
+    return file if isinstance(file, str) else ""
 
 
 def code_roots() -> list[str]:

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 
 import pytest
 from runs import ENV, MODEL, REPO, launch, run, train_lines
@@ -123,9 +123,7 @@ def test_modules_that_are_imported_late_belong_to_the_code(tmp_path, monkeypatch
         ("loaded.a", "loaded/a.py"),
         ("x", "lib/python3.9/x.py"),
     ):
-        loaded = ModuleType(module)
-        loaded.__file__ = str(tmp_path / name)
-        monkeypatch.setitem(sys.modules, module, loaded)
+        monkeypatch.setitem(sys.modules, module, SimpleNamespace(__file__=str(tmp_path / name)))
     code = provenance.local_code()
     assert sources.items() <= code.items() and not others.keys() & code.keys()
     assert {"checkpoint.py", "rl/decoding.py", "lora/lora.py"} <= code.keys()
