@@ -48,7 +48,7 @@ from storage.newest import resume_source, saved_state
 from storage.optimizer_numbers import OptimizerNumbers, find_copies, merge_numbers, sum_copies
 from storage.provenance import check_machines, code_roots, git_commit, local_code, summarize_code
 from storage.run_tensors import RunTensors
-from storage.source_tokenizer import ids_of_run
+from storage.source_tokenizer import has_new_ids, ids_of_run
 from storage.unsaved import Unsaved
 from storage.writer import Writer, layout_in_manifest, set_aside
 
@@ -58,7 +58,7 @@ LOADING = Need(
     "without --init_from or a checkpoint in --out", lambda c: c.init_from or step_folders(c.out)
 )
 SAVING = Need("with --load_only", lambda c: not c.load_only)
-EVER = Need("with --checkpoint_every 0", lambda c: getattr(c, "checkpoint_every", 1))
+EVER = Need("with --checkpoint_every 0", lambda c: c.checkpoint_every)
 EXPORT = Need("without --export_hf", lambda c: c.export_hf)
 
 
@@ -89,10 +89,10 @@ class CheckpointConfig:
 
 
 # --- The contents of a checkpoint ---
-def loaded_later(cfg):
+def loaded_later(cfg: CheckpointConfig, out: str):
     """A function: fqn -> whether Checkpoints.load will overwrite the parameter.
     parallel.init_weights need not draw those."""
-    ours = resume_source(cfg.out, cfg)
+    ours = resume_source(out, cfg.init_from, cfg.load_step)
     # files of Hugging Face may lack multi-token prediction
     hf_folder = cfg.init_from if ours is None else ""
     kept = [name.removeprefix("model.") for name in cfg.exclude_from_loading]
@@ -110,8 +110,9 @@ class Checkpoints:
     optimizer: one optimizer, or a list of several; those that share a parameter give their states
     different names. identity:
     {"model": ..., "data": ..., "optimizer": ...}; a continued run must not change these values.
-    load_base: for LoRA: a function of this class's process group, which fills the frozen weights
-    and returns the entry "base" of state.json; no checkpoint holds frozen weights.
+    load_base: for LoRA: a function of the run's own checkpoint (None: a new run) and this class's
+    process group, which fills the frozen weights and returns the entry "base" of state.json; no
+    checkpoint holds frozen weights.
     With several ranks the class makes a separate gloo group for the background thread: two threads
     on one gloo group crash.
     """
@@ -132,6 +133,7 @@ class Checkpoints:
     ):
         """learnt: the ids that end a text in the data; None: the token between documents."""
         self.cfg = cfg
+        self.flags = config
         self.out = out
         self.modules = modules
         self.identity = identity
@@ -165,7 +167,17 @@ class Checkpoints:
         if git:
             beside["provenance.json"] = json_bytes(git)
         layout = layout_in_manifest(config)
-        self.writer = Writer(cfg, out, self.group, beside, layout, self.say)
+        self.writer = Writer(
+            out,
+            self.group,
+            beside,
+            layout,
+            self.say,
+            in_process=cfg.checkpoint_async == "process",
+            keep_latest_k=cfg.keep_latest_k,
+            after_save=cfg.after_save,
+            load_only=cfg.load_only,
+        )
         for optimizer in optimizers:
             # No weight may change during a copy. The optimizer waits by itself, so no training loop
             # has to.
@@ -178,8 +190,12 @@ class Checkpoints:
         if self.rank == 0 and self.tokenizer_file and not self.cfg.load_only:
             file = self.tokenizer_file
         beside = fail_together(lambda: tokenizer_and_beside(file) if file else {}, self.group)
+        new_ids = has_new_ids(self.cfg.exclude_from_loading)
         self.begins, self.generation, new = on_rank_0(
-            lambda: ids_of_run(self.out, self.cfg, file, learnt), self.group
+            lambda: ids_of_run(
+                self.out, self.cfg.init_from, self.cfg.load_step, new_ids, file, learnt
+            ),
+            self.group,
         )
         if self.generation is not None and file:
             beside["generation_config.json"] = json_bytes(self.generation)
@@ -290,24 +306,37 @@ class Checkpoints:
         Returns the state given to save(); None when this run starts at step 0. Raises ValueError,
         the same on all ranks, before a tensor is touched.
         """
-        start = on_rank_0(lambda: resume_source(self.out, self.cfg), self.group)
+        cfg = self.cfg
+        start = on_rank_0(
+            lambda: resume_source(self.out, cfg.init_from, cfg.load_step, cfg.init_model_only),
+            self.group,
+        )
         if self.load_base:
-            self.base = self.load_base(self.group)
-            if start is None or start.folder != self.out:
+            own = None
+            if start is not None and start.folder == self.out:
+                own = start
+            self.base = self.load_base(own, self.group)
+            if own is None:
                 return None
         if start is None:
             self.load_hf()
             return None
-        if self.cfg.init_from and start.folder == self.out and not self.base:
+        if cfg.init_from and start.folder == self.out and not self.base:
             self.say(
-                f"--init_from {self.cfg.init_from} is IGNORED: {self.out} has checkpoints of its "
-                "own"
+                f"--init_from {cfg.init_from} is IGNORED: {self.out} has checkpoints of its own"
             )
         folder, manifest = self.choose_checkpoint(start.folder, start.step)
         from storage.changes import compare_start
 
         differ = on_rank_0(
-            lambda: compare_start(folder, start, start.folder == self.out, self.identity, self.cfg),
+            lambda: compare_start(
+                folder,
+                start,
+                start.folder == self.out,
+                self.identity,
+                cfg.exclude_from_loading,
+                self.flags,
+            ),
             self.group,
         )
         # only runs that begin with saved weights need the file

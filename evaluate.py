@@ -45,7 +45,7 @@ import parallel
 from corpus.tokenizer import ChatConfig
 from distributed.checks import check_tp_plan
 from distributed.launch import LaunchConfig, connect, set_timeouts
-from distributed.layout import ExpertConfig, Layout, ParallelConfig
+from distributed.layout import ExpertConfig, Layout, ParallelConfig, mtp_depth_of
 from distributed.pipeline import PipelineConfig, pipeline_stages
 from distributed.refusals import check_layout, refuse, runs_on_cuda
 from flags.config import Need, check_range, flag, given_flags, no_effect, spell_flag
@@ -203,7 +203,7 @@ def read_checkpoint(folder: str, chat=None) -> tuple[Text, type, object, str]:
     Raises ValueError."""
     if is_hf_folder(folder):
         config = read_hf_config(folder)
-        if hasattr(config, "mtp_depth"):
+        if mtp_depth_of(config):
             config = replace(config, mtp_depth=0)  # a second prediction is for training only
         return Text(folder, chat=chat), class_of(config), config, folder
     folder = newest_readable(folder)

@@ -181,7 +181,7 @@ def main(cfg: Config):
         raise ValueError(
             "fine-tuning needs a model and what to learn: --init_from FOLDER --data chat.jsonl"
         )
-    Model, model_config = read_model(cfg)
+    Model, model_config = read_model(cfg.out, cfg.init_from, cfg.model_args)
     # a continued run keeps its global batch on any number of processes; the local one may shrink
     cfg = keep_batch(cfg)
     layout = check_layout(
@@ -194,9 +194,12 @@ def main(cfg: Config):
     )
 
     # 2. data: one fixed global order of sequences; the layout decides only which rank reads which
-    # sequence
+    #    sequence
+    tokenizer = source_tokenizer(
+        cfg.data, cfg.tokenizer, cfg.out, cfg.init_from, cfg.load_step, cfg.exclude_from_loading
+    )
     # finetune: conversations too, of which only the answers have a loss
-    data = open_data(cfg, cfg.seq_len, source_tokenizer(cfg), ChatData)
+    data = open_data(cfg, cfg.seq_len, tokenizer, ChatData)
     # lock --out; refuse if the run cannot go on, --init_from is unreadable or --export_hf
     # unwritable; print changed flags
     # finetune: adapters are a part of what a run is
@@ -213,13 +216,14 @@ def main(cfg: Config):
     with torch.device("meta"):
         # finetune: any model; LoRA trains none of its weights
         model = Model(model_config).requires_grad_(not cfg.lora_rank)
-    check_model(model, layout, cfg, parallel.TP_STYLES)
+    check_model(model, layout, parallel.TP_STYLES, cfg.ac, cfg.param_dtype, cfg.optimizer)
     if cfg.doc_mask:
         check_documents(model, layout)
     n_params = sum(p.numel() for p in model.parameters())
     flops_per_token = model.flops_per_token(cfg.seq_len)
     # finetune: more parameters, and fewer FLOPs
-    beside, flops_per_token = lora_counts(model, cfg) if cfg.lora_rank else ("", flops_per_token)
+    beside, more_flops = lora_counts(model, cfg) if cfg.lora_rank else ("", 0)
+    flops_per_token += more_flops
 
     # 4. parallelism. The order matters: the pipeline picks the layers, float8 swaps linears before
     # TP splits them, CP
@@ -248,7 +252,7 @@ def main(cfg: Config):
         parallel.shard(stage, layout, cfg)
         # finetune: adapters are drawn, all else is loaded
         parallel.init_weights(
-            stage, layout, cfg.seed, is_frozen if cfg.lora_rank else loaded_later(cfg)
+            stage, layout, cfg.seed, is_frozen if cfg.lora_rank else loaded_later(cfg, cfg.out)
         )
 
     # 5. optimizer: after sharding, so that optimizer state is sharded like the parameters
@@ -266,7 +270,7 @@ def main(cfg: Config):
         tokenizer_file=data.tokenizer_file,
         # finetune: with LoRA a checkpoint holds the adapters, and names the folder of the frozen
         # weights
-        load_base=partial(load_base, stages, cfg) if cfg.lora_rank else None,
+        load_base=partial(load_base, stages, cfg.init_from) if cfg.lora_rank else None,
         # finetune: what ends the answers is an end of the model
         learnt=data.learnt_ends(),
     )
@@ -281,11 +285,11 @@ def main(cfg: Config):
     )
     if layout.rank == 0:
         where = layout.step_text(cfg.seq_len, stages[0].reduces_always)
-        # finetune: the folder has no flavor
-        print(
-            f"{Model.__name__}: {n_params:,} parameters{beside} | "
-            f"{where}{list_warnings(cfg, state['step'])}"
+        warnings = list_warnings(
+            cfg.out, state["step"], cfg.steps, cfg.schedule_steps, cfg.warmup_steps, cfg.export_hf
         )
+        # finetune: the folder has no flavor
+        print(f"{Model.__name__}: {n_params:,} parameters{beside} | {where}{warnings}")
         print(
             data.plan(state["samples"] + (cfg.steps - state["step"]) * layout.global_batch_size),
             end="",
@@ -310,7 +314,7 @@ def main(cfg: Config):
         steps=cfg.steps,
         tokens=state["tokens"],
     )
-    guard = Guard(optimizers, layout, cfg, start)
+    guard = Guard(optimizers, layout, start, cfg.out, cfg.on_nan, cfg.checkpoint_every, cfg.compile)
     mine = (cfg.local_batch_size, layout.data_rank, layout.data_ranks, layout.device)
     batches = data.batches(state["samples"], layout.global_batch_size, *mine)
     for step in range(first, cfg.steps + 1):

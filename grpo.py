@@ -607,10 +607,11 @@ def main(cfg: Config, Trainer=Trainer):
     adapters = ""
     flops_per_token = plain.flops_per_token(cfg.seq_len)
     if cfg.lora_rank:
-        adapters, flops_per_token = lora_counts(plain, cfg)
+        adapters, more_flops = lora_counts(plain, cfg)
+        flops_per_token += more_flops
     unknown = text.unknown_ids(model_config.vocab_size, layout.device)
     build = partial(build_policy, cfg, layout, Model, model_config, unknown)
-    model = build(is_frozen if cfg.lora_rank else loaded_later(cfg))
+    model = build(is_frozen if cfg.lora_rank else loaded_later(cfg, cfg.out))
     reference = None
     if cfg.kl_coef and not cfg.lora_rank:
         reference = build(lambda fqn: True)  # filled by keep_reference
@@ -629,7 +630,7 @@ def main(cfg: Config, Trainer=Trainer):
         source=open(__file__).read(),
         tokenizer_file=text.file,
     )
-    base = partial(load_base, [model], cfg) if cfg.lora_rank else None
+    base = partial(load_base, [model], cfg.init_from) if cfg.lora_rank else None
     checkpoints = Checkpoints(
         cfg, cfg.out, modules=[model], optimizer=trainer.optimizer, load_base=base, **about
     )

@@ -30,6 +30,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -53,13 +54,14 @@ from distributed.layout import (
     AllGather,
     AllToAll,
     Layout,
+    ParallelConfig,
     all_blocks,
     local_slice,
     local_tensor,
     reduces_always,
     reshard,
 )
-from distributed.pipeline import ZERO_BUBBLE, tied_copy
+from distributed.pipeline import ZERO_BUBBLE, Schedule, tied_copy
 from models.attention import causal_attention, lower_right_mask, sdpa
 from models.layers import places_of, takes_places
 from models.loss import IGNORE, linear_cross_entropy, softmax_loss
@@ -199,7 +201,7 @@ TP_STYLES = {  # names for a model's tp_plan; called once per module
 }
 
 
-def tensor_parallel(stage, layout: Layout, cfg) -> None:
+def tensor_parallel(stage, layout: Layout, cfg: ParallelConfig) -> None:
     """Split the matrices over tp as the model's tp_plan says; between the blocks a rank holds T/tp
     of the sequence.
 
@@ -295,7 +297,7 @@ def whole_vocab(logits: Tensor, V: int, mesh) -> Tensor:
 
 
 # ---------------------------------------------------------------- context parallelism
-def context_parallel(stage, layout: Layout, cfg) -> None:
+def context_parallel(stage, layout: Layout, cfg: ParallelConfig) -> None:
     """Replace the model's attention by an attention over the keys and values of all cp ranks. The
     rest of a model treats each token alone, and so needs no change when a rank holds T/cp of every
     sequence."""
@@ -402,7 +404,7 @@ def all_to_all_attention(positions, doc_ids=None, reach=None, *, group):
 
 
 # ---------------------------------------------------------------- activation checkpointing, compile
-def checkpoint_activations(stage, cfg) -> None:
+def checkpoint_activations(stage, cfg: ParallelConfig) -> None:
     """Keep only the input of a block, (B, T/cp/tp, D), and compute the rest again in the backward:
     --ac full for every block, selective for every k-th. With --ac op a block also keeps half of its
     matmuls and all slow results (distributed/keep.py)."""
@@ -422,7 +424,7 @@ def checkpoint_activations(stage, cfg) -> None:
         )
 
 
-def compile_blocks(stage, layout: Layout, cfg) -> None:
+def compile_blocks(stage, layout: Layout, cfg: ParallelConfig) -> None:
     """Compile each block alone, and the loss: all blocks share one compilation, and FSDP's hooks
     stay outside.
 
@@ -432,7 +434,8 @@ def compile_blocks(stage, layout: Layout, cfg) -> None:
     """
     if cfg.ac == "budget":
         torch._functorch.config.activation_memory_budget = cfg.ac_budget
-    if layout.pp > 1 and (cfg.pp_schedule in ZERO_BUBBLE or cfg.pp_schedule_csv):
+    is_file = layout.schedule not in get_args(Schedule)
+    if layout.pp > 1 and (layout.schedule in ZERO_BUBBLE or is_file):
         # the two halves of a split backward both read these buffers
         torch._functorch.config.donated_buffer = False
     stage.token_loss = partial(stage.token_loss, kernel=torch.compile(softmax_loss))
@@ -447,7 +450,7 @@ def compile_blocks(stage, layout: Layout, cfg) -> None:
 
 
 # ------------------------------------------------------------ FSDP2, HSDP, DDP: one wrapper for all
-def shard(stage, layout: Layout, cfg) -> None:
+def shard(stage, layout: Layout, cfg: ParallelConfig) -> None:
     """Give the parameters their dtype, and let FSDP shard them. On one process FSDP would copy
     every weight and gradient for
     nothing: distributed/cast.py casts at the same places instead."""

@@ -102,15 +102,15 @@ def places_of_eot(folder: Path, name: str, eot: int) -> np.ndarray:
 
 # --------------------------------------------------------------------------------------------------
 # The files of a folder of shards
-def files_of_parts(cfg) -> dict[str, list[Path] | None]:
+def files_of_parts(data: str, cache_dir: str) -> dict[str, list[Path] | None]:
     """{name of a part of --data: its text files, or None for token shards}; without a mixture the
     name is ""."""
     found = {}
-    for part in parse_mixture(cfg.data):
+    for part in parse_mixture(data):
         if is_shards(part.path):
             found[part.name] = None
         elif part.path == "stdlib":
-            found[part.name] = [cache_folder(cfg.cache_dir) / "stdlib.jsonl"]
+            found[part.name] = [cache_folder(cache_dir) / "stdlib.jsonl"]
         else:
             found[part.name] = text_files(part.path)[0]
     return found

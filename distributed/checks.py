@@ -25,10 +25,13 @@ from models.loss import IGNORE
 DROPOUT = "use models.dropout.dropout, see 'Random numbers' in docs/fork_me.md"
 
 
-def check_model(model, layout: Layout, cfg, styles) -> None:
+def check_model(
+    model, layout: Layout, styles, ac: str, param_dtype: str, optimizer: str = ""
+) -> None:
     """Check the tables of the full model before memory is taken. Raises ValueError for a pattern of
     tp_plan or init_constants without a match, for a style missing in parallel.TP_STYLES, for a
-    parameter or buffer without an initial value, and for a model beyond memory."""
+    parameter or buffer without an initial value, and for a model beyond memory. ac, param_dtype,
+    optimizer: the flags."""
     check_tp_plan(model, styles)
     names = [fqn for fqn, _ in [*model.named_parameters(), *model.named_buffers()]]
     constants = constants_of(model)
@@ -65,13 +68,13 @@ def check_model(model, layout: Layout, cfg, styles) -> None:
             )
     check_random(model)
     check_owners(model, layout)
-    if takes_places(model) and layout.pp > 1 and cfg.ac != "none":
+    if takes_places(model) and layout.pp > 1 and ac != "none":
         raise ValueError(
-            f"--ac {cfg.ac} with --pp {layout.pp} would recompute a block with the places of a "
+            f"--ac {ac} with --pp {layout.pp} would recompute a block with the places of a "
             "later micro-batch, "
             "and so with another dropout; use --ac none"
         )
-    check_memory(model, layout, cfg)
+    check_memory(model, layout, param_dtype, optimizer)
 
 
 def check_documents(model, layout: Layout) -> None:
@@ -143,12 +146,11 @@ def check_owners(model, layout: Layout) -> None:
             )
 
 
-def check_memory(model, layout: Layout, cfg) -> None:
+def check_memory(model, layout: Layout, param_dtype: str, optimizer: str) -> None:
     """Raise ValueError with the numbers if parameters, gradients and moments alone, shared evenly
     by all processes, exceed the memory of a device or host. A lower bound: activations, buffers and
     an uneven split come on top."""
-    size = getattr(torch, cfg.param_dtype).itemsize
-    optimizer = cfg.optimizer if hasattr(cfg, "optimizer") else "none"
+    size = getattr(torch, param_dtype).itemsize
     total = Counter()
     for fqn, p in model.named_parameters():
         if not p.requires_grad:
@@ -158,7 +160,7 @@ def check_memory(model, layout: Layout, cfg) -> None:
         total["gradients"] += p.numel() * size
         total["moments"] += p.numel() * size * moments_of(optimizer, fqn, p)
     sharers = 1
-    if layout.device.type == "cpu" or cfg.cpu_offload:
+    if layout.device.type == "cpu" or layout.offload:
         where = "a host"
         offload = ""
         has = host_memory()

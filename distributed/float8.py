@@ -26,7 +26,7 @@ class Float8Config:
     float8_all_gather: bool = flag(False, FLOAT8_TENSORWISE, GPU, GATHERED)
 
 
-def float8_linears(stage, layout: Layout, cfg) -> None:
+def float8_linears(stage, layout: Layout, cfg: Float8Config) -> None:
     """Let the blocks' linears multiply in float8, with scales from each call's own numbers:
     torchao.float8. Parameters, their names and the optimizer stay as they are.
 

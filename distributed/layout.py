@@ -24,13 +24,18 @@ CP = Need("without --cp 2 or more", lambda c: c.cp > 1)
 
 
 def n_experts_of(config) -> int:
-    """Experts of a layer; 0 for a model without."""
-    return getattr(config, "n_experts", 0)
+    """Experts of a layer; 0 for a model without, whose config need not have the field."""
+    if hasattr(config, "n_experts"):
+        return config.n_experts
+    return 0
 
 
 def mtp_depth_of(config) -> int:
-    """Layers of multi-token prediction; 0 for a model without."""
-    return getattr(config, "mtp_depth", 0)
+    """Layers of multi-token prediction; 0 for a model without, whose config need not have the
+    field."""
+    if hasattr(config, "mtp_depth"):
+        return config.mtp_depth
+    return 0
 
 
 EXPERTS = Need("without experts, and this flavor has none", n_experts_of)
@@ -219,9 +224,13 @@ def reduces_always(stage, layout: Layout, cfg: ParallelConfig) -> bool:
     return whole + held > layout.memory / 2
 
 
-# torch 2.13 renamed both collectives, 2.11 has only the old names
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# torch 2.13 renamed both collectives
+if torch.__version__ < "2.13":
+    all_gather_single = dist.all_gather_into_tensor
+    reduce_scatter_single = dist.reduce_scatter_tensor
+else:
+    all_gather_single = dist.all_gather_single
+    reduce_scatter_single = dist.reduce_scatter_single
 # These return their result instead of writing into a tensor that they are given: --ac op can keep
 # only what is returned.
 functional = torch.ops._c10d_functional

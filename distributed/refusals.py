@@ -131,6 +131,9 @@ def collect_facts(
     every field of the model by name; the resolved degrees, dp_shard too; world_size, on_cuda, and
     the dtype of the computation."""
     more = dict(
+        # of a model without, they are no fields
+        n_experts=n_experts_of(model_config),
+        mtp_depth=mtp_depth_of(model_config),
         world_size=math.prod(degrees.values()),
         on_cuda=on_cuda,
         dtype=dtype_of_compute(cfg, on_cuda),

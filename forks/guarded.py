@@ -24,8 +24,8 @@ class SpikeGuard(Guard):
     begins to judge after 16 steps.
     """
 
-    def __init__(self, optimizers, layout, cfg, start):
-        super().__init__(optimizers, layout, cfg, start)
+    def __init__(self, optimizers, layout, start, *flags):
+        super().__init__(optimizers, layout, start, *flags)
         self.recent = torch.full((WINDOW,), math.nan, device=layout.device)
         self.judged = {}
 

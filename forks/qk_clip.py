@@ -11,7 +11,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from distributed.layout import AllGather, all_blocks, local_slice, local_tensor
+from distributed.layout import AllGather, all_blocks, local_slice, local_tensor, mtp_depth_of
 
 QUERIES = 1024  # at a time: the scores of one head then take 1024 T numbers, not T * T
 
@@ -37,7 +37,7 @@ class QKClip:
                     "a norm of queries and keys, as in models/qwen3.py, bounds logits as well"
                 )
             attn.register_forward_pre_hook(partial(self.watch, i))
-        shape = config.n_layers + config.mtp_depth, config.n_heads
+        shape = config.n_layers + mtp_depth_of(config), config.n_heads
         # of this step, of the heads of this rank
         self.logits = torch.full(shape, -math.inf, device=layout.device)
 

@@ -340,7 +340,8 @@ def main(cfg: Config):
         "data": {"pairs": data_hash, "seed": cfg.seed},
         "optimizer": {"name": "adamw"},
     }
-    identity |= {"lora": claim_adapters(cfg, Model, model_config)} if cfg.lora_rank else {}
+    if cfg.lora_rank:
+        identity["lora"] = claim_adapters(cfg, Model, model_config)
     check_run(cfg.out, identity, cfg, lr_at)
 
     # 2. dpo: no ranks that only sample
@@ -354,9 +355,8 @@ def main(cfg: Config):
     with torch.device("meta"):
         plain = Model(model_config)
     n_params = sum(p.numel() for p in plain.parameters())
-    adapters, flops_per_token = (
-        lora_counts(plain, cfg) if cfg.lora_rank else ("", plain.flops_per_token(cfg.seq_len))
-    )
+    adapters, more_flops = lora_counts(plain, cfg) if cfg.lora_rank else ("", 0)
+    flops_per_token = plain.flops_per_token(cfg.seq_len) + more_flops
     build = partial(
         build_policy,
         cfg,
@@ -365,7 +365,7 @@ def main(cfg: Config):
         model_config,
         text.unknown_ids(model_config.vocab_size, layout.device),
     )
-    model = build(is_frozen if cfg.lora_rank else loaded_later(cfg))
+    model = build(is_frozen if cfg.lora_rank else loaded_later(cfg, cfg.out))
     # dpo: always a reference
     reference = None if cfg.lora_rank else build(lambda fqn: True)  # filled by keep_reference
     trainer = Trainer(cfg, layout, model, reference)
@@ -378,7 +378,7 @@ def main(cfg: Config):
         source=open(__file__).read(),
         tokenizer_file=text.file,
     )
-    base = partial(load_base, [model], cfg) if cfg.lora_rank else None
+    base = partial(load_base, [model], cfg.init_from) if cfg.lora_rank else None
     checkpoints = Checkpoints(
         cfg, cfg.out, modules=[model], optimizer=trainer.optimizer, load_base=base, **about
     )

@@ -191,7 +191,10 @@ def main(cfg: Config):
 
     # 2. data: one fixed global order of sequences; the layout decides only which rank reads which
     #    sequence
-    data = open_data(cfg, cfg.seq_len, source_tokenizer(cfg))
+    tokenizer = source_tokenizer(
+        cfg.data, cfg.tokenizer, cfg.out, cfg.init_from, cfg.load_step, cfg.exclude_from_loading
+    )
+    data = open_data(cfg, cfg.seq_len, tokenizer)
     # lock --out; refuse if the run cannot go on, --init_from is unreadable or --export_hf
     # unwritable; print changed flags
     identity = claim_run(cfg, Qwen3Next, model_config, data, lr_at)
@@ -205,7 +208,7 @@ def main(cfg: Config):
     # 3. model: shapes only, no memory yet
     with torch.device("meta"):
         model = Qwen3Next(model_config)
-    check_model(model, layout, cfg, parallel.TP_STYLES)
+    check_model(model, layout, parallel.TP_STYLES, cfg.ac, cfg.param_dtype, cfg.optimizer)
     if cfg.doc_mask:
         check_documents(model, layout)
     n_params = sum(p.numel() for p in model.parameters())
@@ -233,7 +236,7 @@ def main(cfg: Config):
             parallel.compile_blocks(stage, layout, cfg)
         parallel.shard(stage, layout, cfg)
         # the same weights in every layout
-        parallel.init_weights(stage, layout, cfg.seed, loaded_later(cfg))
+        parallel.init_weights(stage, layout, cfg.seed, loaded_later(cfg, cfg.out))
 
     # 5. optimizer: after sharding, so that optimizer state is sharded like the parameters
     optimizers = build_optimizers(stages, cfg)
@@ -260,7 +263,10 @@ def main(cfg: Config):
     )
     if layout.rank == 0:
         where = layout.step_text(cfg.seq_len, stages[0].reduces_always)
-        print(f"{cfg.flavor}: {n_params:,} parameters | {where}{list_warnings(cfg, state['step'])}")
+        warnings = list_warnings(
+            cfg.out, state["step"], cfg.steps, cfg.schedule_steps, cfg.warmup_steps, cfg.export_hf
+        )
+        print(f"{cfg.flavor}: {n_params:,} parameters | {where}{warnings}")
         print(
             data.plan(state["samples"] + (cfg.steps - state["step"]) * layout.global_batch_size),
             end="",
@@ -285,7 +291,7 @@ def main(cfg: Config):
         steps=cfg.steps,
         tokens=state["tokens"],
     )
-    guard = Guard(optimizers, layout, cfg, start)
+    guard = Guard(optimizers, layout, start, cfg.out, cfg.on_nan, cfg.checkpoint_every, cfg.compile)
     mine = (cfg.local_batch_size, layout.data_rank, layout.data_ranks, layout.device)
     batches = data.batches(state["samples"], layout.global_batch_size, *mine)
     for step in range(first, cfg.steps + 1):

@@ -10,7 +10,6 @@ frozen weights, the base.
 """
 
 import math
-import os
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -158,9 +157,9 @@ def base_model(module):
 
 
 # ---------------------------------------------------------------- costs
-def lora_counts(model, cfg) -> tuple[str, int]:
-    """(text about LoRA for the start line, FLOPs per token) of a full model, before tp or FSDP
-    split the weights.
+def lora_counts(model, cfg: LoraConfig) -> tuple[str, int]:
+    """(text about LoRA for the start line, change of the FLOPs per token) of a full model, before
+    tp or FSDP split the weights.
 
     PaLM's convention of 6 FLOPs per weight is 2 for the forward, 2 for the gradient of the input
     and 2 for the gradient of the weight; a frozen weight has no gradient.
@@ -173,37 +172,16 @@ def lora_counts(model, cfg) -> tuple[str, int]:
         kinds[fqn.rpartition(".")[2]] += 1
     beside = ", ".join(f"{count} {name}" for name, count in kinds.items())
     text = f" + {n:,} in adapters beside {beside}, which alone are trained"
-    return text, model.flops_per_token(cfg.seq_len) - model.flops_per_token(0) // 3 + 6 * n
+    return text, 6 * n - model.flops_per_token(0) // 3
 
 
 # ---------------------------------------------------------------- files of adapters
 
 
-def claim_adapters(cfg, Model, model_config) -> dict:
-    """The identity of the adapters of a run with --lora_rank. Raises ValueError if the flags do not
-    fit the model or --init_from."""
-    if not cfg.init_from:
-        raise ValueError(
-            f"--lora_rank {cfg.lora_rank} trains beside weights that have learned; give "
-            "--init_from FOLDER"
-        )
-    if not cfg.init_model_only:
-        raise ValueError(
-            "--no-init_model_only with --lora_rank: the optimizer there has state of frozen "
-            "weights; leave it out"
-        )
-    drawn = [pattern for pattern in cfg.exclude_from_loading if pattern != "optimizer"]
-    if drawn:
-        raise ValueError(
-            f"--exclude_from_loading {','.join(drawn)} with --lora_rank would freeze random "
-            "weights; leave it out"
-        )
+def claim_adapters(cfg: LoraConfig, Model, model_config) -> dict:
+    """The identity of the adapters of a run with --lora_rank. Raises ValueError if --lora_on or
+    --lora_alpha do not fit; storage/resume.py checks the flags of --init_from."""
     with torch.device("meta"):
         model = Model(model_config)
     check_lora(model, cfg)
-    # needed to continue a run, too: checkpoints hold adapters only
-    if not os.path.isdir(cfg.init_from):
-        raise ValueError(
-            f"--init_from {cfg.init_from} is no folder; give the one of the frozen weights"
-        )
     return {"rank": cfg.lora_rank, "alpha": cfg.lora_alpha, "on": list(cfg.lora_on)}

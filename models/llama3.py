@@ -16,6 +16,7 @@ Hugging Face repositories.
 import math
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +46,9 @@ class Llama3Config:
     qkv_bias: bool = False  # Qwen 2
     # tokens that a query sees, its own included; None: all (Mistral)
     sliding_window: int | None = None
+    # not fields: no Llama has experts or multi-token prediction, and code for all models asks
+    n_experts: ClassVar[int] = 0
+    mtp_depth: ClassVar[int] = 0
 
     def __post_init__(self):
         check_sizes(
@@ -307,6 +311,10 @@ class Llama3(nn.Module):
                     for x in "qkv"
                 }
         return names
+
+    def hf_optional(self) -> list[str]:
+        """Patterns of names that Hugging Face's files may lack, or have besides: none."""
+        return []
 
 
 # Hugging Face's config.json; models/hf_config.py explains the tables.

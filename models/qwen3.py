@@ -14,6 +14,7 @@ repositories. Comments explain each difference from models/llama3.py; all else i
 import math
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +45,7 @@ class Qwen3Config:
     top_k: int = 8  # experts per token
     moe_ffn_dim: int = 768
     norm_topk_prob: bool = True  # the weights of a token's experts are scaled to sum 1
+    mtp_depth: ClassVar[int] = 0  # no field: no Qwen3 has multi-token prediction
 
     def __post_init__(self):
         check_sizes(
@@ -335,6 +337,10 @@ class Qwen3(nn.Module):
                 for ours, theirs in block.items()
             }
         return names
+
+    def hf_optional(self) -> list[str]:
+        """Patterns of names that Hugging Face's files may lack, or have besides: none."""
+        return []
 
 
 # Hugging Face's config.json; models/hf_config.py explains the tables.

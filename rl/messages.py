@@ -48,7 +48,7 @@ def introduce(
             "--max_new_tokens 16 and --seq_len 32 suit the small model; the model of --init_from "
             "may need more"
         )
-    for line in [*left_out, *list_finished(cfg, done)]:
+    for line in [*left_out, *list_finished(cfg.out, done, cfg.steps, cfg.export_hf)]:
         print(line)
     drop_lines_from(f"{cfg.out}/samples.jsonl", done + 1)
 

@@ -77,8 +77,8 @@ def model_of(cfg, vocab_size: int):
                 f"--model_args {cfg.model_args}: the model is that of --init_from "
                 f"{cfg.init_from}; leave it out"
             )
-        config = read_model(cfg)[1]
-    if hasattr(config, "mtp_depth"):  # DeepSeek
+        config = read_model(cfg.out, cfg.init_from, cfg.model_args)[1]
+    if hasattr(config, "kv_lora_rank"):  # DeepSeek
         if cfg.tp > 1 and not cfg.engine and not cfg.gen_ranks:
             raise ValueError(
                 f"--tp {cfg.tp}: tp cannot split DeepSeek's rollouts; use --dp_shard, --gen_ranks "
@@ -109,7 +109,7 @@ def build_policy(cfg, layout, Model, model_config, unknown=None, skip=lambda fqn
     """
     with torch.device("meta"):
         model = Model(model_config)
-    check_model(model, layout, cfg, parallel.TP_STYLES)
+    check_model(model, layout, parallel.TP_STYLES, cfg.ac, cfg.param_dtype)
     if layout.pp > 1:
         (model,) = pipeline_stages(model, layout, cfg)
     split_model(model, layout, cfg)

@@ -10,35 +10,34 @@ from lora.lora import ADAPTERS
 from storage.adapters import check_base
 from storage.hf import check_hf_config, class_of, load_hf, read_hf_config
 from storage.loading import load_weights
-from storage.newest import ABOUT, is_hf_folder, newest_readable, resume_source, saved_model
+from storage.newest import ABOUT, Source, is_hf_folder, newest_readable, saved_model
 
 
-def read_model(cfg):
+def read_model(out: str, init_from: str, model_args: str):
     """(class, config) of the model in --init_from, a Hugging Face folder or a run or step folder of
     ours, after --model_args. A run with checkpoints of its own knows the model even when
     --init_from is gone. Raises ValueError."""
-    goes_on = step_folders(cfg.out) and not os.path.isdir(cfg.init_from)
-    folder = cfg.init_from
+    goes_on = step_folders(out) and not os.path.isdir(init_from)
+    folder = init_from
     if goes_on:
-        folder = cfg.out
+        folder = out
     is_hf = is_hf_folder(folder)
     if is_hf:
         config = read_hf_config(folder)
     else:
         config = saved_model(newest_readable(folder, names=ABOUT))[1]
-    config = override_fields(config, cfg.model_args, "--model_args")
+    config = override_fields(config, model_args, "--model_args")
     if is_hf:
         check_hf_config(config, folder)
     return class_of(config), config
 
 
-def load_base(modules, cfg, group) -> dict:
+def load_base(modules, init_from: str, own: Source | None, group) -> dict:
     """Fill the frozen weights of this rank's stages from --init_from. Returns folder and hash of
-    the weights, for checkpoints. Raises ValueError, the same on all ranks."""
-    source = on_rank_0(partial(resume_source, cfg.out, cfg), group)
-    goes_on = source is not None and source.folder == cfg.out
-    if is_hf_folder(cfg.init_from):
-        folder = cfg.init_from
+    the weights, for checkpoints. own: the run's own checkpoint, if the run goes on, whose hash the
+    weights must have. Raises ValueError, the same on all ranks."""
+    if is_hf_folder(init_from):
+        folder = init_from
         absent = load_hf(modules, folder, ADAPTERS, group)
         if absent:
             raise ValueError(
@@ -46,11 +45,11 @@ def load_base(modules, cfg, group) -> dict:
                 "--model_args mtp_depth=0"
             )
     else:
-        folder = on_rank_0(partial(newest_readable, cfg.init_from), group)
+        folder = on_rank_0(partial(newest_readable, init_from), group)
         load_weights(modules, folder, ADAPTERS)
     path = ""
-    if goes_on:
-        path = on_rank_0(partial(newest_readable, cfg.out, source.step, ABOUT), group)
+    if own is not None:
+        path = on_rank_0(partial(newest_readable, own.folder, own.step, ABOUT), group)
     found = check_base(path, modules, group)
     if not group or group.rank() == 0:
         print(f"checkpoint: the frozen weights are those of {folder}, hash {found}", flush=True)

@@ -58,16 +58,18 @@ def describe_changes(differ: list[tuple]) -> str:
     return ", ".join(texts.values())
 
 
-def compare_start(path: str, source, own: bool, identity: dict, cfg) -> list[tuple]:
+def compare_start(
+    path: str, source, own: bool, identity: dict, exclude_from_loading: list[str], flags: dict
+) -> list[tuple]:
     """[(name, saved value, present value)] for all that differs between a step folder and a start from it with --init_from.
 
     A start with the whole state continues at the saved step if the list is empty. Else a new phase
     begins: weights and moments are kept; step, data and schedule begin at 0. own: the step folder
-    is the run's own, and nothing may differ. source: result of resume_source. Raises ValueError for
-    changes that are not allowed.
+    is the run's own, and nothing may differ. source: result of resume_source. flags: {name: value}
+    of this start; the schedule's are compared. Raises ValueError for changes that are not allowed.
     """
     saved = read_json(path, "state.json")
-    flags = read_json(path, "config.json")
+    saved_flags = read_json(path, "config.json")
     there = saved.get("identity", {})
     if not there.get("model"):  # a stranger may have written anything
         raise ValueError(
@@ -76,7 +78,7 @@ def compare_start(path: str, source, own: bool, identity: dict, cfg) -> list[tup
         )
     fields = there["model"].keys() | identity["model"].keys()
     free = FREE_FIELDS | {"data"}
-    if set(cfg.exclude_from_loading) - {"optimizer"}:
+    if set(exclude_from_loading) - {"optimizer"}:
         free |= EXCLUDED_FIELDS
     differ = []
     for name, old, new in changes(there, identity):
@@ -109,15 +111,15 @@ def compare_start(path: str, source, own: bool, identity: dict, cfg) -> list[tup
         )
     if source.everything and not own:
         for name in SCHEDULE_FLAGS:
-            if name in flags and hasattr(cfg, name):
-                differ += changes(flags[name], getattr(cfg, name), name)
+            if name in saved_flags and name in flags:
+                differ += changes(saved_flags[name], flags[name], name)
     return differ
 
 
 def describe_start(path: str, differ: list[tuple], cfg, lr_at=None) -> str:
     """One line with all flags of `cfg` that differ from a step folder's, and with the resulting
     learning rate. Empty when nothing differs or no step is left to train. differ: result of
-    compare_start()."""
+    compare_start(). cfg: the whole Config of a recipe, for any of its flags may differ."""
     step = read_json(path, "manifest.json")["step"]
     old = read_json(path, "config.json")
     new = asdict(cfg)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from corpus.tokenizer import check_hf_tokenizer, read_hf_json
 from distributed.agree import brief, fail_together, rank_in, reason
-from distributed.layout import local_slice, local_tensor, named_tensors
+from distributed.layout import local_slice, local_tensor, mtp_depth_of, named_tensors
 from flags.files import hf_file, matches
 from storage.hf_config import (
     HF_MODELS,
@@ -215,7 +215,9 @@ def match_names(
     ties head and embedding. Raises ValueError with the names missing in the files or unknown to the
     model."""
     excluded = list(exclude)
-    optional = getattr(module, "hf_optional", list)()  # patterns
+    optional = []  # patterns
+    if hasattr(module, "hf_optional"):  # a model of one's own need not have the method
+        optional = module.hf_optional()
 
     def may_differ(name):
         return any(fnmatchcase(name, pattern) for pattern in optional)
@@ -386,7 +388,7 @@ def load_hf_model(
     tokenizer_file = check_hf_tokenizer(folder, config.vocab_size)
     # many files lack these layers, but keep the config of training
     mtp = f"model.layers.{config.n_layers}."
-    if getattr(config, "mtp_depth", 0) and not any(name.startswith(mtp) for name in source.where):
+    if mtp_depth_of(config) and not any(name.startswith(mtp) for name in source.where):
         config.mtp_depth = 0
         print(
             f"checkpoint: {folder} is loaded without multi-token prediction: the files lack {mtp}*",

@@ -19,7 +19,7 @@ from storage.source_tokenizer import weights_folder
 # --- model_type: which of our models is it, and what will transformers open? ---
 # All other differences between models are in the models' files: Config.from_hf and to_hf for
 # config.json; hf_keys(), the table of fqn -> name in the files, or for a stack of experts (E, ...)
-# a list of E names; hf_optional(), in some models, lists patterns of optional names (MTP);
+# a list of E names; hf_optional() lists patterns of optional names (MTP);
 # hf_tensors(), in some forks, is the reader of the files.
 HF_MODELS = {
     "llama": "models.llama3",

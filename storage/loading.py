@@ -4,7 +4,6 @@ tensors. Only runs that begin with saved weights load this file."""
 import os
 from dataclasses import asdict
 from functools import partial
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -207,9 +206,8 @@ def load_weights(modules: list[nn.Module], folder: str, exclude=()) -> None:
 
     path, manifest, _ = choose_step(folder, -1, group, say)
     source = Source(folder, -1, everything=False)
-    excludes = SimpleNamespace(exclude_from_loading=excluded)
     differ = on_rank_0(
-        lambda: compare_start(path, source, False, {"model": model}, excludes), group
+        lambda: compare_start(path, source, False, {"model": model}, excluded, {}), group
     )
     table = fail_together(lambda: read_table(path, manifest["files"]), group)
     check_excluded(excluded, modules, group)

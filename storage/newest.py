@@ -71,17 +71,19 @@ class Source(NamedTuple):
     everything: bool  # load optimizer state, step and data cursor, too; else only the weights
 
 
-def resume_source(out: str, cfg) -> Source | None:
+def resume_source(
+    out: str, init_from: str, load_step: int = -1, init_model_only: bool = True
+) -> Source | None:
     """The run folder `out`, if checkpoints exist there; else --init_from. None: no checkpoint of
-    ours."""
-    step = cfg.load_step
+    ours. The other parameters are the flags of these names."""
+    step = load_step
     for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
         if os.environ.get(name, "0") != "0":
             step = -1  # after a restart: the newest, not the flag's
     if step >= 0 or step_folders(out):
         return Source(out, step, True)
-    if cfg.init_from and not is_hf_folder(cfg.init_from):
-        return Source(cfg.init_from, -1, not cfg.init_model_only)
+    if init_from and not is_hf_folder(init_from):
+        return Source(init_from, -1, not init_model_only)
     return None
 
 

@@ -11,7 +11,7 @@ from corpus.shards import MASKED, is_shards, read_index
 from corpus.special import prefix_ids
 from corpus.tokenizer import load_tokenizer, tokenizer_path
 from flags.files import read_json, sha256_file
-from storage.newest import ABOUT, newest_readable, resume_source
+from storage.newest import ABOUT, Source, newest_readable
 from storage.source_tokenizer import text_folder
 
 
@@ -44,28 +44,27 @@ def describe_beginning(tokenizer_file: str) -> str:
 
 
 # The tokenizer of --init_from
-def check_tokenizer(out: str, identity: dict, cfg):
-    """Raises ValueError when the data has other ids than the training of the --init_from weights."""
-    here = identity.get("data", {}).get("tokenizer_sha256")
-    source = resume_source(out, cfg)
-    if here is None or source and source.folder != cfg.init_from:
+def check_tokenizer(source: Source | None, init_from: str, here: str, data: str, tokenizer: str):
+    """Raises ValueError when the data has other ids than the training of the --init_from weights.
+    source: of resume_source; here: the hash of the data's tokenizer; data, tokenizer: the flags."""
+    if source and source.folder != init_from:
         return
     there = None
     if source:
         path = newest_readable(source.folder, source.step, ABOUT)
-        data = read_json(path, "state.json").get("identity", {}).get("data", {})
-        there = data.get("tokenizer_sha256")
+        saved = read_json(path, "state.json").get("identity", {}).get("data", {})
+        there = saved.get("tokenizer_sha256")
     else:
-        path = text_folder(cfg.init_from)
+        path = text_folder(init_from)
     if there is None and os.path.lexists(os.path.join(path, "tokenizer.json")):
         there = sha256_file(tokenizer_path(path))
-    shards = next((part.path for part in parse_mixture(cfg.data) if is_shards(part.path)), cfg.data)
-    if there not in (None, here) and not same_ids(path, cfg.tokenizer or shards):
+    shards = next((part.path for part in parse_mixture(data) if is_shards(part.path)), data)
+    if there not in (None, here) and not same_ids(path, tokenizer or shards):
         fix = f"make the shards with --tokenizer {path}"
-        if cfg.tokenizer:
-            fix = f"leave out --tokenizer {cfg.tokenizer}"
+        if tokenizer:
+            fix = f"leave out --tokenizer {tokenizer}"
         raise ValueError(
-            f"--init_from {cfg.init_from} was trained with another tokenizer (sha256 "
+            f"--init_from {init_from} was trained with another tokenizer (sha256 "
             f"{there[:12]}) than the data "
             f"has ({here[:12]}); {fix}, or learn new ids with --exclude_from_loading "
             "tok_embeddings,head"

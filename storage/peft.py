@@ -14,6 +14,7 @@ from torch import Tensor
 
 from corpus.tokenizer import read_hf_json
 from distributed.agree import brief
+from distributed.layout import n_experts_of
 from flags.files import json_bytes, publish, read_json, write_file
 from storage.adapters import merged_weight, read_adapters
 from storage.newest import ADAPTER, is_hf_folder
@@ -135,7 +136,7 @@ def write_peft(
         chosen.add(name)
         tensors[f"base_model.model.{name}.lora_{letter.upper()}.weight"] = t.contiguous()
     odd = {name.rpartition(".")[2] for name in chosen} & EXPERTS
-    if odd and getattr(model.config, "n_experts", 0):
+    if odd and n_experts_of(model.config):
         raise ValueError(
             f"peft takes {brief(sorted(odd))} for weights of experts; leave out --adapter or "
             "--engine_adapters"

@@ -28,10 +28,19 @@ FILE_BYTES = 1 << 18  # the most bytes of a source
 
 
 # --- Sources ---
+def file_of_module(module) -> str:
+    """The file of a module; "" for a module without. Read from its own names, because some modules
+    of libraries import others when they are asked for one."""
+    if module is None or "__file__" not in vars(module):
+        return ""
+    file = vars(module)["__file__"]
+    return file if isinstance(file, str) else ""
+
+
 def code_roots() -> list[str]:
     """The folders of the recipe, of our own files, of --env and --reward, each with a final slash."""
     own = os.path.dirname(__file__)
-    program, *given = [getattr(sys.modules.get(name), "__file__", None) or own for name in MODULES]
+    program, *given = [file_of_module(sys.modules.get(name)) or own for name in MODULES]
     files = [program, own, *given]
     return [os.path.dirname(os.path.realpath(file)) + os.sep for file in files]
 
@@ -42,10 +51,10 @@ def local_code() -> dict[str, str]:
     with their tables."""
     loaded = set()  # folders
     for module in list(sys.modules.values()):
-        file = getattr(module, "__dict__", {}).get("__file__")
+        file = file_of_module(module)
         # installed libraries are no sources of a run, and to resolve their 3,000 paths would take
         # 0.3 s
-        if isinstance(file, str) and "/lib/python3" not in file:
+        if file and "/lib/python3" not in file:
             loaded.add(os.path.dirname(os.path.realpath(file)))
     found = {}
 

@@ -22,8 +22,8 @@ def claim_run(cfg, Model, model_config, data, lr_at=None, lora: dict | None = No
     --out. Raises ValueError. Returns the run's identity: model, data and optimizer, which a
     continued run must not change.
 
-    cfg: a recipe's Config. data: result of open_data. lr_at: the recipe's, to show how changed
-    flags move the learning rate.
+    cfg: a recipe's whole Config, because any of its flags may differ from the checkpoint's. data:
+    result of open_data. lr_at: the recipe's, to show how changed flags move the learning rate.
     lora: identity of a LoRA run's adapters.
     """
     if (ids := data.vocab_size) > model_config.vocab_size:
@@ -90,11 +90,16 @@ def check_run(out: str, identity: dict, cfg, lr_at=None) -> None:
             f"--exclude_from_loading {min(stateless)}: there is no such state, all follows from "
             "the step"
         )
-    if cfg.init_from and not has_new_ids(cfg):
+    if "lora" in identity:
+        rank = identity["lora"]["rank"]
+        check_frozen(rank, cfg.init_from, cfg.init_model_only, cfg.exclude_from_loading)
+    source = resume_source(out, cfg.init_from, cfg.load_step, cfg.init_model_only)
+    here = identity.get("data", {}).get("tokenizer_sha256")
+    if here is not None and cfg.init_from and not has_new_ids(cfg.exclude_from_loading):
         from storage.other_tokenizer import check_tokenizer
 
-        check_tokenizer(out, identity, cfg)
-    if source := resume_source(out, cfg):
+        check_tokenizer(source, cfg.init_from, here, cfg.data, cfg.tokenizer)
+    if source:
         from storage.changes import compare_start, describe_start
 
         path = newest_readable(source.folder, source.step, ABOUT)
@@ -104,10 +109,40 @@ def check_run(out: str, identity: dict, cfg, lr_at=None) -> None:
                 "checkpoint.py to_hf "
                 f"{source.folder} OUT, and start from OUT"
             )
-        differ = compare_start(path, source, source.folder == out, identity, cfg)
+        differ = compare_start(
+            path, source, source.folder == out, identity, cfg.exclude_from_loading, vars(cfg)
+        )
         text = describe_start(path, differ, cfg, lr_at) if source.everything else ""
         if text and own_rank() == 0:
             print(text, flush=True)
+
+
+def check_frozen(
+    lora_rank: int, init_from: str, init_model_only: bool, exclude_from_loading: list[str]
+):
+    """Raises ValueError if a run with --lora_rank would freeze weights that have not learned. The
+    parameters are the flags of these names."""
+    if not init_from:
+        raise ValueError(
+            f"--lora_rank {lora_rank} trains beside weights that have learned; give "
+            "--init_from FOLDER"
+        )
+    if not init_model_only:
+        raise ValueError(
+            "--no-init_model_only with --lora_rank: the optimizer there has state of frozen "
+            "weights; leave it out"
+        )
+    drawn = [pattern for pattern in exclude_from_loading if pattern != "optimizer"]
+    if drawn:
+        raise ValueError(
+            f"--exclude_from_loading {','.join(drawn)} with --lora_rank would freeze random "
+            "weights; leave it out"
+        )
+    # needed to continue a run, too: checkpoints hold adapters only
+    if not os.path.isdir(init_from):
+        raise ValueError(
+            f"--init_from {init_from} is no folder; give the one of the frozen weights"
+        )
 
 
 HELD = set()  # folders locked by this process
@@ -185,32 +220,32 @@ def sign_lock(descriptor: int, out: str) -> None:
     os.pwrite(descriptor, f"{os.getpid()} on {socket.gethostname()}{job_name()}".encode(), 0)
 
 
-def list_finished(cfg, done: int) -> list[str]:
+def list_finished(out: str, done: int, steps: int, export_hf: str) -> list[str]:
     """Lines to print at the start of a run with all steps done, none of another run. done: steps so
     far."""
     lines = [
-        f"{cfg.out} is finished: {done} of {cfg.steps} steps are done; use a larger --steps, or "
-        "--out NEW"
+        f"{out} is finished: {done} of {steps} steps are done; use a larger --steps, or --out NEW"
     ]
-    if cfg.export_hf and os.path.exists(cfg.export_hf):
+    if export_hf and os.path.exists(export_hf):
         lines.append(
-            f"--export_hf {cfg.export_hf} is there already: nothing is exported; give a new "
+            f"--export_hf {export_hf} is there already: nothing is exported; give a new "
             "folder, or remove it"
         )
-    return lines if done >= cfg.steps else []
+    return lines if done >= steps else []
 
 
-def list_warnings(cfg, done: int) -> str:
+def list_warnings(
+    out: str, done: int, steps: int, schedule_steps: int, warmup_steps: int, export_hf: str
+) -> str:
     """Warnings to print at the start, one per line (run finished, folder exists, warmup too long).
     done: steps so far."""
-    total = cfg.schedule_steps
+    total = schedule_steps
     if total == -1:
-        total = cfg.steps
-    lines = ["", *list_finished(cfg, done)]
-    if cfg.warmup_steps > total:
+        total = steps
+    lines = ["", *list_finished(out, done, steps, export_hf)]
+    if warmup_steps > total:
         lines.append(
-            f"--warmup_steps {cfg.warmup_steps} is longer than the schedule; it is clamped to "
-            f"{total}"
+            f"--warmup_steps {warmup_steps} is longer than the schedule; it is clamped to {total}"
         )
     return "\n".join(lines)
 
@@ -219,7 +254,7 @@ def list_warnings(cfg, done: int) -> str:
 def continued_folder(cfg) -> str | None:
     """The step folder that these flags continue, with weights and optimizer state; None for a new
     or a finished run."""
-    source = resume_source(cfg.out, cfg)
+    source = resume_source(cfg.out, cfg.init_from, cfg.load_step, cfg.init_model_only)
     if source is None or not source.everything:
         return None
     path = newest_readable(source.folder, source.step, ABOUT)

@@ -12,7 +12,15 @@ from corpus.shards import MASKED, is_shards, read_index
 from corpus.special import EOT_NAMES, SpecialIds, TextSource, special_ids
 from corpus.tokenizer import BESIDE, read_beside
 from flags.files import matches, read_json, tokenizer_hint
-from storage.newest import ABOUT, ADAPTER, is_hf_folder, newest_readable, resume_source, saved_state
+from storage.newest import (
+    ABOUT,
+    ADAPTER,
+    Source,
+    is_hf_folder,
+    newest_readable,
+    resume_source,
+    saved_state,
+)
 
 
 def weights_folder(folder: str) -> str:
@@ -69,10 +77,10 @@ def has_bos(folder: str) -> bool:
     return bool(saved_state(newest_readable(folder, names=ABOUT)).get("bos"))
 
 
-def begins_as_folder(out: str, cfg) -> bool:
-    """has_bos() of the weights that these flags start from; False if there are none, and for ids
-    that are learnt anew. A run keeps what it began with."""
-    source = resume_source(out, cfg)
+def begins_as_folder(out: str, source: Source | None, init_from: str, new_ids: bool) -> bool:
+    """has_bos() of the weights that a run starts from; False if there are none, and for ids
+    that are learnt anew. A run keeps what it began with. source: of resume_source; new_ids: of
+    has_new_ids."""
     if source:
         try:
             path = newest_readable(source.folder, source.step, ABOUT)
@@ -80,19 +88,18 @@ def begins_as_folder(out: str, cfg) -> bool:
             return False  # all are damaged: Checkpoints.load() refuses, and says so
         begins = bool(saved_state(path).get("bos"))
     else:
-        begins = is_hf_folder(cfg.init_from)
+        begins = is_hf_folder(init_from)
     is_continued = source is not None and source.folder == out
-    return begins and (is_continued or not has_new_ids(cfg))
+    return begins and (is_continued or not new_ids)
 
 
-def folder_of_ids(out: str, cfg) -> str:
+def folder_of_ids(out: str, source: Source | None, init_from: str, new_ids: bool) -> str:
     """The folder whose special ids a run takes over: the newest step that it continues, or the
     folder of --init_from. "" if its ids are learnt anew, or if that folder has no tokenizer.json."""
-    source = resume_source(out, cfg)
     if source and source.folder == out:
         folder = newest_readable(out, source.step, (*ABOUT, "tokenizer.json", *BESIDE))
-    elif cfg.init_from and not has_new_ids(cfg):
-        folder = text_folder(cfg.init_from)
+    elif init_from and not new_ids:
+        folder = text_folder(init_from)
     else:
         return ""
     has_tokenizer = os.path.lexists(os.path.join(folder, "tokenizer.json"))
@@ -100,20 +107,19 @@ def folder_of_ids(out: str, cfg) -> str:
 
 
 def generation_of_run(
-    out: str, cfg, tokenizer_file: str, learnt: list[int] | None
+    folder: str, tokenizer_file: str, learnt: list[int] | None
 ) -> tuple[dict | None, list[int]]:
     """(what generation_config.json of a run's steps and of its export holds, the ends that are new).
 
     A run from a folder keeps the folder's beginning, ends and padding, and what its data taught ends
-    a text, too. learnt: the ends in the data; None: the token between the documents of its shards.
-    (None, []) for a run from nothing whose tokenizer tells all."""
+    a text, too. folder: of folder_of_ids. learnt: the ends in the data; None: the token between the
+    documents of its shards. (None, []) for a run from nothing whose tokenizer tells all."""
     shards = os.path.dirname(tokenizer_file)
     if learnt is None:
         learnt = []
         if is_shards(shards):
             index = read_index(Path(shards))
             learnt = [] if index["version"] == MASKED else [index["eot"]]
-    folder = folder_of_ids(out, cfg)
     if not folder and tells_all(shards, learnt):
         return None, []
     try:
@@ -128,15 +134,22 @@ def generation_of_run(
 
 
 def ids_of_run(
-    out: str, cfg, tokenizer_file: str | None, learnt: list[int] | None
+    out: str,
+    init_from: str,
+    load_step: int,
+    new_ids: bool,
+    tokenizer_file: str | None,
+    learnt: list[int] | None,
 ) -> tuple[bool, dict | None, list[int]]:
     """(begins_as_folder(), *generation_of_run()) for the checkpoints of a run. Says nothing of damaged
     checkpoints: load() refuses them."""
     try:
-        begins = begins_as_folder(out, cfg)
+        source = resume_source(out, init_from, load_step)
+        begins = begins_as_folder(out, source, init_from, new_ids)
         if tokenizer_file is None:
             return begins, None, []
-        return begins, *generation_of_run(out, cfg, tokenizer_file, learnt)
+        folder = folder_of_ids(out, source, init_from, new_ids)
+        return begins, *generation_of_run(folder, tokenizer_file, learnt)
     except ValueError:
         return False, None, []
 
@@ -152,25 +165,34 @@ def tells_all(folder: str, ends: list[int]) -> bool:
     return usual[:1] == ends
 
 
-def source_tokenizer(cfg) -> TextSource:
+def source_tokenizer(
+    data: str,
+    tokenizer: str,
+    out: str,
+    init_from: str,
+    load_step: int,
+    exclude_from_loading: list[str],
+) -> TextSource:
     """The tokenizer.json of --init_from, the default for text, and whether texts begin as in that
-    folder. The folder is "" if the flags name a tokenizer, or if no text is tokenized.
+    folder. The folder is "" if --tokenizer names one, or if no text is tokenized. The parameters
+    are the flags of these names.
 
     A run with checkpoints takes the tokenizer from the newest checkpoint: the --init_from folder
     may be gone by now. Raises ValueError.
     """
-    is_text = not all(is_shards(part.path) for part in parse_mixture(cfg.data))
-    if not cfg.init_from or not is_text:
+    is_text = not all(is_shards(part.path) for part in parse_mixture(data))
+    if not init_from or not is_text:
         return TextSource()
-    begins = begins_as_folder(cfg.out, cfg)
-    if cfg.tokenizer or has_new_ids(cfg):
+    source = resume_source(out, init_from, load_step)
+    new_ids = has_new_ids(exclude_from_loading)
+    begins = begins_as_folder(out, source, init_from, new_ids)
+    if tokenizer or new_ids:
         return TextSource("", begins)
-    source = resume_source(cfg.out, cfg)
     if source:
         names = (*ABOUT, "tokenizer.json", *BESIDE)
         folder = newest_readable(source.folder, source.step, names)
     else:
-        folder = text_folder(cfg.init_from)
+        folder = text_folder(init_from)
     file = os.path.join(folder, "tokenizer.json")
     if not os.path.lexists(file):
         raise ValueError(
@@ -180,10 +202,10 @@ def source_tokenizer(cfg) -> TextSource:
     return TextSource(folder, begins)
 
 
-def has_new_ids(cfg) -> bool:
+def has_new_ids(exclude_from_loading: list[str]) -> bool:
     """Whether the embedding starts at random: then no id has a meaning yet, and any tokenizer will
     do."""
     return matches(
-        [name.removeprefix("model.") for name in cfg.exclude_from_loading],
+        [name.removeprefix("model.") for name in exclude_from_loading],
         "model.tok_embeddings.weight",
     )

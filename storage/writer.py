@@ -65,14 +65,28 @@ class Writer:
     """Writes the step folders of one run, at most one at a time, so that the background threads of
     all ranks save in the same order.
 
-    cfg: a CheckpointConfig. group: gloo, of all ranks, for the background thread alone: two threads
-    on one gloo group crash. files_beside: {name: bytes} of what lies in every step folder beside
-    the tensors, on rank 0. layout: {axis: degree} for the manifest. say: prints a line on rank 0.
+    group: gloo, of all ranks, for the background thread alone: two threads on one gloo group crash.
+    files_beside: {name: bytes} of what lies in every step folder beside the tensors, on rank 0.
+    layout: {axis: degree} for the manifest. say: prints a line on rank 0. in_process: a process
+    saves in the background, not a thread. keep_latest_k, after_save, load_only: the flags.
     """
 
-    def __init__(self, cfg, out: str, group, files_beside: dict, layout: dict, say):
-        self.cfg = cfg
+    def __init__(
+        self,
+        out: str,
+        group,
+        files_beside: dict,
+        layout: dict,
+        say,
+        *,
+        in_process: bool,
+        keep_latest_k: int,
+        after_save: str,
+        load_only: bool,
+    ):
         self.out = out
+        self.keep_latest_k = keep_latest_k
+        self.after_save = after_save
         self.group = group
         self.rank = rank_in(group)
         self.world_size = dist.get_world_size(group) if group else 1
@@ -87,8 +101,8 @@ class Writer:
         self.commands = ThreadPoolExecutor(1)
         self.copying = {}  # --after_save: {folder: its command}
         self.process = None
-        if not cfg.load_only:
-            if cfg.checkpoint_async == "process":
+        if not load_only:
+            if in_process:
                 from storage.writer_process import writer_process
 
                 self.process = writer_process()
@@ -175,8 +189,8 @@ class Writer:
             newest = newest[0][1] if newest else "none yet"
             self.say(f"{path} is NOT SAVED: {error}; the newest is {newest}")
             return False
-        if self.cfg.after_save and self.rank == 0:
-            self.copying[path] = self.commands.submit(run_after_save, self.cfg.after_save, path)
+        if self.after_save and self.rank == 0:
+            self.copying[path] = self.commands.submit(run_after_save, self.after_save, path)
         self.purge(step)
         seconds = time.perf_counter() - began
         self.say(f"saved {path} ({size / 1e6:.1f} MB in {seconds:.2f} s)")
@@ -222,10 +236,10 @@ class Writer:
     def purge(self, step: int) -> None:
         """Deletes all but the newest keep_latest_k, after `step` is complete. The next start
         deletes leftovers of a kill."""
-        if self.rank > 0 or not self.cfg.keep_latest_k:
+        if self.rank > 0 or not self.keep_latest_k:
             return
         earlier = [entry for entry in step_folders(self.out) if entry[0] < step]
-        for n, path in earlier[self.cfg.keep_latest_k - 1 :]:
+        for n, path in earlier[self.keep_latest_k - 1 :]:
             if path in self.copying and not self.copying[path].done():
                 continue  # the next save deletes the folder
             trash = os.path.join(os.path.dirname(path), f"trash-{n}-{uuid.uuid4().hex[:8]}")

@@ -346,7 +346,7 @@ def build(model_config, flags: dict, n: int, local_batch_size: int, seed=3):
         layout = replace(layout, compute_dtype=torch.bfloat16)
     layout = parallel.make_mesh(layout)
     model = on_meta(model_config)
-    check_model(model, layout, cfg, TP_STYLES)
+    check_model(model, layout, TP_STYLES, cfg.ac, cfg.param_dtype)
     stages = pipeline_stages(model, layout, cfg) if cfg.pp > 1 else [model]
     for stage in stages:
         if cfg.float8 != "off":

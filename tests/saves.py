@@ -12,6 +12,7 @@ from torch import nn
 from checkpoint import CheckpointConfig, Checkpoints
 from flags.files import json_bytes
 from storage.manifest import checksums, own_hash
+from storage.source_tokenizer import source_tokenizer
 
 IDENTITY = {
     "model": {"module": "models.llama3", "class": "Llama3", **asdict(config())},
@@ -74,6 +75,13 @@ def saver(
         config=config,
         source=source,
         tokenizer_file=tokenizer_file,
+    )
+
+
+def tokenizer_of(cfg):
+    """source_tokenizer() as a recipe calls it."""
+    return source_tokenizer(
+        cfg.data, cfg.tokenizer, cfg.out, cfg.init_from, cfg.load_step, cfg.exclude_from_loading
     )
 
 

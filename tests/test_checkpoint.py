@@ -432,10 +432,9 @@ def start_run(model_config, seed, out, drawn=None, **flags):
         drawn.append(args[-1].split("/")[1])
         draw(*args)
 
-    cfg = CheckpointConfig(**flags)
-    cfg.out = str(out)
+    skip = checkpoint.loaded_later(CheckpointConfig(**flags), str(out))
     with mock.patch.object(parallel, "draw_block", draw if drawn is None else watched):
-        parallel.init_weights(model, Layout(), seed, checkpoint.loaded_later(cfg))
+        parallel.init_weights(model, Layout(), seed, skip)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
     return model, saver(model, optimizer, out, source="", **flags)
 

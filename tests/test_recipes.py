@@ -20,7 +20,6 @@ from pathlib import Path
 import pytest
 from runs import MLA, MODEL, REPO, Job, ended, launch, metrics, run, train_lines
 
-import train_llama3
 from corpus.build import build_shards
 from corpus.special import find_tokenizer
 from data import DataConfig, open_data
@@ -364,7 +363,7 @@ def test_every_flag_has_a_help_text(script):
 
 def test_a_finished_run_says_why_it_exports_nothing(tmp_path):
     for folder, said in ((tmp_path, True), (tmp_path / "new", False)):
-        text = list_warnings(train_llama3.Config(export_hf=str(folder)), done=10**6)
+        text = list_warnings("runs/x", 10**6, 160, -1, 20, str(folder))
         assert "is finished" in text and ("is there already: nothing is exported" in text) == said
 
 

@@ -87,12 +87,24 @@ class Guard:
         guard.report(step)                    # raises RuntimeError for a skipped step, or with --on_nan skip prints a line
     """
 
-    def __init__(self, optimizers, layout: Layout, cfg, start: list[tuple]):
-        """cfg: on_nan, out, compile. start: of check_replicas."""
+    def __init__(
+        self,
+        optimizers,
+        layout: Layout,
+        start: list[tuple],
+        out: str,
+        on_nan: str,
+        checkpoint_every: int,
+        compile: bool,
+    ):
+        """start: of check_replicas. The last four are the flags of these names."""
         self.optimizers = optimizers
         self.layout = layout
-        self.cfg = cfg
         self.start = start
+        self.out = out
+        self.stops = on_nan == "stop"
+        self.saves = bool(checkpoint_every)
+        self.compile = compile
         self.random = random_state()
         self.norms: dict[int, Tensor] = {}  # step -> norm, of the steps since the last report
         self.found = None  # by look_at_gradients, for look_at_weights
@@ -115,8 +127,8 @@ class Guard:
         for skipped, norm in zip(steps, norms, strict=True):
             if math.isfinite(norm):
                 continue
-            if self.cfg.on_nan == "stop":
-                folders = step_folders(self.cfg.out)
+            if self.stops:
+                folders = step_folders(self.out)
                 newest = folders[0][1] if folders else "none yet"
                 raise RuntimeError(
                     f"step {skipped}: gradient norm {norm}, weights unchanged by it, noticed "
@@ -134,7 +146,7 @@ class Guard:
         # all ranks must agree: a dropout may be on one pipeline stage only
         drew = holds_on_any_rank(self.random != random_state(), dist.group.WORLD)
         # a compiler that measures kernels on random inputs draws, too
-        if drew and not self.cfg.compile:
+        if drew and not self.compile:
             raise ValueError(
                 "forward or backward draws random numbers without a generator: they depend on the "
                 "layout and "
@@ -166,7 +178,7 @@ class Guard:
         that did not move."""
         reached, unreached, moving = self.found
         plain = []
-        if self.cfg.checkpoint_every:
+        if self.saves:
             plain = numbers_in_state(self.optimizers, self.start)
         self.start = None
         still = [fqn for fqn, p, total in moving if bits_sum(p) == total]
@@ -191,7 +203,7 @@ class Guard:
 
         # adamw_sr, by chance
         rounds = any("torchao" in type(optimizer).__module__ for optimizer in self.optimizers)
-        if drew_anywhere and not rounds and not self.cfg.compile:
+        if drew_anywhere and not rounds and not self.compile:
             raise ValueError(
                 "numbers are drawn between the gradients and the end of the optimizer's step: a "
                 "continued run "

@@ -41,7 +41,7 @@ class Sums(vf.Taskset[SumTask]):
 TASKSET = Sums(vf.TasksetConfig())
 tasks = {task.data.prompt_text: task for task in TASKSET}
 ALPHABET = "0123456789+="
-problems = [(prompt, str(getattr(task.data, "answer", ""))) for prompt, task in tasks.items()]
+problems = [(prompt, task.data.answer) for prompt, task in tasks.items()]
 
 
 def reward(prompt, completion):

@@ -6,14 +6,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from saves import IDENTITY, path, refuses, saver, trained
+from saves import IDENTITY, path, refuses, saver, tokenizer_of, trained
 
 import train_llama3
 from data import DataConfig, open_data
 from flags.files import sha256_file
 from storage import newest, resume
 from storage.resume import check_run
-from storage.source_tokenizer import source_tokenizer
 
 
 def source_of(kind, folder, tokenizer) -> str:
@@ -33,7 +32,7 @@ def source_of(kind, folder, tokenizer) -> str:
 def start(flags, **more):
     """sha256 of the tokenizer after a start with the flags, if check_run accepts the run."""
     cfg = train_llama3.Config(**flags | more)
-    data = open_data(cfg, 16, source_tokenizer(cfg))
+    data = open_data(cfg, 16, tokenizer_of(cfg))
     check_run(cfg.out, IDENTITY | {"data": data.fingerprint}, cfg)
     return data.fingerprint["tokenizer_sha256"]
 
@@ -78,9 +77,7 @@ def test_a_run_that_goes_on_keeps_the_tokenizer_it_began_with(tmp_path, book):
     flags["init_from"] = source_of("run", tmp_path / "source", first)
     its = start(flags)
     identity = IDENTITY | {
-        "data": open_data(
-            cfg := train_llama3.Config(**flags), 16, source_tokenizer(cfg)
-        ).fingerprint
+        "data": open_data(cfg := train_llama3.Config(**flags), 16, tokenizer_of(cfg)).fingerprint
     }
     saver(*trained(), flags["out"], identity, f"{first}/tokenizer.json").save(3, {"step": 3})
     shutil.rmtree(flags["init_from"])
@@ -158,5 +155,5 @@ def test_a_start_reads_of_a_checkpoint_what_it_needs(tmp_path, book, monkeypatch
         file = Path(path(flags["out"], 4), name)
         file.write_bytes(file.read_bytes()[:-1] + b" ")
         cfg = train_llama3.Config(**flags, init_from="runs/gone")
-        assert source_tokenizer(cfg) == (path(flags["out"], 3), False)
+        assert tokenizer_of(cfg) == (path(flags["out"], 3), False)
         shutil.rmtree(path(flags["out"], 4))

@@ -78,7 +78,7 @@ def test_lines_of_json(tmp_path, monkeypatch, name):
     data = open_data(cfg, 16)
     pieces = len(data.entries["train"])
     assert (pieces > 3) == (name == "many.jsonl")
-    found = check_every_label(data, files_of_parts(cfg)[""], text_of_line)
+    found = check_every_label(data, files_of_parts(cfg.data, cfg.cache_dir)[""], text_of_line)
     assert found == sum(entry["documents"] for entry in data.entries["train"])
 
 
@@ -99,7 +99,7 @@ def test_lines_of_text(tmp_path, monkeypatch):
         begin = int(place.split()[1]) - 1
         return "\n".join(lines[begin : begin + 6]).replace("<|endoftext|>", "")
 
-    assert check_every_label(data, files_of_parts(cfg)[""], from_line) > 100
+    assert check_every_label(data, files_of_parts(cfg.data, cfg.cache_dir)[""], from_line) > 100
 
 
 def test_parts_of_a_mixture_and_shards(tmp_path):
@@ -113,7 +113,7 @@ def test_parts_of_a_mixture_and_shards(tmp_path):
     mixture = f"a={tmp_path}/first.jsonl:0.5,b={tmp_path}/shards:0.5"
     cfg = DataConfig(data=mixture, cache_dir=str(cache))
     data = open_data(cfg, 16)
-    files = files_of_parts(cfg)
+    files = files_of_parts(cfg.data, cfg.cache_dir)
     assert files == {"a": [tmp_path / "first.jsonl"], "b": None}
     texts, shards = data.parts
     check_every_label(texts, files["a"], text_of_line)
@@ -135,5 +135,5 @@ def test_a_file_with_other_documents_today_has_no_line(tmp_path):
     data = open_data(cfg, 16)
     [span, *_] = spans_of(data, 0)
     write_jsonl(path, stories(50, seed=5))
-    origin = find_origin(data, span, files_of_parts(cfg)[""])
+    origin = find_origin(data, span, files_of_parts(cfg.data, cfg.cache_dir)[""])
     assert origin.file == str(path) and "the file has other documents today" in origin.place

@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.nn.functional as F
-from layouts import Flags, on_meta, random_tokens
+from layouts import on_meta, random_tokens
 from pieces import in_pieces
 from saves import refuses
 from torch import nn
@@ -219,7 +219,7 @@ def test_what_goes_wrong_in_a_thread_is_raised(monkeypatch):
 
 
 def initialised(model, seed=0):
-    check_model(model, ALONE, Flags(), TP_STYLES)
+    check_model(model, ALONE, TP_STYLES, "none", "float32")
     parallel.init_weights(model, ALONE, seed)
     return model
 
@@ -327,8 +327,8 @@ def test_a_forks_own_parameters_start_as_its_model_says(cls):
 )
 def test_a_parameter_that_no_rule_covers_is_named(cls, part, message):
     model = forked(cls=cls, part=part)
-    for stop in (lambda: check_model(model, ALONE, Flags(), TP_STYLES), lambda: initialised(model)):
-        refuses(message, stop)
+    refuses(message, check_model, model, ALONE, TP_STYLES, "none", "float32")
+    refuses(message, initialised, model)
     assert all(p.is_meta for p in model.parameters())  # no memory was taken
 
 
@@ -338,8 +338,9 @@ def test_a_pattern_of_init_constants_that_names_nothing():
         check_model,
         forked({"blocks.*.gian": 0.2}),
         ALONE,
-        Flags(),
         TP_STYLES,
+        "none",
+        "float32",
     )
 
 
@@ -379,10 +380,11 @@ def test_what_cannot_fit_memory_is_refused_with_the_numbers(
     )
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
     monkeypatch.setattr(distributed.checks, "host_memory", lambda: needs + 1)
-    check_model(model, layout, cfg, TP_STYLES)
+    given = (model, layout, TP_STYLES, cfg.ac, cfg.param_dtype, cfg.optimizer)
+    check_model(*given)
     monkeypatch.setattr(distributed.checks, "host_memory", lambda: needs - 1)
     numbers = rf"at least {needs / 1e9:.1f} GB .*there are {(needs - 1) / 1e9:.1f} GB; .*--dp_shard"
-    refuses(numbers, check_model, model, layout, cfg, TP_STYLES)
+    refuses(numbers, check_model, *given)
 
 
 def test_host_memory_is_that_of_the_tightest_control_group(monkeypatch):

@@ -48,16 +48,18 @@ def flags_of(lora: dict, **more) -> SimpleNamespace:
 def identity_of(model_config, cfg) -> dict:
     Model = MODELS[type(model_config)]
     about = {"module": Model.__module__, "class": Model.__name__, **asdict(model_config)}
-    lora = {"lora": claim_adapters(cfg, Model, model_config)} if cfg.lora_rank else {}
+    lora = {}
+    if cfg.lora_rank:
+        lora["lora"] = claim_adapters(cfg, Model, model_config)
     return {"model": about, "data": {}, "optimizer": {}} | lora
 
 
 def open_run(out, modules, model_config, cfg, optimizers=()):
+    base = None
+    if cfg.lora_rank:
+        base = partial(load_base, modules, cfg.init_from)
     rest = dict(
-        identity=identity_of(model_config, cfg),
-        config={"seed": 3},
-        source="",
-        load_base=partial(load_base, modules, cfg) if cfg.lora_rank else None,
+        identity=identity_of(model_config, cfg), config={"seed": 3}, source="", load_base=base
     )
     return Checkpoints(cfg, str(out), modules=modules, optimizer=list(optimizers), **rest)
 

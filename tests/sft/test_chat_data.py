@@ -13,6 +13,7 @@ import torch
 from chats import chat_folder, conversations, judged
 from layouts import Flags, drawn, initialised
 from runs import MODEL, launch, metrics, run, train_lines
+from saves import tokenizer_of
 from test_data import call_cli, change_index, copy_of, refused, take
 from transformers import AutoTokenizer
 
@@ -31,7 +32,6 @@ from sft import chat_data
 from sft.chat_data import ChatData, first_fit
 from storage.hf import load_hf_model, save_hf
 from storage.saved import load_model
-from storage.source_tokenizer import source_tokenizer
 
 T = 192
 NAMES = ("tokens", "labels", "positions", "doc_ids")
@@ -412,7 +412,7 @@ def test_the_weights_bring_their_chat_template(chats, tmp_path):
     flags = dict(data=str(root / "chat.jsonl"), cache_dir=str(root), out=str(tmp_path / "out"))
     cfg = finetune.Config(init_from=str(source), **flags)
     assert (
-        open_data(cfg, T, source_tokenizer(cfg), ChatData).fingerprint
+        open_data(cfg, T, tokenizer_of(cfg), ChatData).fingerprint
         == opened(chats, doc_mask=True).fingerprint
     )
 

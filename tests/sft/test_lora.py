@@ -241,10 +241,11 @@ def test_weights_that_tp_splits_get_their_dtype(flags):
 @pytest.mark.slow
 def test_flops_and_dry_run_count_what_is_trained(tmp_path):
     model, cfg = MODELS[type(config())](config()), Flags(lora_rank=4)
-    cfg.seq_len, c = 16, config()
+    c = config()
     matrices = sum(p.numel() for p in model.parameters()) - c.vocab_size * c.dim
     n = 4 * 4 * ((32 + 64) + 2 * (32 + 32) + (64 + 32))
-    text, flops = lora_counts(model, cfg)
+    text, more = lora_counts(model, cfg)
+    flops = model.flops_per_token(16) + more
     assert (
         flops == 4 * matrices + 12 * 4 * 8 * 8 * 16 + 6 * n
         and "4 wq, 4 wk, 4 wv, 4 wo" in text
@@ -302,10 +303,11 @@ def test_memory_is_that_of_what_is_trained(flags, GB, always):
         dp_shard=8, memory=int(80e9), global_batch_size=4 * 4 * 8, compute_dtype=torch.bfloat16
     )
     model, cfg = on_meta(FLAVORS["8B"]), Flags(param_dtype="float32", **flags)
-    cfg.optimizer = "adamw"
     model.requires_grad_(not flags)  # as finetune.py does before check_model
     with mock.patch.object(distributed.checks, "host_memory", lambda: int(0.9e9 * GB)):
-        said = refuses(r"would need at least [\d.]+ GB", check_memory, model, layout, cfg)
+        said = refuses(
+            r"would need at least [\d.]+ GB", check_memory, model, layout, "float32", "adamw"
+        )
     assert float(said.split("at least ")[1].split()[0]) == pytest.approx(GB, rel=0.02)
     if flags:
         lora_linears(model, cfg)

@@ -133,7 +133,12 @@ def test_a_run_does_not_change_its_phase_by_itself(tmp_path, old):
     """In a run's own folder other data is refused, and other flags continue the same run."""
     cfg = replace(CONFIG, out=old, steps=40)
     assert compare_start(
-        f"{old}/checkpoints/step-7", Source(old, -1, True), False, other("data", seq_len=64), cfg
+        f"{old}/checkpoints/step-7",
+        Source(old, -1, True),
+        False,
+        other("data", seq_len=64),
+        [],
+        asdict(cfg),
     )
     refused(
         lambda: check_run(old, other("data", seq_len=64), cfg),

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from saves import refuses
+from saves import refuses, tokenizer_of
 from tokenizers import (
     AddedToken,
     Regex,
@@ -42,10 +42,10 @@ from storage.hf import load_hf_model
 from storage.other_tokenizer import describe_ends
 from storage.source_tokenizer import (
     ends_of,
+    folder_of_ids,
     generation_of_run,
     has_bos,
     ids_of_folder,
-    source_tokenizer,
     text_folder,
 )
 
@@ -381,7 +381,7 @@ def test_a_run_from_a_folder_begins_its_documents_as_the_folder(tmp_path, name):
     expected = [theirs(text).input_ids[:-1] for text in TEXTS]
     flags = dict(data=str(tmp_path / name), cache_dir=str(tmp_path / "cache"), val_every=0)
     cfg = finetune.Config(**flags, init_from=str(folder), out=str(tmp_path / "run"))
-    source = source_tokenizer(cfg)
+    source = tokenizer_of(cfg)
     assert source == (str(folder), True)
     made = cached_corpus(cfg.data, source, cfg.cache_dir)
     whole = documents(made)
@@ -396,18 +396,19 @@ def test_a_run_knows_the_ids_of_its_folder_and_what_its_data_taught(tmp_path):
     file = str(folder / "tokenizer.json")
     end = load_tokenizer(Path(file)).token_to_id(END)
     cfg = finetune.Config(data="x", init_from=str(folder), out=str(tmp_path / "run"))
-    found, new = generation_of_run(cfg.out, cfg, file, [end])
+    source = folder_of_ids(cfg.out, None, cfg.init_from, new_ids=False)
+    found, new = generation_of_run(source, file, [end])
     assert new == [end] and found["eos_token_id"] == [*ids.ends, end]
     assert (found["bos_token_id"], found["pad_token_id"]) == (ids.bos, ids.pad)
     assert repr(END) in describe_ends(file, new) and str(end) in describe_ends(file, new)
-    assert generation_of_run(cfg.out, cfg, file, ids.ends)[1] == []  # nothing new
+    assert generation_of_run(source, file, ids.ends)[1] == []  # nothing new
     # from nothing, with a tokenizer that names its end: nothing is to be written
-    cfg = finetune.Config(data="x", out=str(tmp_path / "other"))
+    source = folder_of_ids(str(tmp_path / "other"), None, "", new_ids=False)
     (tmp_path / "bare").mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "bare" / name).write_bytes((folder / name).read_bytes())
     bare = str(tmp_path / "bare" / "tokenizer.json")
-    assert generation_of_run(cfg.out, cfg, bare, ids.ends) == (None, [])
+    assert generation_of_run(source, bare, ids.ends) == (None, [])
 
 
 # Templates that teach no end: the end is not trained, the next turn ends the answer, plain text

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from distributed.agree import reason
-from distributed.layout import AXES
+from distributed.layout import AXES, mtp_depth_of
 from flags.config import override_fields
 from storage.hf import load_hf, read_hf_config
 from tools.parity.compare import distance
@@ -40,7 +40,7 @@ def our_model(main, cfg, folder: str) -> nn.Module:
     # the classes that the recipe passes
     (_, Model, usual, *_), _ = stop_main(main, replace(cfg), "claim_run", **skipped)
     config = override_fields(read_hf_config(folder, type(usual)), cfg.model_args, "--model_args")
-    if hasattr(config, "mtp_depth"):
+    if mtp_depth_of(config):
         config = replace(config, mtp_depth=0)  # transformers has none
     with torch.device("meta"):
         model = Model(config).float()

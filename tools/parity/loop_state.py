@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from distributed.checks import bits_sum
 from distributed.layout import local_tensor, pattern_of
+from storage.provenance import file_of_module
 from storage.unsaved import state_outside
 
 # rooms and modules whose objects need no look
@@ -106,8 +107,8 @@ def state_of_loop(stages) -> dict[str, int]:
             if name != SAVED:
                 found[f"{name}, a variable of {main.f_code.co_name}"] = digest(value)
     for module in [*sys.modules.values()]:
-        file = getattr(module, "__file__", None)
-        if not isinstance(file, str) or not is_local(file) or "tools/parity" in file:
+        file = file_of_module(module)
+        if not file or not is_local(file) or "tools/parity" in file:
             continue
         for name, value in [*vars(module).items()]:
             if not name.startswith("__"):

@@ -452,4 +452,4 @@ def examine(run, cfg, forward_backward, stages, batch, layout: Layout, loss, dat
             tokens=int(total),
             seconds=time.perf_counter() - began,
         )
-        print_replay(sequences, facts, files_of_parts(cfg))
+        print_replay(sequences, facts, files_of_parts(cfg.data, cfg.cache_dir))

@@ -119,7 +119,7 @@ def build(main, cfg, connect, **stand_ins):
     in_parallel = {name: value for name, value in stand_ins.items() if hasattr(parallel, name)}
     with mock.patch.multiple(parallel, **in_parallel):
         _, made = stop_main(
-            main, cfg, "Checkpoints", **stand_ins, loaded_later=lambda cfg: lambda fqn: False
+            main, cfg, "Checkpoints", **stand_ins, loaded_later=lambda cfg, out: lambda fqn: False
         )
     stages = made["modules"]
     (layout,) = layouts
