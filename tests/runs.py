@@ -30,11 +30,16 @@ ENV = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "L
 
 def launch(processes: int, *argv) -> list[str]:
     """The command for a recipe: plain python for one process, as torchrun runs it for more."""
-    torchrun = (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-        if processes > 1
-        else []
-    )
+    if processes > 1:
+        torchrun = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node",
+            str(processes),
+        ]
+    else:
+        torchrun = []
     return [sys.executable, *torchrun, *map(str, argv)]
 
 

@@ -40,7 +40,10 @@ class Net(nn.Module):
 def trained(seed=0, steps=2, optimizer="adamw", width=24):
     """(net, optimizers) after some steps; a fresh start has seed 1 and no steps."""
     net = Net(seed, width)
-    matrices = [net.first.weight, net.last.weight] if optimizer == "muon" else []
+    if optimizer == "muon":
+        matrices = [net.first.weight, net.last.weight]
+    else:
+        matrices = []
     rest = [p for p in net.parameters() if not any(p is m for m in matrices)]
     optimizers = [torch.optim.AdamW(rest, lr=1e-2)] + (
         [torch.optim.Muon(matrices, lr=1e-2)] if matrices else []
@@ -98,7 +101,8 @@ def assert_same(a, b):
     a, b = everything(*a), everything(*b)
     assert a.keys() == b.keys()
     for key in a:
-        assert a[key].dtype == b[key].dtype and torch.equal(a[key], b[key]), key
+        assert a[key].dtype == b[key].dtype, key
+        assert torch.equal(a[key], b[key]), key
 
 
 def path(out, step):
@@ -141,9 +145,9 @@ def stops(capsys, command, *args) -> str:
     with pytest.raises(SystemExit) as status:
         command(*args)
     said, error = capsys.readouterr()
-    assert status.value.code == 2 and said == "" and error.find("\n") == len(error) - 1, (
-        said + error
-    )
+    assert status.value.code == 2, said + error
+    assert said == "", said + error
+    assert error.find("\n") == len(error) - 1, said + error
     return error
 
 

@@ -76,7 +76,8 @@ def test_sections_of_main_are_the_same(original, fork):
     banners = [
         re.findall(r"^    # \d\. \w+", (ROOT / p).read_text(), re.M) for p in (original, fork)
     ]
-    assert banners[0] == banners[1] and len(banners[0]) == 7
+    assert banners[0] == banners[1]
+    assert len(banners[0]) == 7
 
 
 def body(path: str) -> list[str]:
@@ -130,4 +131,5 @@ def test_the_readme_of_the_forks_counts_right(original, fork):
         if line.startswith("| `")
     ]
     (row,) = [row for row in rows if f"`{Path(fork).name}`" in row[1]]
-    assert int(row[3]) == added_code(original, fork) and f"`{original}`" in row[2]
+    assert int(row[3]) == added_code(original, fork)
+    assert f"`{original}`" in row[2]

@@ -97,7 +97,8 @@ def flat(batches, name="tokens") -> torch.Tensor:
 
 def refused(call, *parts):
     line = refuses("", call)
-    assert all(part in line for part in parts), line
+    for part in parts:
+        assert part in line, line
 
 
 # ---- the global order ----------------------------------------------------------------------------
@@ -121,28 +122,26 @@ def test_permutation_is_even():
     counts = np.stack([np.bincount(column, minlength=8) for column in orders.T])
     assert abs(counts - 500).max() < 5 * math.sqrt(500)
     steps = np.diff(permute(np.arange(10_000), 10_000, "7/3"))
-    assert (np.abs(steps) == 1).mean() < 0.01 and abs(np.sign(steps).mean()) < 0.05
+    assert (np.abs(steps) == 1).mean() < 0.01
+    assert abs(np.sign(steps).mean()) < 0.05
 
 
 def test_huge_index_is_cheap():
     n = 10**12 + 1
     inside = permute(np.arange(n - 1000, n), n, "x")
     # as ever
-    assert (
-        len(set(inside)) == 1000
-        and inside.min() >= 0
-        and inside.max() < n
-        and inside[0] == 998310590234
-    )
+    assert len(set(inside)) == 1000
+    assert inside.min() >= 0
+    assert inside.max() < n
+    assert inside[0] == 998310590234
 
 
 def test_windows_are_the_text(corpus, shards):
     """Every window of an epoch is a stretch of the concatenated shards, each exactly once; labels
     are the next tokens."""
     tokens, loaded = all_tokens(shards, "train"), open_corpus(corpus)
-    assert loaded.n_samples == (len(tokens) - 1) // 32 and loaded.fingerprint["n_tokens"] == len(
-        tokens
-    )
+    assert loaded.n_samples == (len(tokens) - 1) // 32
+    assert loaded.fingerprint["n_tokens"] == len(tokens)
     batches = take(loaded.batches(0, 4, 4, 0, 1, "cpu"), -(-loaded.n_samples // 4))
     sequences, labels = (
         flat(batches)[: loaded.n_samples].numpy(),
@@ -158,8 +157,10 @@ def test_windows_are_the_text(corpus, shards):
         == batches[0].positions.dtype
         == torch.int64
     )
-    assert (batches[0].positions == torch.arange(32)).all() and batches[0].doc_ids is None
-    assert batches[0].n_bytes is None and batches[0].samples == 4
+    assert (batches[0].positions == torch.arange(32)).all()
+    assert batches[0].doc_ids is None
+    assert batches[0].n_bytes is None
+    assert batches[0].samples == 4
 
 
 @pytest.mark.parametrize("doc_mask", [False, True])
@@ -193,7 +194,8 @@ def test_resume_anywhere_with_any_batch_size(corpus):
         assert torch.equal(flat(batch), straight[cursor : cursor + size])
     rows = [tuple(row.tolist()) for row in straight]
     # an epoch: the same in another order
-    assert Counter(rows[:n]) == Counter(rows[n : 2 * n]) and rows[:n] != rows[n : 2 * n]
+    assert Counter(rows[:n]) == Counter(rows[n : 2 * n])
+    assert rows[:n] != rows[n : 2 * n]
     bigger = take(loaded.batches(0, 3 * n, n, 0, 1, "cpu"), 1)  # a batch of three epochs
     assert torch.equal(flat(bigger)[: len(straight)], straight)
 
@@ -202,19 +204,18 @@ def test_hash_and_order_depend_on_the_seed_only(corpus):
     first, again = (take(open_corpus(corpus).batches(0, 8, 4, 0, 1, "cpu"), 3) for _ in range(2))
     other = take(open_corpus(corpus, data_seed=1).batches(0, 8, 4, 0, 1, "cpu"), 3)
     assert [b.hash for b in first] == [b.hash for b in again] != [b.hash for b in other]
-    assert all(int(b.hash, 16) >= 0 for b in first)
+    for b in first:
+        assert int(b.hash, 16) >= 0
     masked = take(open_corpus(corpus, doc_mask=True).batches(0, 8, 4, 0, 1, "cpu"), 3)
     # other labels
-    assert torch.equal(flat(first), flat(masked)) and [b.hash for b in first] != [
-        b.hash for b in masked
-    ]
+    assert torch.equal(flat(first), flat(masked))
+    assert [b.hash for b in first] != [b.hash for b in masked]
     prints = [
         open_corpus(corpus, **flags).fingerprint
         for flags in ({}, {"data_seed": 1}, {"doc_mask": True})
     ]
-    assert (
-        len({json.dumps(p) for p in prints}) == 3 and open_corpus(corpus).fingerprint == prints[0]
-    )
+    assert len({json.dumps(p) for p in prints}) == 3
+    assert open_corpus(corpus).fingerprint == prints[0]
     assert open_corpus(corpus, seq_len=16).fingerprint != prints[0]
 
 
@@ -226,7 +227,8 @@ def test_bytes_of_token_0_count(corpus):
         np.full(loaded.vocab_size, 3),
     )
     batch = next(iter(loaded.val_batches(2, 2, 0, 1, "cpu")))
-    assert (batch.labels == 0).all() and batch.n_bytes == 2 * 32 * 3
+    assert (batch.labels == 0).all()
+    assert batch.n_bytes == 2 * 32 * 3
 
 
 def test_validation_is_the_same_in_every_layout(corpus, shards):
@@ -248,9 +250,11 @@ def test_validation_is_the_same_in_every_layout(corpus, shards):
                 torch.cat([flat(step, name) for step in zip(*per_rank)])
                 for name in ("tokens", "labels", "doc_ids")
             ]
-            assert (joined[1][n:] == -100).all() and (joined[1][:n] >= 0).any(1).all()
+            assert (joined[1][n:] == -100).all()
+            assert (joined[1][:n] >= 0).any(1).all()
             reference = reference or [array[:n] for array in joined]
-            assert all(torch.equal(array[:n], known) for array, known in zip(joined, reference))
+            for array, known in zip(joined, reference):
+                assert torch.equal(array[:n], known)
             assert sum(batch.samples for batch in per_rank[0]) == n
             valid = joined[1][joined[1] >= 0].numpy()
             assert (
@@ -296,7 +300,8 @@ def test_doc_mask_arrays(corpus):
             position += 1
             if token == loaded.eot:
                 document, position, some_boundary = document + 1, 0, True
-    assert some_boundary and (plain.labels >= 0).all()
+    assert some_boundary
+    assert (plain.labels >= 0).all()
 
 
 # ---- the prefetch thread -------------------------------------------------------------------------
@@ -429,9 +434,8 @@ def one_label(masked: bool):
 def test_a_first_batch_without_any_loss_stops_the_run():
     """A single label on a single rank is enough."""
     assert pool(2).run(one_label, False) == [None, None]
-    assert all(
-        "no token of the first batch has a loss" in said for said in pool(2).run(one_label, True)
-    )
+    for said in pool(2).run(one_label, True):
+        assert "no token of the first batch has a loss" in said
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
@@ -480,11 +484,13 @@ def test_documents_are_kept_and_split_by_hash(corpus, shards):
     for split in "train", "val":
         tokens = all_tokens(shards, split)
         ends = np.flatnonzero(tokens == index["eot"])
-        assert len(ends) == index["documents"][split] and ends[-1] == len(tokens) - 1
+        assert len(ends) == index["documents"][split]
+        assert ends[-1] == len(tokens) - 1
         documents.append([tokenizer.decode(part[:-1]) for part in np.split(tokens, ends + 1)[:-1]])
     texts = [json.loads(line)["text"] for line in open(corpus / "docs.jsonl")]
     assert Counter(documents[0] + documents[1]) == Counter(texts)
-    assert 5 <= len(documents[1]) <= 50 and index["vocab_size"] == tokenizer.get_vocab_size() < 4096
+    assert 5 <= len(documents[1]) <= 50
+    assert index["vocab_size"] == tokenizer.get_vocab_size() < 4096
 
 
 def test_a_changed_text_is_tokenized_again(tmp_path):
@@ -507,13 +513,17 @@ def test_plain_text_keeps_every_character_and_its_tail_validates(tmp_path, has_l
         + "žluťoučký kůň 🐎\r\n" * 30
         + "the end without a newline"
     )
-    text = text if has_lines else "\ufeff" + "žluťoučký kůň úpěl ďábelské ódy " * 300
+    if not has_lines:
+        text = "\ufeff" + "žluťoučký kůň úpěl ďábelské ódy " * 300
     loaded = opened(tmp_path, "a.txt", text)
     tokenizer = Tokenizer.from_file(loaded.tokenizer_file)
     parts = [all_tokens(loaded.folder, split) for split in ("train", "val")]
-    assert all(part[-1] == loaded.eot and (part == loaded.eot).sum() == 1 for part in parts)
+    for part in parts:
+        assert part[-1] == loaded.eot
+        assert (part == loaded.eot).sum() == 1
     train, val = (tokenizer.decode(part[:-1]) for part in parts)
-    assert "\ufeff" + train + val == text and train.endswith("\n") == has_lines
+    assert "\ufeff" + train + val == text
+    assert train.endswith("\n") == has_lines
     assert 0.049 < len(val.encode()) / len(text.encode()) < 0.06
 
 
@@ -537,9 +547,9 @@ def test_no_document_end_is_lost_between_pieces(tmp_path):
     documents = [
         document for piece in pieces for document in texts.read_documents(piece, "<|endoftext|>")
     ]
-    assert [text for _, text, _ in documents] == stories and all(
-        closed for _, _, closed in documents
-    )
+    assert [text for _, text, _ in documents] == stories
+    for _, _, closed in documents:
+        assert closed
 
 
 def test_long_text_in_pieces(tmp_path):
@@ -547,13 +557,12 @@ def test_long_text_in_pieces(tmp_path):
     text = sentences(30_000, seed=3) * 2
     loaded = opened(tmp_path, "a.txt", text, 1000)
     index = json.loads((loaded.folder / "index.json").read_text())
-    assert len(index["splits"]["train"]) >= 2 and index["documents"] == {"train": 1, "val": 1}
+    assert len(index["splits"]["train"]) >= 2
+    assert index["documents"] == {"train": 1, "val": 1}
     tokens = all_tokens(loaded.folder, "train")
     tokenizer = Tokenizer.from_file(loaded.tokenizer_file)
-    assert (
-        text.startswith(tokenizer.decode(tokens[:-1]))
-        and shard_files.find_damage(loaded.folder) == []
-    )
+    assert text.startswith(tokenizer.decode(tokens[:-1]))
+    assert shard_files.find_damage(loaded.folder) == []
     border = index["splits"]["train"][0]["tokens"] // 1000
     # over two shards
     assert (
@@ -583,9 +592,9 @@ def test_several_ranks_build_once(tmp_path):
         done = list(ranks.map(start, range(3)))
     outputs = [(rank.stdout, rank.stderr) for rank in done]
     assert [rank.returncode for rank in done] == [0, 0, 0], outputs
-    assert len({out.splitlines()[-1] for out, _ in outputs}) == 1 and all(
-        err == "" for _, err in outputs
-    )
+    assert len({out.splitlines()[-1] for out, _ in outputs}) == 1
+    for _, err in outputs:
+        assert err == ""
     # only rank 0 reports progress
     assert [len(out.splitlines()) for out, _ in outputs[1:]] == [1, 1]
     assert sorted(
@@ -601,15 +610,11 @@ def test_stdlib_corpus(tmp_path):
     cfg = DataConfig(cache_dir=str(tmp_path))
     loaded = open_data(cfg, 256)
     index = json.loads((loaded.folder / "index.json").read_text())
-    assert (
-        loaded.vocab_size == 4096
-        and Tokenizer.from_file(loaded.tokenizer_file).get_vocab_size() == 4096
-    )
+    assert loaded.vocab_size == 4096
+    assert Tokenizer.from_file(loaded.tokenizer_file).get_vocab_size() == 4096
     assert loaded.fingerprint["n_tokens"] > 1_000_000
-    assert (
-        0.01 < index["documents"]["val"] / index["documents"]["train"] < 0.1
-        and loaded.n_val_samples > 64
-    )
+    assert 0.01 < index["documents"]["val"] / index["documents"]["train"] < 0.1
+    assert loaded.n_val_samples > 64
     assert shard_files.find_damage(loaded.folder) == []
     assert open_data(cfg, 256).fingerprint == loaded.fingerprint
 
@@ -660,9 +665,8 @@ def test_stdlib_selection(tmp_path, monkeypatch):
 
 def test_cache_folder(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert cache.cache_folder("") == Path("/somewhere/nanotitan") and cache.cache_folder(
-        "/x"
-    ) == Path("/x")
+    assert cache.cache_folder("") == Path("/somewhere/nanotitan")
+    assert cache.cache_folder("/x") == Path("/x")
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setattr(sys, "platform", "darwin")
@@ -733,14 +737,15 @@ def test_given_tokenizer_and_uint32(tmp_path):
         tmp_path, "a.txt", " ".join(["the", "w69000", "model"] * 500), tokenizer=str(file.parent)
     )
     tokens = all_tokens(loaded.folder, "train")
-    assert tokens.dtype == np.uint32 and tokens.max() == 70_000 == loaded.eot and len(tokens) > 1400
+    assert tokens.dtype == np.uint32
+    assert tokens.max() == 70_000 == loaded.eot
+    assert len(tokens) > 1400
     assert (loaded.vocab_size, loaded.token_bytes) == (70_001, None)
     assert next(loaded.val_batches(2, 2, 0, 1, "cpu")).n_bytes is None
     assert shard_files.find_damage(loaded.folder) == []
     same = open_data(DataConfig(data=str(loaded.folder), tokenizer=str(file)), 16)
-    assert same.fingerprint == loaded.fingerprint and same.tokenizer_file == str(
-        loaded.folder / "tokenizer.json"
-    )
+    assert same.fingerprint == loaded.fingerprint
+    assert same.tokenizer_file == str(loaded.folder / "tokenizer.json")
     other = word_tokenizer(tmp_path / "other" / "tokenizer.json", size=70_001, special=["</s>"])
     refused(
         lambda: open_data(DataConfig(data=str(loaded.folder), tokenizer=str(other)), 16),
@@ -748,10 +753,8 @@ def test_given_tokenizer_and_uint32(tmp_path):
         "leave it out",
     )
     again = opened(tmp_path, "a.txt", tokenizer=str(other))
-    assert (
-        again.fingerprint["tokenizer_sha256"] != loaded.fingerprint["tokenizer_sha256"]
-        and again.folder != loaded.folder
-    )
+    assert again.fingerprint["tokenizer_sha256"] != loaded.fingerprint["tokenizer_sha256"]
+    assert again.folder != loaded.folder
 
 
 CHAT_FILES = {
@@ -995,9 +998,8 @@ def test_another_tokenizer_in_the_folder(shards, tmp_path):
     refused(lambda: TokenData(folder, 8), "tokenizer.json", "make the shards again")
     tokenizer.unlink()
     bare = TokenData(folder, 8)
-    assert (bare.tokenizer_file, bare.token_bytes) == (None, None) and len(
-        shard_files.find_damage(folder)
-    ) == 1
+    assert (bare.tokenizer_file, bare.token_bytes) == (None, None)
+    assert len(shard_files.find_damage(folder)) == 1
 
 
 # ---- the command line ----------------------------------------------------------------------------
@@ -1055,20 +1057,23 @@ def test_prepare_in_processes(corpus, shards, tmp_path):
         shards / "tokenizer.json",
     ]
     done = run_cli(*argv, "--out", tmp_path / "two", "--workers", 2)
-    assert done.returncode == 0 and "train: " in done.stdout and done.stderr == "", done.stderr
+    assert done.returncode == 0, done.stderr
+    assert "train: " in done.stdout, done.stderr
+    assert done.stderr == "", done.stderr
     texts.build_shards(
         [corpus / "docs.jsonl", tmp_path / "a.txt"], find_tokenizer(str(shards)), tmp_path / "one"
     )
     files = sorted(path.name for path in (tmp_path / "one").iterdir())
     assert files == sorted(path.name for path in (tmp_path / "two").iterdir())
-    assert all(
-        (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
-        for name in files
-    )
+    for name in files:
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
     loaded = open_data(DataConfig(data=str(tmp_path / "two")), 16)
-    assert loaded.n_samples > open_corpus(corpus, 16).n_samples and loaded.n_val_samples > 1
+    assert loaded.n_samples > open_corpus(corpus, 16).n_samples
+    assert loaded.n_val_samples > 1
     check = run_cli("check", tmp_path / "two")
-    assert check.returncode == 0 and check.stdout == done.stdout and check.stderr == ""
+    assert check.returncode == 0
+    assert check.stdout == done.stdout
+    assert check.stderr == ""
 
 
 def test_prepare_again_keeps_what_is_intact(corpus, shards, tmp_path, monkeypatch, capsys):
@@ -1098,9 +1103,9 @@ def test_prepare_again_keeps_what_is_intact(corpus, shards, tmp_path, monkeypatc
     times = {name: (out / name).stat().st_mtime_ns for name in whole}
     # all intact: nothing is tokenized again, and nothing written
     assert call_cli(monkeypatch, capsys, *argv)[0] == 0
-    assert all(
-        (out / name).stat().st_mtime_ns == times[name] for name in whole if name.endswith(".npy")
-    )
+    for name in whole:
+        if name.endswith(".npy"):
+            assert (out / name).stat().st_mtime_ns == times[name]
 
 
 def test_prepare_in_shares(corpus, shards, tmp_path, monkeypatch, capsys):
@@ -1132,18 +1137,20 @@ def test_prepare_in_shares(corpus, shards, tmp_path, monkeypatch, capsys):
         )
     shutil.copytree(tmp_path / "own", out, dirs_exist_ok=True)
     (out / "val-00002.npy").write_bytes(b"half")  # of a machine that died before its note
-    assert call_cli(monkeypatch, capsys, "check", out)[0] == 1 and encoded == ["hash", "train"]
+    assert call_cli(monkeypatch, capsys, "check", out)[0] == 1
+    assert encoded == ["hash", "train"]
     assert call_cli(monkeypatch, capsys, *argv, out, "--shard", "2/3")[0] == 0
-    assert call_cli(monkeypatch, capsys, *argv, out)[0] == 0 and encoded == ["hash", "train", "val"]
+    assert call_cli(monkeypatch, capsys, *argv, out)[0] == 0
+    assert encoded == ["hash", "train", "val"]
     assert {p.name: p.read_bytes() for p in out.iterdir()} == {
         p.name: p.read_bytes() for p in (tmp_path / "whole").iterdir()
     }
-    assert all(
-        "need I/N" in call_cli(monkeypatch, capsys, *argv, out, "--shard", wrong)[2]
-        for wrong in ("3/3", "1", "0/0")
-    )
+    for wrong in ("3/3", "1", "0/0"):
+        assert "need I/N" in call_cli(monkeypatch, capsys, *argv, out, "--shard", wrong)[2]
     status, _, err = call_cli(monkeypatch, capsys, *argv[:2], *argv[3:], out)  # other data
-    assert status == 2 and err.count("\n") == 1 and "new --out" in err
+    assert status == 2
+    assert err.count("\n") == 1
+    assert "new --out" in err
 
 
 def test_own_tokenizer(corpus, tmp_path, monkeypatch, capsys):
@@ -1159,7 +1166,8 @@ def test_own_tokenizer(corpus, tmp_path, monkeypatch, capsys):
         tmp_path / "x" / "own.json",
     ]
     status, out, _ = call_cli(monkeypatch, capsys, "tokenizer", *argv)
-    assert status == 0 and "own.json: 400 ids; train with --tokenizer" in out
+    assert status == 0
+    assert "own.json: 400 ids; train with --tokenizer" in out
     tokenizer = Tokenizer.from_file(str(tmp_path / "x" / "own.json"))
     assert len(tokenizer.encode(" zyzzyva").ids) == 1 < len(tokenizer.encode(" zyxwvu").ids)
     assert (
@@ -1171,8 +1179,10 @@ def test_own_tokenizer(corpus, tmp_path, monkeypatch, capsys):
         cache_dir=str(tmp_path),
     )
     loaded = open_data(cfg, 16)
-    assert loaded.vocab_size == 400 and tokenizer.id_to_token(loaded.eot) == "<|endoftext|>"
+    assert loaded.vocab_size == 400
+    assert tokenizer.id_to_token(loaded.eot) == "<|endoftext|>"
     (tmp_path / "tiny.txt").write_text("abc\n")
     argv = ["--input", tmp_path / "tiny.txt", "--out", tmp_path / "tiny.json"]
     status, out, _ = call_cli(monkeypatch, capsys, "tokenizer", *argv)
-    assert status == 0 and "tiny.json: 257 ids instead of 4,096" in out
+    assert status == 0
+    assert "tiny.json: 257 ids instead of 4,096" in out

@@ -228,9 +228,8 @@ def test_benchmarks_find_the_house_from_any_folder(path):
             or isinstance(node, (ast.Assign, ast.Expr))
             and ast.unparse(node).startswith("sys.path")
         )
-        names = (
-            [alias.name for alias in node.names]
-            if isinstance(node, ast.Import)
-            else [getattr(node, "module", None) or ""]
-        )
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            names = [getattr(node, "module", None) or ""]
         assert ready or not {name.split(".")[0] for name in names} & ours, ast.unparse(node)

@@ -65,10 +65,16 @@ def shows(row) -> set[tuple]:
     _, flags, problem = row
     kind = problem.get("model", "llama3") + "_moe" * ("n_experts" in problem)
     axes = axes_of(row)
-    alone = {(kind, axis) for axis in axes} if len(axes) == 1 else set()
+    if len(axes) == 1:
+        alone = {(kind, axis) for axis in axes}
+    else:
+        alone = set()
     # a Qwen3 without experts is a Llama 3 with norms of heads, which meet all pairs of axes in the
     # rows with experts
-    pairs = {(kind, *pair) for pair in combinations(axes, 2)} if kind != "qwen3" else set()
+    if kind != "qwen3":
+        pairs = {(kind, *pair) for pair in combinations(axes, 2)}
+    else:
+        pairs = set()
     others = {item for item in flags.items() if item[0] not in (*AXES, "ep", "etp")}
     return (
         alone
@@ -101,10 +107,16 @@ def test_the_quick_layouts_have_every_axis_and_every_pair_of_axes_with_every_kin
     shown = shown_by(QUICK)
     assert shown == shown_by(LAYOUTS)
     for kind in ("llama3", "qwen3", "qwen3_moe", "deepseek"):
-        axes = [*AXES, "ep", "etp"] if kind in ("qwen3_moe", "deepseek") else AXES
+        if kind in ("qwen3_moe", "deepseek"):
+            axes = [*AXES, "ep", "etp"]
+        else:
+            axes = AXES
         # ep and etp borrow the ranks of another axis
         assert [axis for axis in AXES if (kind, axis) not in shown] == []
-        pairs = map(set, combinations(axes, 2)) if kind != "qwen3" else ()
+        if kind != "qwen3":
+            pairs = map(set, combinations(axes, 2))
+        else:
+            pairs = ()
         assert [
             pair for pair in pairs if not any(pair == set(x[1:]) for x in shown if x[0] == kind)
         ] == []
@@ -141,7 +153,8 @@ def test_bf16_compute_stays_near_fp32(processes, flags):
         for g, w in zip(got[:-1], want[:-1], strict=True):
             assert abs(g["loss"] - w["loss"]) < 4e-3 * w["loss"]
             assert abs(g["norm"] - w["norm"]) < 2e-2 * w["norm"]
-        assert all(weight.dtype == torch.float32 for weight in got[-1]["weights"].values())
+        for weight in got[-1]["weights"].values():
+            assert weight.dtype == torch.float32
         # it did compute in bf16
         assert any(g["loss"] != w["loss"] for g, w in zip(got[:-1], want[:-1], strict=True))
 
@@ -152,9 +165,8 @@ def test_two_runs_are_equal_to_the_last_bit():
         pool(4).run(train, config(), dict(tp=2, deterministic=True), 8, 2)[0] for _ in range(2)
     )
     assert [s["loss"] for s in first[:-1]] == [s["loss"] for s in second[:-1]]
-    assert all(
-        torch.equal(w, second[-1]["weights"][fqn]) for fqn, w in first[-1]["weights"].items()
-    )
+    for fqn, w in first[-1]["weights"].items():
+        assert torch.equal(w, second[-1]["weights"][fqn])
 
 
 def clipped(max_norm: float) -> tuple[float, float]:
@@ -171,7 +183,8 @@ def clipped(max_norm: float) -> tuple[float, float]:
 def test_gradients_are_scaled_down_to_max_norm(max_norm, is_scaled):
     """0 means never."""
     norm, after = pool(1).run(clipped, max_norm)[0]
-    assert norm > 0.2 and after == pytest.approx(max_norm if is_scaled else norm, rel=1e-5)
+    assert norm > 0.2
+    assert after == pytest.approx(max_norm if is_scaled else norm, rel=1e-5)
 
 
 # ---------------------------------------------------------------- gradients between micro-batches
@@ -232,11 +245,16 @@ def test_gradients_that_are_reduced_after_every_micro_batch_are_never_whole(
     for a, z in zip(always, last, strict=True):
         held = a[3] + 4 * config(**problem).dim * 8  # FSDP pads what its ranks do not divide
         assert a[0][0] == z[0][0] == (0, 0)
-        assert all(whole == 0 and 0 < parts <= held for whole, parts in a[0][1:])
+        for whole, parts in a[0][1:]:
+            assert whole == 0
+            assert 0 < parts <= held
         # two ranks hold what each holds whole
-        assert all(whole >= 1.9 * a[3] and parts == 0 for whole, parts in z[0][1:])
+        for whole, parts in z[0][1:]:
+            assert whole >= 1.9 * a[3]
+            assert parts == 0
         assert a[1] == z[1]
-        assert all(layouts.relative(a[2][fqn], z[2][fqn]) < 1e-6 for fqn in z[2])
+        for fqn in z[2]:
+            assert layouts.relative(a[2][fqn], z[2][fqn]) < 1e-6
 
 
 @pytest.mark.parametrize(

@@ -58,13 +58,11 @@ VAL_KEYS = {"step", "val_loss", "val_bits_per_byte"}
 
 
 def tiny(script: str) -> list:
-    return (
-        SMALL
-        if script == "finetune.py"
-        else ["--model_args", MLA, *SMALL]
-        if "deepseek" in script
-        else TINY
-    )
+    if script == "finetune.py":
+        return SMALL
+    if "deepseek" in script:
+        return ["--model_args", MLA, *SMALL]
+    return TINY
 
 
 # ---------------------------------------------------------------- the command lines that we publish
@@ -258,20 +256,19 @@ def check_run_folder(out: Path, script: str):
         [line for line in lines if "loss" in line],
         [line for line in lines if "val_loss" in line],
     )
-    assert [line["step"] for line in train] == [1, 2, 3, 4] and [line["step"] for line in val] == [
-        4
-    ]
-    assert all(
-        math.isfinite(line["loss"]) and line["tokens"] == line["step"] * train[0]["tokens"]
-        for line in train
-    )
+    assert [line["step"] for line in train] == [1, 2, 3, 4]
+    assert [line["step"] for line in val] == [4]
+    for line in train:
+        assert math.isfinite(line["loss"])
+        assert line["tokens"] == line["step"] * train[0]["tokens"]
     Config = importlib.import_module(script.removesuffix(".py")).Config
     saved = json.loads((out / "config.json").read_text())
     keys = TRAIN_KEYS | (MOE_KEYS if saved["_run"]["model"].get("n_experts") else set())
     late = {"slowest_rank", "slowest_host", "slowest_by_s"}  # only in lines with a late rank
-    assert all(set(line) - late == keys for line in train) and all(
-        set(line) == VAL_KEYS for line in val
-    )
+    for line in train:
+        assert set(line) - late == keys
+    for line in val:
+        assert set(line) == VAL_KEYS
     assert set(saved) == {field.name for field in dataclasses.fields(Config)} | {"_run"}
     again = dataclasses.asdict(parse_config(Config, ["--config", str(out / "config.json")]))
     assert again == {k: v for k, v in saved.items() if k != "_run"}
@@ -297,29 +294,30 @@ def test_commands_were_found():
 def test_published_command(command, folder):
     script = split_command(command)[1]
     # minutes: test_published_command_compiled
-    compiled = ["--no-compile"] if "--compile" in command else []
+    if "--compile" in command:
+        compiled = ["--no-compile"]
+    else:
+        compiled = []
     stdout, out = run_published(command, folder, f"out/{COMMANDS.index(command)}", *compiled)
     if "--check_parity" in command:
         assert "check_parity: equal" in stdout
     elif "--dry_run" in command:
-        assert "fits" in stdout and "bubble" in stdout
+        assert "fits" in stdout
+        assert "bubble" in stdout
     elif script in TRAINING:
         check_run_folder(out, script)
-        assert (
-            "loss   . training" in stdout
-            and f"checkpoint: out/{COMMANDS.index(command)}/checkpoints/step-4" in stdout
-        )
+        assert "loss   . training" in stdout
+        assert f"checkpoint: out/{COMMANDS.index(command)}/checkpoints/step-4" in stdout
         assert "sample (" in stdout  # the curve, the checkpoint, a sample: how every run ends
     elif script == "grpo.py":
         lines = [line for line in metrics(out) if "reward_mean" in line]
         assert (
             [line["step"] for line in lines] == [1, 2] == [line["policy_version"] for line in lines]
         )
-        assert all(TRAIN_KEYS | {"logprob_max_diff", "logprob_k3"} <= set(line) for line in lines)
-        assert (
-            sum("eval_reward" in line for line in metrics(out)) == 2
-            and "reward   . training   o validation" in stdout
-        )
+        for line in lines:
+            assert TRAIN_KEYS | {"logprob_max_diff", "logprob_k3"} <= set(line)
+        assert sum("eval_reward" in line for line in metrics(out)) == 2
+        assert "reward   . training   o validation" in stdout
         assert verify(out / "checkpoints" / "step-2")["step"] == 2
     elif script == "evaluate.py":
         assert re.search(r"(bits_per_byte|acc|exact_match) [\d.]+.* lines?, ", stdout)
@@ -331,9 +329,11 @@ def test_published_command(command, folder):
     elif " tokenizer " in command:
         assert Path(f"{out}.json").is_file()
     elif " show " in command:
-        assert "with a loss (green)" in stdout and "line 0 of" in stdout
+        assert "with a loss (green)" in stdout
+        assert "line 0 of" in stdout
     elif script == "data.py":
-        assert re.search(r"train: [\d,]+ tokens", stdout) and "sha256" in stdout
+        assert re.search(r"train: [\d,]+ tokens", stdout)
+        assert "sha256" in stdout
         assert (out / "index.json").exists() or "prepare" not in command
     else:
         assert re.search(
@@ -365,7 +365,8 @@ def test_every_flag_has_a_help_text(script):
 def test_a_finished_run_says_why_it_exports_nothing(tmp_path):
     for folder, said in ((tmp_path, True), (tmp_path / "new", False)):
         text = list_warnings(train_llama3.Config(export_hf=str(folder)), done=10**6)
-        assert "is finished" in text and ("is there already: nothing is exported" in text) == said
+        assert "is finished" in text
+        assert ("is there already: nothing is exported" in text) == said
 
 
 # ---------------------------------------------------------------- whole runs
@@ -379,10 +380,8 @@ def assert_same_training(a: list[dict], b: list[dict]):
         assert {k: x[k] for k in ("tokens", "lr", "tokens_hash")} == {
             k: y[k] for k in ("tokens", "lr", "tokens_hash")
         }
-        assert (
-            abs(x["loss"] - y["loss"]) <= 1e-5
-            and abs(x["grad_norm"] - y["grad_norm"]) <= 1e-4 * y["grad_norm"]
-        )
+        assert abs(x["loss"] - y["loss"]) <= 1e-5
+        assert abs(x["grad_norm"] - y["grad_norm"]) <= 1e-4 * y["grad_norm"]
 
 
 @pytest.mark.slow
@@ -433,7 +432,8 @@ def test_stopped_by_sigterm_and_continued_by_two_processes(tmp_path, recipe):
 
     before = files()
     assert f"is finished: {steps} of {steps} steps are done" in run([*whole, "--lr", "0.1"])
-    assert files() == before and os.listdir(tmp_path / "whole" / "checkpoints") == [f"step-{steps}"]
+    assert files() == before
+    assert os.listdir(tmp_path / "whole" / "checkpoints") == [f"step-{steps}"]
 
 
 @pytest.mark.slow
@@ -502,18 +502,15 @@ def test_a_run_goes_on_with_other_rounding_and_processes_and_the_same_batch(tmp_
     ]
     run(launch(1, "train_llama3.py", *flags, "--steps", 4, "--optimizer", "adamw_sr"))
     stdout = run(launch(2, "train_llama3.py", *flags, "--steps", 8))
-    assert (
-        "the global batch stays 16 sequences" in stdout
-        and "--local_batch_size 16 becomes 8 on 2 data ranks" in stdout
-    )
-    assert (
-        "steps 4 -> 8" in stdout
-        and "local_batch_size 16 -> 8" in stdout
-        and "optimizer adamw_sr -> adamw" in stdout
-    )
+    assert "the global batch stays 16 sequences" in stdout
+    assert "--local_batch_size 16 becomes 8 on 2 data ranks" in stdout
+    assert "steps 4 -> 8" in stdout
+    assert "local_batch_size 16 -> 8" in stdout
+    assert "optimizer adamw_sr -> adamw" in stdout
     lines = train_lines(tmp_path)
     assert {line["tokens"] / line["step"] for line in lines} == {16 * 32}
-    assert len(lines) == 8 and lines[7]["loss"] < lines[4]["loss"] < lines[0]["loss"]
+    assert len(lines) == 8
+    assert lines[7]["loss"] < lines[4]["loss"] < lines[0]["loss"]
     saved = [
         json.loads(path.read_text())
         for path in (tmp_path / "config.json", tmp_path / "checkpoints/step-8/config.json")

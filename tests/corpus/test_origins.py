@@ -44,7 +44,8 @@ def check_every_label(data, files, text_of_place) -> int:
         [window] = data.windows("train", [number])
         spans = spans_of(data, number)
         ends = [0, *(span.end for span in spans)]
-        assert [span.start for span in spans] == ends[:-1] and ends[-1] == data.seq_len
+        assert [span.start for span in spans] == ends[:-1]
+        assert ends[-1] == data.seq_len
         for span in spans:
             ids = window[span.start + 1 : span.end + 1]
             text = decode(ids[ids != data.eot].tolist())
@@ -56,7 +57,10 @@ def check_every_label(data, files, text_of_place) -> int:
 
 
 def lines_of(file: str) -> list[str]:
-    read = gzip.open if file.endswith(".gz") else open
+    if file.endswith(".gz"):
+        read = gzip.open
+    else:
+        read = open
     with read(file, "rt") as lines:
         return lines.read().split("\n")
 
@@ -122,7 +126,8 @@ def test_parts_of_a_mixture_and_shards(tmp_path):
     documents = [text for text in documents if text]
 
     def in_shard(file, place):
-        assert file == "second.jsonl" and place.endswith("shards/train-00000.npy)"), place
+        assert file == "second.jsonl", place
+        assert place.endswith("shards/train-00000.npy)"), place
         return documents[int(place.split()[1]) - 1]
 
     check_every_label(shards, files["b"], in_shard)
@@ -136,4 +141,5 @@ def test_a_file_with_other_documents_today_has_no_line(tmp_path):
     [span, *_] = spans_of(data, 0)
     write_jsonl(path, stories(50, seed=5))
     origin = find_origin(data, span, files_of_parts(cfg)[""])
-    assert origin.file == str(path) and "the file has other documents today" in origin.place
+    assert origin.file == str(path)
+    assert "the file has other documents today" in origin.place

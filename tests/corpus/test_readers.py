@@ -83,10 +83,10 @@ def test_every_format_holds_the_same_documents(tmp_path, tokenizer, n):
         tokens(tmp_path / f"of {name}")
         for name in ("a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet")
     )
-    assert packed == [plain, plain] and (len(plain["val"]) > 0) == (n > 1)
-    assert rows["train"] + rows["val"] == plain["train"] + plain["val"] and (
-        len(rows["val"]) > 0
-    ) == (n > 1)
+    assert packed == [plain, plain]
+    assert (len(plain["val"]) > 0) == (n > 1)
+    assert rows["train"] + rows["val"] == plain["train"] + plain["val"]
+    assert (len(rows["val"]) > 0) == (n > 1)
     assert rows == plain or n == 40  # the last twentieth: of the bytes, or of the rows
 
 
@@ -102,9 +102,8 @@ def test_packed_text_is_the_text(tmp_path, tokenizer):
     plain, *packed = (
         tokens(tmp_path / f"of {name}") for name in ("a.txt", "a.txt.gz", "a.txt.zst")
     )
-    assert (
-        packed == [plain, plain] and len(list((tmp_path / "of a.txt.gz").glob("train-*.npy"))) > 1
-    )
+    assert packed == [plain, plain]
+    assert len(list((tmp_path / "of a.txt.gz").glob("train-*.npy"))) > 1
 
 
 def test_conversations_in_every_format(tmp_path):
@@ -123,7 +122,8 @@ def test_conversations_in_every_format(tmp_path):
         for name in ("a.jsonl", "a.jsonl.gz", "a.parquet")
     ]
     plain, *others = (tokens(open_data(cfg, 256, Chats=ChatData).folder) for cfg in cfgs)
-    assert others == [plain, plain] and len(plain["train"]) > 1000
+    assert others == [plain, plain]
+    assert len(plain["train"]) > 1000
     (tmp_path / "b.txt").write_text("so it is")
     refused(
         lambda: build_shards(
@@ -256,7 +256,8 @@ def test_conversations_with_nulls(tmp_path, capsys):
         build_shards([tmp_path / name], chat, tmp_path / f"of {name}")
         assert "2 lines or rows have null for a text" in capsys.readouterr().out
         index = json.loads((tmp_path / f"of {name}" / "index.json").read_text())
-        assert sum(index["documents"].values()) == 2 and index["version"] == 3
+        assert sum(index["documents"].values()) == 2
+        assert index["version"] == 3
 
 
 BINARY = [pyarrow.binary(), pyarrow.large_binary(), pyarrow.binary_view(), pyarrow.string_view()]
@@ -344,7 +345,8 @@ def test_empty_files_among_others(tmp_path, tokenizer, capsys):
     assert left_out == {root / "empty.jsonl": "empty"}
     build_shards(files, tokenizer, tmp_path / "out")
     said = capsys.readouterr().out
-    assert "packed.jsonl.gz" in said and "rows.parquet is empty and left out" in said
+    assert "packed.jsonl.gz" in said
+    assert "rows.parquet is empty and left out" in said
     build_shards([root / "a.jsonl"], tokenizer, tmp_path / "one")
     assert tokens(tmp_path / "out") == tokens(tmp_path / "one")
     refused(lambda: text_files(str(root / "empty.jsonl")), "empty.jsonl is empty")
@@ -372,12 +374,14 @@ def test_folders_and_globs(tmp_path, tokenizer, capsys):
     ]
     contents = {}
     for i, name in enumerate(places):
-        text = (
-            jsonl(DOCUMENTS[30 * i : 30 * i + 30])
-            if "json" in name
-            else "".join(DOCUMENTS[30 * i : 30 * i + 30]).encode()
-        )
-        contents[name] = gzip.compress(text, mtime=0) if name.endswith("gz") else text
+        if "json" in name:
+            text = jsonl(DOCUMENTS[30 * i : 30 * i + 30])
+        else:
+            text = "".join(DOCUMENTS[30 * i : 30 * i + 30]).encode()
+        if name.endswith("gz"):
+            contents[name] = gzip.compress(text, mtime=0)
+        else:
+            contents[name] = text
     parquet(tmp_path / "Z.parquet", DOCUMENTS[:30])
     contents["Z.parquet"] = (tmp_path / "Z.parquet").read_bytes()
     prints = []
@@ -402,10 +406,8 @@ def test_folders_and_globs(tmp_path, tokenizer, capsys):
         )
         prints.append(open_data(cfg, 16).fingerprint)
         said = capsys.readouterr().out
-        assert (
-            "4 files, without " in said
-            and ", without LICENSE, notes.me, meta.json (no text)" in said
-        )
+        assert "4 files, without " in said
+        assert ", without LICENSE, notes.me, meta.json (no text)" in said
         assert "README.md, a/License" not in said
         assert "(no data beside .jsonl or .parquet; to train on it, name the file)" in said
     assert prints[0] == prints[1]
@@ -508,14 +510,17 @@ def test_prepare_again_keeps_what_is_packed(tmp_path, tokenizer, monkeypatch, ca
         "read_documents",
         lambda piece, *rest: read.append(piece.path.name) or real(piece, *rest),
     )
-    assert call_cli(monkeypatch, capsys, *argv)[0] == 0 and read == []
+    assert call_cli(monkeypatch, capsys, *argv)[0] == 0
+    assert read == []
     (tmp_path / "out" / "index.json").unlink()
     parquet(tmp_path / "in" / "b.parquet", ["other", *DOCUMENTS[1:]])
-    assert call_cli(monkeypatch, capsys, *argv)[0] == 0 and read == ["b.parquet"]
+    assert call_cli(monkeypatch, capsys, *argv)[0] == 0
+    assert read == ["b.parquet"]
     status, _, err = call_cli(
         monkeypatch, capsys, "show", tmp_path / "out", "--tokenizer", tokenizer[0]
     )
-    assert status == 2 and "these are token shards; show the text" in err
+    assert status == 2
+    assert "these are token shards; show the text" in err
 
 
 @pytest.mark.parametrize("suffix", [".txt.zst", pytest.param(".parquet", marks=pytest.mark.slow)])

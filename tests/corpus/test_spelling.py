@@ -166,23 +166,32 @@ def test_a_loss_is_warned_of_and_refused(tmp_path, monkeypatch, capsys):
             data=str(tmp_path / f"{name}.txt"), tokenizer=str(folder), cache_dir=str(tmp_path)
         )
         if name == "many":
-            assert status == 2 and stderr.startswith(f"error: {line}") and "--max_lost 21" in stderr
+            assert status == 2
+            assert stderr.startswith(f"error: {line}")
+            assert "--max_lost 21" in stderr
             refused(lambda cfg=cfg: open_data(cfg, 16), line, "data.py prepare", "--max_lost 21")
             argv += [tmp_path / "many.txt", "--out", out, "--max_lost"]
             assert call_cli(monkeypatch, capsys, *argv, 21)[0] == 0
             cfg = DataConfig(data=str(out))
         else:
-            assert status == 0 and f"\n{said}{line}" in stdout and "'\u00e9'" in stdout
+            assert status == 0
+            assert f"\n{said}{line}" in stdout
+            assert "'\u00e9'" in stdout
         status, stdout, _ = call_cli(monkeypatch, capsys, "check", out)
-        warned = "warning: " if name != "rare" else ""
-        assert status == 0 and f"\n{warned}{line}" in stdout
+        if name != "rare":
+            warned = "warning: "
+        else:
+            warned = ""
+        assert status == 0
+        assert f"\n{warned}{line}" in stdout
         for _ in range(2):  # also when the shards are there already
             open_data(cfg, 16)
             assert (f"warning: --data {cfg.data}: {line}" in capsys.readouterr().out) == bool(
                 warned
             )
     status, _, stderr = call_cli(monkeypatch, capsys, *argv, 101)
-    assert status == 2 and "--max_lost 101" in stderr
+    assert status == 2
+    assert "--max_lost 101" in stderr
     # shards of before do not tell
     index = json.loads((out / "index.json").read_text())
     del index["lost"]

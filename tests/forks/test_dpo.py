@@ -60,10 +60,8 @@ def test_loss_and_gradient_are_the_formula(n, flags):
     torch.stack(losses).mean().backward()
     want = {fqn: p.grad for fqn, p in policy.named_parameters()}
     for found, grads in pool(n).run(ours, flags, pairs):
-        assert (
-            found["loss"] == pytest.approx(sum(losses).item() / 5, rel=1e-5)
-            and found["loss_max"] > 1.1 * found["loss"]
-        )
+        assert found["loss"] == pytest.approx(sum(losses).item() / 5, rel=1e-5)
+        assert found["loss_max"] > 1.1 * found["loss"]
         assert_close(grads, want, 1e-4)
 
 
@@ -134,9 +132,8 @@ def test_runs(tmp_path):
             )
             said = run(command, env=ENV)
         found = train_lines(tmp_path / name)
-        assert [line["step"] for line in found] == [*range(1, 9)] and "accuracy 1.000" in said
-        assert (
-            found[0]["loss"] == pytest.approx(0.6931472, abs=1e-5)
-            and found[-1]["loss"] < 0.6
-            and found[-1]["margin"] > 0.1
-        )
+        assert [line["step"] for line in found] == [*range(1, 9)]
+        assert "accuracy 1.000" in said
+        assert found[0]["loss"] == pytest.approx(0.6931472, abs=1e-5)
+        assert found[-1]["loss"] < 0.6
+        assert found[-1]["margin"] > 0.1

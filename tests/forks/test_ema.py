@@ -50,9 +50,8 @@ def test_an_average_by_hand():
     torch.testing.assert_close(ema.state[net.last.weight]["ema"], by_hand)
     before = net.last.weight.detach().clone()
     with ema.in_place_of_weights():
-        assert torch.equal(net.last.weight, ema.state[net.last.weight]["ema"]) and not torch.equal(
-            net.last.weight, before
-        )
+        assert torch.equal(net.last.weight, ema.state[net.last.weight]["ema"])
+        assert not torch.equal(net.last.weight, before)
     assert torch.equal(net.last.weight, before)
 
 
@@ -87,7 +86,8 @@ def test_continued_on_another_layout_the_average_is_that_of_an_uninterrupted_run
         )
     one = averages(tmp_path / "one")
     two = averages(tmp_path / "two")
-    assert one.keys() == two.keys() and len(one) == 2 * 21
+    assert one.keys() == two.keys()
+    assert len(one) == 2 * 21
     torch.testing.assert_close(two, one, atol=2e-5, rtol=1e-4)
     train(launch(1, REPO / "train_llama3.py", *FLAGS, "--out", "plain"))
     losses = [[line["loss"] for line in train_lines(tmp_path / out)] for out in ("plain", "one")]
@@ -96,7 +96,8 @@ def test_continued_on_another_layout_the_average_is_that_of_an_uninterrupted_run
         [line["val_loss"] for line in metrics(tmp_path / out) if "val_loss" in line]
         for out in ("plain", "one", "two")
     ]
-    assert vals[1] == pytest.approx(vals[2], abs=1e-5) and abs(vals[0][-1] - vals[1][-1]) > 1e-3
+    assert vals[1] == pytest.approx(vals[2], abs=1e-5)
+    assert abs(vals[0][-1] - vals[1][-1]) > 1e-3
     assert "check_parity: equal" in train(
         launch(1, "train_ema.py", *FLAGS, *EMA, "--tp", 2, "--check_parity")
     )

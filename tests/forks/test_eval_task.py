@@ -53,9 +53,9 @@ def test_a_task_in_training_has_the_numbers_of_evaluate(tmp_path):
         )
         losses.append([line["loss"] for line in train_lines(tmp_path / out)])
         found += [[line for line in metrics(tmp_path / out) if "eval_acc" in line]] * len(task)
-    assert losses[0] == losses[1] and all(
-        losses[0] == pytest.approx(of_layout, rel=1e-5) for of_layout in losses[2:]
-    )
+    assert losses[0] == losses[1]
+    for of_layout in losses[2:]:
+        assert losses[0] == pytest.approx(of_layout, rel=1e-5)
     for step, *numbers in zip((2, 4), *found, strict=True):
         call(
             1,
@@ -74,7 +74,5 @@ def test_a_task_in_training_has_the_numbers_of_evaluate(tmp_path):
         want = json.loads((tmp_path / f"{step}.jsonl").read_text().splitlines()[-1])["summary"] | {
             "step": step
         }
-        assert all(
-            line == pytest.approx({name: want[name.removeprefix("eval_")] for name in line})
-            for line in numbers
-        )
+        for line in numbers:
+            assert line == pytest.approx({name: want[name.removeprefix("eval_")] for name in line})

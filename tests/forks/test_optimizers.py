@@ -49,9 +49,8 @@ def test_normuon_is_the_formula(monkeypatch):
             )
         optimizer.step()
     found = [m for p in params for m in (p if p.dim() == 3 else [p])]
-    assert all(
-        relative(a.detach() - c, b - c) < 2e-3 for a, b, c in zip(found, want, was, strict=True)
-    )
+    for a, b, c in zip(found, want, was, strict=True):
+        assert relative(a.detach() - c, b - c) < 2e-3
     assert [optimizer.state[p]["row_squares"].shape for p in params[1:]] == [(24,), (8,), (3, 8)]
 
 
@@ -91,8 +90,11 @@ def test_normuon_continues_on_another_layout(tmp_path, a, layout_a, b, layout_b,
         *(pool(b).run(steps, layout_b, 4, problem, NorMuon, tmp_path, 2, last) for last in (2, 3))
     ):
         assert any("row_squares" in key for key in loaded)
-        assert all(torch.equal(t, saved[key]) and t.any() for key, t in loaded.items())
-        assert all(relative(t, whole[key]) < 3e-3 for key, t in third.items())
+        for key, t in loaded.items():
+            assert torch.equal(t, saved[key])
+            assert t.any()
+        for key, t in third.items():
+            assert relative(t, whole[key]) < 3e-3
 
 
 LATENT = dict(model="deepseek", n_layers=3, n_dense_layers=2, mtp_depth=1)
@@ -133,7 +135,8 @@ def clipped(flags, problem, tau, norm=1.0):
 
 def test_qk_clip_brings_the_largest_logit_of_each_head_to_tau():
     (before, logits, largest), (after, later, _) = pool(1).run(clipped, {}, {}, 1.2)[0]
-    assert largest == logits.max() and 0 < (logits[0] > 1.2).sum() < logits.shape[1]
+    assert largest == logits.max()
+    assert 0 < (logits[0] > 1.2).sum() < logits.shape[1]
     # a later layer also sees other activations
     torch.testing.assert_close(later[0], logits[0].clamp(max=1.2))
     (k, v), kv = (
@@ -149,7 +152,8 @@ def test_qk_clip_brings_the_largest_logit_of_each_head_to_tau():
     # above all logits, and in a step that is skipped
     for kept, norm in ((2.0, 1.0), (1.2, float("inf"))):
         (before, *_), (after, *_) = pool(1).run(clipped, {}, {}, kept, norm)[0]
-        assert all(torch.equal(after[fqn], before[fqn]) for fqn in before)
+        for fqn in before:
+            assert torch.equal(after[fqn], before[fqn])
 
 
 @pytest.mark.parametrize(
@@ -169,7 +173,8 @@ def test_qk_clip_brings_the_largest_logit_of_each_head_to_tau():
 )
 def test_qk_clip_is_the_same_on_layouts(processes, flags, problem):
     (before, _, largest), (whole, *_) = pool(1).run(clipped, {}, problem, 1.1)[0]
-    assert not any(torch.equal(whole[fqn], before[fqn]) for fqn in whole)
+    for fqn in whole:
+        assert not torch.equal(whole[fqn], before[fqn])
     for (_, _, here), (after, *_) in pool(processes).run(clipped, flags, problem, 1.1):
         assert here == pytest.approx(largest)
         for fqn, weight in after.items():
@@ -191,4 +196,5 @@ def test_recipes_are_equal_on_layouts(tmp_path):
     for argv in [*muon, "--dp_shard", 2], [*clip, "--tp", 2, "--pp", 2]:
         assert "check_parity: equal" in call(tmp_path, 1, *argv, *flags, "--check_parity")
     call(tmp_path, 1, *clip, *flags, "--out", "run")
-    assert all(line["max_logit"] > 0.01 for line in train_lines(tmp_path / "run"))
+    for line in train_lines(tmp_path / "run"):
+        assert line["max_logit"] > 0.01

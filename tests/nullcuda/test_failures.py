@@ -140,7 +140,8 @@ def program(text: str, *argv, log=""):
 def test_a_token_is_one_cuda_graph():
     """Twice four samples, in two buckets of keys; each graph is compared once with launched
     kernels. A model that asks the device for a number has no graph, and it is said once."""
-    assert program(REPLAYS, "experts") == [2, 2 * 149 + 2, 0] and program(REPLAYS, "asks") == [
+    assert program(REPLAYS, "experts") == [2, 2 * 149 + 2, 0]
+    assert program(REPLAYS, "asks") == [
         0,
         0,
         1,

@@ -25,10 +25,12 @@ def test_memory_grows_in_segments_unless_the_user_says_otherwise(device, tmp_pat
     """PYTORCH_ALLOC_CONF=expandable_segments:True: memory is mapped, and none of it lies idle in
     pieces that are too small."""
     done = device.run(tmp_path / "a", "train_llama3.py")
-    assert "map" in kinds(done.logs[0]) and "malloc" not in kinds(done.logs[0])
+    assert "map" in kinds(done.logs[0])
+    assert "malloc" not in kinds(done.logs[0])
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         done = device.run(tmp_path / name, "train_llama3.py", env={name: "max_split_size_mb:512"})
-        assert "malloc" in kinds(done.logs[0]) and "map" not in kinds(done.logs[0])
+        assert "malloc" in kinds(done.logs[0])
+        assert "map" not in kinds(done.logs[0])
 
 
 def test_one_process_copies_no_weights_and_no_gradients(device, tmp_path):

@@ -75,7 +75,10 @@ def predicted(recipe: str, flags, world: int) -> float:
 def test_the_peak_and_what_the_allocator_asks_for(device, tmp_path, name):
     world, gib, recipe, flags = CASES[name]
     flags = [*flags.split(), *BATCH]
-    options = dict(world=world) if world > 1 else {}
+    if world > 1:
+        options = dict(world=world)
+    else:
+        options = {}
     done = device.run(
         tmp_path,
         f"{recipe}.py",

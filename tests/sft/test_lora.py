@@ -210,7 +210,8 @@ def dtypes_and_casts() -> tuple:
 
 def test_frozen_weights_are_kept_in_the_compute_dtype_and_never_copied():
     kinds, copied, left = pool(1).run(dtypes_and_casts)[0]
-    assert kinds == [{torch.bfloat16}, {torch.float32}] and copied == {True}
+    assert kinds == [{torch.bfloat16}, {torch.float32}]
+    assert copied == {True}
     # a block's casts are freed before the backward of the block below
     assert left == [[], [False], [False] * 2, [False] * 3]
 
@@ -245,11 +246,9 @@ def test_flops_and_dry_run_count_what_is_trained(tmp_path):
     matrices = sum(p.numel() for p in model.parameters()) - c.vocab_size * c.dim
     n = 4 * 4 * ((32 + 64) + 2 * (32 + 32) + (64 + 32))
     text, flops = lora_counts(model, cfg)
-    assert (
-        flops == 4 * matrices + 12 * 4 * 8 * 8 * 16 + 6 * n
-        and "4 wq, 4 wk, 4 wv, 4 wo" in text
-        and f"{n:,}" in text
-    )
+    assert flops == 4 * matrices + 12 * 4 * 8 * 8 * 16 + 6 * n
+    assert "4 wq, 4 wk, 4 wv, 4 wo" in text
+    assert f"{n:,}" in text
     made = initialised(override_fields(FLAVORS["debug"], dry.SMALL, "--model_args"), Flags(), 3)
     save_hf(made, str(tmp_path / "base"), torch.float32)
     base = dict(

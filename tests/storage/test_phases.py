@@ -92,7 +92,9 @@ def test_a_new_phase_keeps_every_bit_of_weights_and_moments(tmp_path, old, ident
     assert state is None
     assert_same(net, trained(0, 7))
     line = next(line for line in said.splitlines() if line.startswith("a new phase: "))
-    assert all(text in line for text in told) and f"{old}/checkpoints/step-7" in line
+    for text in told:
+        assert text in line
+    assert f"{old}/checkpoints/step-7" in line
     assert ("come in the same order again" in line) == (
         identity["data"] == {**IDENTITY["data"], "data_seed": 3}
     )
@@ -102,11 +104,9 @@ def test_a_new_phase_keeps_every_bit_of_weights_and_moments(tmp_path, old, ident
 def test_the_same_flags_go_on(tmp_path, old):
     # weight decay changes neither order of data nor schedule
     net, state, said = started(tmp_path, old, weight_decay=0.0)
-    assert (
-        state == {"step": 7, "samples": 56}
-        and "new phase" not in said
-        and "continuing from" in said
-    )
+    assert state == {"step": 7, "samples": 56}
+    assert "new phase" not in said
+    assert "continuing from" in said
     assert_same(net, trained(0, 7))
     assert "weight_decay 0.1 -> 0.0" in said
 
@@ -143,7 +143,8 @@ def test_a_run_does_not_change_its_phase_by_itself(tmp_path, old):
     check_run(old, IDENTITY, cfg)
     save_run(tmp_path / "new", 3)  # the phase has a checkpoint of its own by now
     net, state, said = started(tmp_path, old, steps=40)
-    assert state["step"] == 3 and "IGNORED" in said
+    assert state["step"] == 3
+    assert "IGNORED" in said
 
 
 def test_phases_of_a_recipe(tmp_path):
@@ -177,7 +178,8 @@ def test_phases_of_a_recipe(tmp_path):
     again = trains(
         "again", "first", steps=4, init_from=f"{run.out}/checkpoints/step-2", init_model_only=False
     )
-    assert steps(again) == [3, 4] and equal(again.final, run.final)
+    assert steps(again) == [3, 4]
+    assert equal(again.final, run.final)
 
     phase = dict(
         data="second",
@@ -198,23 +200,19 @@ def test_phases_of_a_recipe(tmp_path):
     ):
         assert text in line
     assert "model_args" not in line
-    assert (
-        steps(whole) == [1, 2, 3, 4]
-        and whole.lines[0]["lr"] == 1e-3 * train_llama3.lr_at(1, whole.cfg) == 5e-4
-    )
-    assert (
-        hashes(whole) == hashes(plain)
-        and equal(whole.init, run.final)
-        and equal(whole.grads[0], plain.grads[0])
-    )
-    assert not equal(whole.final, plain.final) and whole.lines[0]["tokens"] == 64
+    assert steps(whole) == [1, 2, 3, 4]
+    assert whole.lines[0]["lr"] == 1e-3 * train_llama3.lr_at(1, whole.cfg) == 5e-4
+    assert hashes(whole) == hashes(plain)
+    assert equal(whole.init, run.final)
+    assert equal(whole.grads[0], plain.grads[0])
+    assert not equal(whole.final, plain.final)
+    assert whole.lines[0]["tokens"] == 64
     stopped = trains("stopped", **phase, steps=2, init_model_only=False)
     # this process holds the lock of the other folder
     shutil.copytree(stopped.out, tmp_path / "parts")
     parts = trains("parts", **phase, steps=4, init_model_only=False)
-    assert (
-        steps(parts) == [1, 2, 3, 4] and len(parts.batches) == 2 and equal(parts.final, whole.final)
-    )
-    assert hashes(parts) == hashes(whole) and [x["loss"] for x in parts.lines] == [
-        x["loss"] for x in whole.lines
-    ]
+    assert steps(parts) == [1, 2, 3, 4]
+    assert len(parts.batches) == 2
+    assert equal(parts.final, whole.final)
+    assert hashes(parts) == hashes(whole)
+    assert [x["loss"] for x in parts.lines] == [x["loss"] for x in whole.lines]

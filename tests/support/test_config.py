@@ -58,7 +58,8 @@ def help_of(capsys, config) -> str:
     with pytest.raises(SystemExit) as stop:
         parse_config(config, ["--help"])
     out, err = capsys.readouterr()
-    assert stop.value.code == 0 and err == ""
+    assert stop.value.code == 0
+    assert err == ""
     return out
 
 
@@ -119,7 +120,8 @@ def test_values_with_spaces_and_empty_values():
 def test_refused(capsys, argv, parts):
     """Types that no flag of train_llama3.py has; test_messages.py has the others."""
     line = refused(capsys, *argv.split())
-    assert all(part in line for part in parts), line
+    for part in parts:
+        assert part in line, line
 
 
 def test_a_newline_in_a_value_stays_on_one_line(capsys):
@@ -192,7 +194,9 @@ def test_config_file_refused(capsys, tmp_path, text, parts):
     path = tmp_path / "config.json"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     line = refused(capsys, "--config", str(path))
-    assert str(path) in line and all(part in line for part in parts), line
+    assert str(path) in line, line
+    for part in parts:
+        assert part in line, line
 
 
 def test_config_file_numbers(tmp_path):
@@ -211,7 +215,8 @@ def test_help(capsys):
     assert "compile the blocks [default: true; --no-compile turns it off]" in flat
     assert "--flavor debug|1B model size [default: debug]" in flat
     assert "--decay_ratio number|none none = decay right after warmup [default: none]" in flat
-    assert "some integers [default: 1,2]" in flat and 'some names [default: ""]' in flat
+    assert "some integers [default: 1,2]" in flat
+    assert 'some names [default: ""]' in flat
     assert "sequences per step [default: -1]" in flat  # a field over several lines
     assert (
         flat.index("Config:")
@@ -238,14 +243,11 @@ def test_an_answer_names_a_flag_that_is_there():
     for ours, names in [*ELSEWHERE.items(), *sentences.items()]:
         assert ours in flags, ours
         for name in names.split():
-            assert (
-                f"--{ours}" in suggest_flag(name, {ours})
-                and "--" not in suggest_flag(name, {"eot"})
-                and name != ours
-            ), name
-    assert suggest_flag("no_such_name", flags) == "" and "finetune.py" in suggest_flag(
-        "lora_rank", {"steps"}
-    )
+            assert f"--{ours}" in suggest_flag(name, {ours}), name
+            assert "--" not in suggest_flag(name, {"eot"}), name
+            assert name != ours, name
+    assert suggest_flag("no_such_name", flags) == ""
+    assert "finetune.py" in suggest_flag("lora_rank", {"steps"})
 
 
 PIPELINE = Need("without --pp 2 or more", lambda c: c.pp > 1)
@@ -311,7 +313,8 @@ def test_flags_without_effect_that_nobody_typed_return_to_their_defaults(tmp_pat
     assert (cfg.schedule, cfg.parts) == (
         Pipeline().schedule,
         [4],
-    ) and capsys.readouterr().out == said
+    )
+    assert capsys.readouterr().out == said
 
 
 def test_a_new_default_keeps_the_needs_and_help_names_them(capsys):

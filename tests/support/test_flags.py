@@ -184,18 +184,18 @@ def places(tmp_path_factory):
 
 
 def place(value):
-    return (
-        tempfile.mkdtemp()
-        if value == "<tmp>"
-        else PLACES.get(value, value)
-        if isinstance(value, str)
-        else value
-    )
+    if value == "<tmp>":
+        return tempfile.mkdtemp()
+    if isinstance(value, str):
+        return PLACES.get(value, value)
+    return value
 
 
 def config_class(program: str):
     Config = importlib.import_module(program).Config
-    return with_report_flags(Config) if program.startswith("train_") else Config
+    if program.startswith("train_"):
+        return with_report_flags(Config)
+    return Config
 
 
 def config(program: str, flags: dict, ignored=""):
@@ -414,7 +414,10 @@ def observed(program: str, cfg, poison=0, launched=False, continues=False, drift
             seen.error = str(error)
         seen.final = weights(seen.stages)
     seen.printed, path = texts.getvalue(), Path(seen.out, "metrics.jsonl")
-    seen.log = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    if path.exists():
+        seen.log = [json.loads(line) for line in path.read_text().splitlines()]
+    else:
+        seen.log = []
     seen.lines = [line for line in seen.log if "loss" in line]
     seen.files = [str(path.relative_to(seen.out)) for path in sorted(Path(seen.out).rglob("*"))]
     seen.saved = [
@@ -618,7 +621,9 @@ def seconds(text: str) -> float:
 
 def exported(run) -> dict:
     path = Path(run.cfg.export_hf, "model.safetensors")
-    return load_file(path) if path.exists() else {}
+    if path.exists():
+        return load_file(path)
+    return {}
 
 
 # ---------------------------------------------------------------- the table
@@ -1558,13 +1563,12 @@ def test_every_flag_has_a_row():
             # the groups and the three recipes, which are copies
             shared = group.__module__ not in ("grpo", "generate")
             name = group.__module__
-            owner = (
-                "generate"
-                if name == "corpus.tokenizer"
-                else "grpo"
-                if name.startswith("rl.")
-                else name
-            )
+            if name == "corpus.tokenizer":
+                owner = "generate"
+            elif name.startswith("rl."):
+                owner = "grpo"
+            else:
+                owner = name
             tested = {
                 r.flag
                 for r in ROWS
@@ -1588,10 +1592,10 @@ def test_every_flag_has_a_row():
 def test_the_common_run_is_as_the_rows_take_it():
     """AdamW by hand, and the default schedule: what the rows' effects are differences to."""
     run = seen_once(observed, "train_llama3", "{}", "{}")
-    assert follows(run) and near(rates(run), [0.003, 0.00260459, 0.00165, 0.00069541])
-    assert not follows(run, beta1=0.95, beta2=0.9) and not follows(
-        run, decays=lambda fqn, w: w.dim() == 1
-    )
+    assert follows(run)
+    assert near(rates(run), [0.003, 0.00260459, 0.00165, 0.00069541])
+    assert not follows(run, beta1=0.95, beta2=0.9)
+    assert not follows(run, decays=lambda fqn, w: w.dim() == 1)
 
 
 @pytest.mark.slow

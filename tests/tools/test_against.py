@@ -67,9 +67,9 @@ def compared(kind: str, folder: str, mistake=nullcontext, **flags) -> tuple[str,
 @pytest.mark.parametrize("kind", KINDS)
 def test_our_models_are_those_of_transformers_everywhere(kind, folder):
     text, status = compared(kind, folder(kind))
-    assert status == 0 and text.startswith("no difference from ") and "not compared" not in text, (
-        text
-    )
+    assert status == 0, text
+    assert text.startswith("no difference from "), text
+    assert "not compared" not in text, text
 
 
 # ---------------------------------------------------------------- planted mistakes
@@ -179,7 +179,9 @@ def test_a_planted_mistake_is_named_by_its_module(name, folder):
     kind, planted, named = MISTAKES[name]
     text, status = compared(kind, folder(kind), planted)
     first = text.splitlines()[0]
-    assert status == 1 and first.startswith("first difference: ") and named in first, text
+    assert status == 1, text
+    assert first.startswith("first difference: "), text
+    assert named in first, text
     assert "; there it is model." in text  # the module's name in transformers
 
 
@@ -194,11 +196,9 @@ def test_a_forks_own_class_is_compared(folder):
     with mock.patch.object(train_llama3, "Llama3", Fork):
         text, status = compared("llama3", folder("llama3"))
     first = text.splitlines()[0]
-    assert (
-        status == 1
-        and first.startswith("first difference: forward of logits")
-        and "1.5 times" in first
-    ), text
+    assert status == 1, text
+    assert first.startswith("first difference: forward of logits"), text
+    assert "1.5 times" in first, text
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,10 @@ def really(recipe: str, flags: dict) -> dict:
         return replace(layout, compute_dtype=getattr(torch, cfg.compute_dtype))  # noqa: E731
 
     stages, optimizers, layout = dryrun.build(importlib.import_module(recipe).main, cfg, connect)
-    n = n_microbatches(layout) if layout.pp > 1 else layout.accumulation
+    if layout.pp > 1:
+        n = n_microbatches(layout)
+    else:
+        n = layout.accumulation
     # for memory: nothing is left over yet
     first = dryrun.observe(stages, optimizers, layout, cfg.seq_len, n, Settled(layout))
     # for collectives: all connections exist
@@ -102,7 +105,12 @@ def test_dry_run_equals_gloo(row):
                 assert step[key] == pytest.approx(first[key], rel=0.01), key
         # pipelines: another order of micro-batches; split experts: the real step has already freed
         # a tensor of sorted tokens
-        error = 0.15 if "pp" in flags else 0.02 if "etp" in flags else 0.01
+        if "pp" in flags:
+            error = 0.15
+        elif "etp" in flags:
+            error = 0.02
+        else:
+            error = 0.01
         assert rank.peak == pytest.approx(first["measured"], rel=error)
 
 
@@ -115,9 +123,10 @@ def test_another_plan_is_another_report(monkeypatch, left_out):
     cfg = config("train_llama3", dict(tp=2, dp_shard=2))
     plan = recipe.Llama3.tp_plan
     before = dryrun.make_report(recipe.main, cfg).ranks[0].step
-    whole = (
-        {f"blocks.*.ffn.w{i}": "sequence_linear" for i in (1, 2, 3)} if left_out == "ffn" else {}
-    )
+    if left_out == "ffn":
+        whole = {f"blocks.*.ffn.w{i}": "sequence_linear" for i in (1, 2, 3)}
+    else:
+        whole = {}
 
     def changed(model):
         return {k: v for k, v in plan(model).items() if left_out not in k.split(".")} | whole  # noqa: E731
@@ -162,7 +171,8 @@ def test_tokens_travel_in_parts_on_gpus(ep, parts):
         ]
 
     (on_cpu, size), (on_gpu, same) = exchanges("cpu"), exchanges("cuda")
-    assert (on_cpu, on_gpu) == (5 * 5, 5 * (1 + 4 * parts)) and same == size
+    assert (on_cpu, on_gpu) == (5 * 5, 5 * (1 + 4 * parts))
+    assert same == size
 
 
 def test_bound_counts_causal_attention_at_half():
@@ -188,20 +198,16 @@ def test_every_way_to_save_memory_shows():
     kept = {
         ac: report_of(ac=ac, **flags).ranks[0].activations for ac in ("op", "selective", "full")
     }
-    assert (
-        kept["full"] < kept["selective"] < plain.activations
-        and kept["full"] < kept["op"] < plain.activations
-    )
+    assert kept["full"] < kept["selective"] < plain.activations
+    assert kept["full"] < kept["op"] < plain.activations
     compiled, budget = (
         report_of(ac=ac, compile=True, **flags).ranks[0].activations for ac in ("none", "budget")
     )
     assert budget == compiled < plain.activations  # the report says so
     full = report_of(ac="full", **flags)
     # everything except the head: the loss computes the head's gradients in the forward
-    assert (
-        0.7 < full.ranks[0].flops("recompute") / full.ranks[0].flops("forward") < 0.9
-        and full.mfu_bound < 0.85
-    )
+    assert 0.7 < full.ranks[0].flops("recompute") / full.ranks[0].flops("forward") < 0.9
+    assert full.mfu_bound < 0.85
     offloaded = report_of(cpu_offload=True, **flags).ranks[0]
     assert offloaded.peak < plain.peak - 0.9 * (plain.step["parameters"] + plain.step["optimizer"])
     wide = report_of(**flags | dict(compute_dtype="float32")).ranks[0]
@@ -239,7 +245,8 @@ def test_torchrun_is_not_needed():
     env = dict(os.environ, RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="29500")
     command = [sys.executable, REPO / "train_llama3.py", "--dry_run"]
     done = run_program(command, env=env, timeout=120)
-    assert done.returncode == 2 and "use python, not torchrun" in done.stderr
+    assert done.returncode == 2
+    assert "use python, not torchrun" in done.stderr
 
 
 # ---------------------------------------------------------------- schedules and pictures
@@ -287,10 +294,8 @@ def test_the_report_of_a_layout_no_laptop_has(tmp_path):
     assert "80 GB: fits, 141 GB: fits, 192 GB: fits" in done.stdout
     lines = [line.split() for line in done.stdout.splitlines()]
     wo = next(line for line in lines if line[:1] == ["attn.wo.weight"])
-    assert (
-        wo[1:4] == ["4096", "x", "4096"]
-        and " ".join(wo[4:11]) == "tp: columns, fsdp: rows 32 x 512"
-    )
+    assert wo[1:4] == ["4096", "x", "4096"]
+    assert " ".join(wo[4:11]) == "tp: columns, fsdp: rows 32 x 512"
     # two per block and direction, each of 8192 x 4096 bf16
     assert ["forward", "tp", "all_gather", "2", "128", "MiB"] in [line[:6] for line in lines]
     assert ["backward", "tp", "reduce_scatter", "2", "128", "MiB"] in [line[:6] for line in lines]
@@ -305,11 +310,11 @@ def test_one_block_of_split_experts():
         importlib.import_module("train_qwen3").main, config("train_qwen3", flags)
     )
     moved = {tuple(key): number for *key, number, _, _ in list_collectives(step)}
-    assert name == "2" and [split for n, _, split, _ in parameters if n == "moe.experts.w1"] == [
-        "ep: dim 0"
-    ]
+    assert name == "2"
+    assert [split for n, _, split, _ in parameters if n == "moe.experts.w1"] == ["ep: dim 0"]
     # no counts go back
-    assert moved["forward", "ep", "all_to_all"] == 3 and moved["backward", "ep", "all_to_all"] == 2
+    assert moved["forward", "ep", "all_to_all"] == 3
+    assert moved["backward", "ep", "all_to_all"] == 2
     assert (
         moved["forward", "fsdp", "all_gather"] == moved["backward", "fsdp", "reduce_scatter"] == 1
     )
@@ -372,11 +377,12 @@ def test_the_guide_names_functions_that_exist():
         for line in GUIDE.read_text().split("Function")[1:]
         for name in re.findall(r"`(\w+)`", line.split(".")[0])
     ]
-    assert len(named) > 8 and [
-        name for name in named if not any(hasattr(m, name) for m in rooms)
-    ] == ["tp_plan"]
+    assert len(named) > 8
+    assert [name for name in named if not any(hasattr(m, name) for m in rooms)] == ["tp_plan"]
     pictures = re.findall(r"!\[\w+\]\((\S+)\)", GUIDE.read_text())
-    assert len(pictures) > 5 and all((GUIDE.parent / name).exists() for name in pictures)
+    assert len(pictures) > 5
+    for name in pictures:
+        assert (GUIDE.parent / name).exists()
 
 
 # axis of the guide's table: flags of the run, and the guide's word for each (axis, operation) of
@@ -435,21 +441,18 @@ def test_best_layouts_are_dry_runs_of_their_flags(monkeypatch, capsys):
         monkeypatch.setitem(best.MACHINES, "H100", (80, speed, speed))
         best.print_best(main, cfg, 4, "H100")
         title, _, _, *rows = capsys.readouterr().out.splitlines()
-        assert (
-            title.startswith("26 legal layouts of 4 devices") and "--global_batch_size 16:" in title
-        )
+        assert title.startswith("26 legal layouts of 4 devices")
+        assert "--global_batch_size 16:" in title
         found.append([re.split("  +", row) for row in rows])
-        assert (
-            len(rows) == 3
-            and {row[3] for row in found[-1]} == bounds
-            and all("--tp 2" in row[4] for row in found[-1])
-        )
+        assert len(rows) == 3
+        assert {row[3] for row in found[-1]} == bounds
+        for row in found[-1]:
+            assert "--tp 2" in row[4]
         assert found[-1] == sorted(found[-1], key=lambda row: float(row[0][:-2]))
     flags = dict(pair.split() for pair in found[1][1][4].removeprefix("--").split(" --"))
     c = replace(cfg, **{name: int(n) for name, n in flags.items()}, global_batch_size=16)
-    assert flags["ep"] == "2" and found[1][1][2] == dryrun.human(
-        dryrun.make_report(main, c).ranks[0].peak
-    )
+    assert flags["ep"] == "2"
+    assert found[1][1][2] == dryrun.human(dryrun.make_report(main, c).ranks[0].peak)
     monkeypatch.setitem(best.MACHINES, "H100", (1e-3, 1e6, 1e6))
     refuses(
         "none of 26 legal layouts fits a device of 0.001 GB; of 3 dry runs",

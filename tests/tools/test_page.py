@@ -166,9 +166,11 @@ def test_the_page(recipe, flags):
     text, page, report = page_of(recipe, flags, counted=flags.get("pp") != 2)
     layout = report.layout
     # nothing is downloaded
-    assert "://" not in text and not page.values("src") | page.values("href")
+    assert "://" not in text
+    assert not page.values("src") | page.values("href")
     ranks = {str(r) for r in range(layout.world_size)}
-    assert page.values("data-rank") == ranks and {f"rank{r}" for r in ranks} <= page.values("id")
+    assert page.values("data-rank") == ranks
+    assert {f"rank{r}" for r in ranks} <= page.values("id")
     assert "python the <command> & more" in page.texts
     assert {
         "here while the block runs",
@@ -319,7 +321,8 @@ def browse(folder: Path, page: Path, state: str, *options) -> str:
 def make(name: str, folder: Path) -> Path:
     page = folder / f"{name}.html"
     done = run(*PAGES[name][0].split(), "--explain", "--html", page)
-    assert done.returncode == 0 and f"{page}: what every rank holds" in done.stdout, done.stderr
+    assert done.returncode == 0, done.stderr
+    assert f"{page}: what every rank holds" in done.stdout, done.stderr
     return page
 
 
@@ -351,9 +354,13 @@ def test_a_browser_shows_the_page(name, tmp_path):
         re.search(r"<title>(.*?)</title>", dom, re.S)[1].replace("&amp;", "&").split("; ")
     )
     assert sizes == "11 false"  # pixels of the smallest text; pictures scroll, the page does not
-    inner = 4 if name == "dense" else 1
+    if name == "dense":
+        inner = 4
+    else:
+        inner = 1
     after = 1 + inner
-    assert seen[0].startswith("Rank 2 holds | undefined") and seen[1].startswith("Rank 1 holds | 1")
+    assert seen[0].startswith("Rank 2 holds | undefined")
+    assert seen[1].startswith("Rank 1 holds | 1")
     assert seen[2].startswith(f"Rank {after} holds | {after}")
     last = 32 if name == "pipeline" else 2  # a forward and a backward, not shown
     assert [text.split(" | ")[2] for text in seen] == [

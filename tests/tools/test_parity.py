@@ -232,13 +232,12 @@ def test_a_recipe_runs_as_if_started_by_python_and_is_recorded(fork, tmp_path):
     pipes = dict(text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     both = [subprocess.Popen(command, cwd=tmp_path, **pipes) for command in commands]
     (plain, _), (recorded, errors) = (process.communicate(timeout=100) for process in both)
-    assert [process.returncode for process in both] == [7, 7] and recorded == plain, errors
+    assert [process.returncode for process in both] == [7, 7], errors
+    assert recorded == plain, errors
     said = json.loads(plain)
-    assert (
-        said["path"] == str(fork)
-        and said["argv"] == [str(fork / "mine.py"), "--flag", "x"]
-        and said["neighbour"] == "mine"
-    )
+    assert said["path"] == str(fork)
+    assert said["argv"] == [str(fork / "mine.py"), "--flag", "x"]
+    assert said["neighbour"] == "mine"
     assert said["gradient"] == [[6.0], [6.0]]
     assert sorted(file.name for file in (tmp_path / "record").iterdir()) == [
         f"{step}-0.pt" for step in range(4)
@@ -246,7 +245,8 @@ def test_a_recipe_runs_as_if_started_by_python_and_is_recorded(fork, tmp_path):
     for step in range(4):
         part = torch.load(tmp_path / "record" / f"{step}-0.pt")
         for kind in "gradient", "weight":
-            assert part[kind].keys() == {"weight"} and part[kind]["weight"].tolist() == [
+            assert part[kind].keys() == {"weight"}
+            assert part[kind]["weight"].tolist() == [
                 [step],
                 [step],
             ]
