@@ -60,8 +60,18 @@ def run(command: list, cwd=REPO, **options) -> str:
     return ended(command, cwd, **options).stdout
 
 
+def json_lines(file) -> list[dict]:
+    """The objects of a file that has one in each line."""
+    return [json.loads(line) for line in Path(file).read_text().splitlines()]
+
+
 def metrics(out) -> list[dict]:
-    return [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+    return json_lines(Path(out) / "metrics.jsonl")
+
+
+def column(lines: list[dict], name: str) -> list:
+    """One value of each line of a log, in order; a line without it is a KeyError."""
+    return [line[name] for line in lines]
 
 
 def train_lines(out) -> list[dict]:

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 from chats import chat_folder, conversations
+from observe import observed
 from runs import MODEL
 from test_data import flat, refused, sentences, take
-from test_flags import observed
 
 import train_llama3
 from corpus.build import build_shards

@@ -8,9 +8,9 @@ import shutil
 from dataclasses import asdict, replace
 
 import pytest
+from observe import MODEL, equal, hashes, observed, steps
 from saves import IDENTITY, assert_same, save_run, saver, trained
 from test_data import refused, sentences
-from test_flags import MODEL, equal, hashes, observed, steps
 
 import train_llama3
 from data import DataConfig, open_data
