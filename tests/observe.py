@@ -23,7 +23,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from programs import free_port
-from runs import column, json_lines
+from runs import column, having, json_lines
 
 import distributed.launch
 import generate
@@ -297,7 +297,7 @@ def read_folder(seen) -> None:
     seen.log = []
     if (out / "metrics.jsonl").exists():
         seen.log = json_lines(out / "metrics.jsonl")
-    seen.lines = [line for line in seen.log if "loss" in line]
+    seen.lines = having(seen.log, "loss")
     seen.files = []
     seen.saved = []
     for path in sorted(out.rglob("*")):

@@ -74,8 +74,13 @@ def column(lines: list[dict], name: str) -> list:
     return [line[name] for line in lines]
 
 
+def having(lines: list, name: str) -> list:
+    """The lines with this name: a key of a line of a log, or words of a printed line."""
+    return [line for line in lines if name in line]
+
+
 def train_lines(out) -> list[dict]:
-    return [line for line in metrics(out) if "loss" in line]
+    return having(metrics(out), "loss")
 
 
 # of a launcher that runs these tests

@@ -24,6 +24,7 @@ import pytest
 import torch
 from pool import pool
 from programs import REPO, run_program
+from runs import json_lines
 from saves import refuses
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -649,7 +650,7 @@ def test_stdlib_selection(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(root)})
     target = tmp_path / "stdlib.jsonl"
     texts.collect_stdlib(cache.stdlib_files(), target)
-    records = [json.loads(line) for line in open(target)]
+    records = json_lines(target)
     assert [record["split_key"] for record in records if record["text"]] == [
         "a.py",
         "big.py",

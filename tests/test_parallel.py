@@ -30,6 +30,7 @@ from layouts import (
     train,
 )
 from pool import pool
+from runs import column
 from tables import as_parameters
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -164,7 +165,7 @@ def test_two_runs_are_equal_to_the_last_bit():
     first, second = (
         pool(4).run(train, config(), dict(tp=2, deterministic=True), 8, 2)[0] for _ in range(2)
     )
-    assert [s["loss"] for s in first[:-1]] == [s["loss"] for s in second[:-1]]
+    assert column(first[:-1], "loss") == column(second[:-1], "loss")
     for fqn, w in first[-1]["weights"].items():
         assert torch.equal(w, second[-1]["weights"][fqn])
 

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import MLA, MODEL, REPO, Job, ended, launch, metrics, run, train_lines
+from runs import MLA, MODEL, REPO, Job, column, ended, having, launch, metrics, run, train_lines
 
 import train_llama3
 from corpus.build import build_shards
@@ -253,11 +253,11 @@ def check_run_folder(out: Path, script: str):
     """DESIGN's contract of a run folder, after 4 steps that were all logged."""
     lines = metrics(out)
     train, val = (
-        [line for line in lines if "loss" in line],
-        [line for line in lines if "val_loss" in line],
+        having(lines, "loss"),
+        having(lines, "val_loss"),
     )
-    assert [line["step"] for line in train] == [1, 2, 3, 4]
-    assert [line["step"] for line in val] == [4]
+    assert column(train, "step") == [1, 2, 3, 4]
+    assert column(val, "step") == [4]
     for line in train:
         assert math.isfinite(line["loss"])
         assert line["tokens"] == line["step"] * train[0]["tokens"]
@@ -310,10 +310,8 @@ def test_published_command(command, folder):
         assert f"checkpoint: out/{COMMANDS.index(command)}/checkpoints/step-4" in stdout
         assert "sample (" in stdout  # the curve, the checkpoint, a sample: how every run ends
     elif script == "grpo.py":
-        lines = [line for line in metrics(out) if "reward_mean" in line]
-        assert (
-            [line["step"] for line in lines] == [1, 2] == [line["policy_version"] for line in lines]
-        )
+        lines = having(metrics(out), "reward_mean")
+        assert column(lines, "step") == [1, 2] == column(lines, "policy_version")
         for line in lines:
             assert TRAIN_KEYS | {"logprob_max_diff", "logprob_k3"} <= set(line)
         assert sum("eval_reward" in line for line in metrics(out)) == 2
@@ -375,7 +373,7 @@ EXACT = ["--compute_dtype", "float32", "--local_batch_size", 2, "--global_batch_
 
 
 def assert_same_training(a: list[dict], b: list[dict]):
-    assert [line["step"] for line in a] == [line["step"] for line in b]
+    assert column(a, "step") == column(b, "step")
     for x, y in zip(a, b):
         assert {k: x[k] for k in ("tokens", "lr", "tokens_hash")} == {
             k: y[k] for k in ("tokens", "lr", "tokens_hash")
@@ -515,7 +513,7 @@ def test_a_run_goes_on_with_other_rounding_and_processes_and_the_same_batch(tmp_
         json.loads(path.read_text())
         for path in (tmp_path / "config.json", tmp_path / "checkpoints/step-8/config.json")
     ]
-    assert [config["global_batch_size"] for config in saved] == [16, 16]
+    assert column(saved, "global_batch_size") == [16, 16]
 
 
 @pytest.mark.slow

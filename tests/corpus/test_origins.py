@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
+from runs import column
 
 import corpus.build
 from corpus.build import build_shards
@@ -83,7 +84,7 @@ def test_lines_of_json(tmp_path, monkeypatch, name):
     pieces = len(data.entries["train"])
     assert (pieces > 3) == (name == "many.jsonl")
     found = check_every_label(data, files_of_parts(cfg)[""], text_of_line)
-    assert found == sum(entry["documents"] for entry in data.entries["train"])
+    assert found == sum(column(data.entries["train"], "documents"))
 
 
 def test_lines_of_text(tmp_path, monkeypatch):

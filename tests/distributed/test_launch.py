@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from pool import forkserver
 from programs import REPO, free_port
-from runs import Job
+from runs import Job, column, having
 from torch.distributed.run import get_args_parser
 
 import train_llama3
@@ -147,7 +147,7 @@ def assert_same_run(out, other, tolerance=None):
         [{key: line[key] for key in SAME} for line in read_lines(f"{run}/metrics.jsonl")]
         for run in (out, other)
     )
-    assert [line["step"] for line in ours] == list(range(1, len(theirs) + 1))
+    assert column(ours, "step") == list(range(1, len(theirs) + 1))
     if tolerance is None:
         assert ours == theirs
         (step, path), (other_step, other_path) = (
@@ -235,7 +235,7 @@ def test_a_slow_rank_is_named(tmp_path, start):
     script.write_text(script.read_text().replace("for step in", slow, 1))
     assert start(tmp_path / "run", 2, "--steps", 4, script=script).end() == 0
     # not in a slow first step
-    late = [line for line in read_lines(f"{tmp_path}/run/metrics.jsonl") if "slowest_rank" in line]
+    late = having(read_lines(f"{tmp_path}/run/metrics.jsonl"), "slowest_rank")
     assert len(late) >= 2
     assert {(line["slowest_rank"], line["slowest_host"]) for line in late} == {
         (1, socket.gethostname())
@@ -399,7 +399,7 @@ def test_on_nan_skip(tmp_path):
     lines = list(read_lines(f"{out}/metrics.jsonl"))
     assert [line["step"] for line in lines if line["grad_norm"] is None] == [5]
     assert len(lines) == 7
-    assert len({line["tokens_hash"] for line in lines}) == 7
+    assert len(set(column(lines, "tokens_hash"))) == 7
     assert lines[-1]["tokens"] == 7 * 64
     steps = [path for _, path in reversed(step_folders(str(out)))]
     differ = [diff(a, b) for a, b in itertools.pairwise(steps)]

@@ -2,7 +2,6 @@
 pass, and a typical wrong one is told what is wrong. The answers are in tests/answers/."""
 
 import importlib
-import json
 import re
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ import feedback
 import pytest
 from bugs import BUGS, planted_bug
 from course import COURSE, functions, original, source_of, with_blanks
-from runs import MODEL, REPO, ended, launch
+from runs import MODEL, REPO, column, ended, json_lines, launch
 from submission import plant
 from test_mutants import changed_functions
 from tried import answers, table
@@ -211,11 +210,11 @@ def test_a_class_is_graded_unattended(tmp_path):
         for file, text in files.items():
             (folder / file).write_text(text)
     run("grade", tmp_path / "class", "--json", tmp_path / "out.jsonl", "--limit", 300)
-    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert [row["verdict"] for row in rows] == [verdict for *_, verdict, _ in SUBMISSIONS], rows
+    rows = json_lines(tmp_path / "out.jsonl")
+    assert column(rows, "verdict") == [verdict for *_, verdict, _ in SUBMISSIONS], rows
     for row, (*_, words) in zip(rows, SUBMISSIONS, strict=True):
         assert words in row["message"], rows
-    assert [row["student"] for row in rows] == [f"{i:02}" for i in range(len(rows))]
+    assert column(rows, "student") == [f"{i:02}" for i in range(len(rows))]
     assert rows[0]["exercise"] == 7
     # natural_order is right in all; a submission that is refused has no points
     points = {"solved": 2, "refused": 0}

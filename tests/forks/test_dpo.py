@@ -16,7 +16,7 @@ from policy import (
     trainer_of,
 )
 from pool import pool
-from runs import REPO, launch, run, train_lines
+from runs import REPO, column, launch, run, train_lines
 from saves import refuses
 
 from forks.train_dpo import split_pair, update_policy
@@ -132,7 +132,7 @@ def test_runs(tmp_path):
             )
             said = run(command, env=ENV)
         found = train_lines(tmp_path / name)
-        assert [line["step"] for line in found] == [*range(1, 9)]
+        assert column(found, "step") == [*range(1, 9)]
         assert "accuracy 1.000" in said
         assert found[0]["loss"] == pytest.approx(0.6931472, abs=1e-5)
         assert found[-1]["loss"] < 0.6

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from runs import ENV, MODEL, REPO, launch, metrics, run, train_lines
+from runs import ENV, MODEL, REPO, column, having, launch, metrics, run, train_lines
 from saves import trained
 from test_guarded import write_copy
 
@@ -90,10 +90,10 @@ def test_continued_on_another_layout_the_average_is_that_of_an_uninterrupted_run
     assert len(one) == 2 * 21
     torch.testing.assert_close(two, one, atol=2e-5, rtol=1e-4)
     train(launch(1, REPO / "train_llama3.py", *FLAGS, "--out", "plain"))
-    losses = [[line["loss"] for line in train_lines(tmp_path / out)] for out in ("plain", "one")]
+    losses = [column(train_lines(tmp_path / out), "loss") for out in ("plain", "one")]
     assert losses[0] == losses[1]
     vals = [
-        [line["val_loss"] for line in metrics(tmp_path / out) if "val_loss" in line]
+        column(having(metrics(tmp_path / out), "val_loss"), "val_loss")
         for out in ("plain", "one", "two")
     ]
     assert vals[1] == pytest.approx(vals[2], abs=1e-5)

@@ -4,7 +4,7 @@ and training as without."""
 import json
 
 import pytest
-from runs import ENV, MODEL, REPO, launch, metrics, run, train_lines
+from runs import ENV, MODEL, REPO, column, having, launch, metrics, run, train_lines
 from test_guarded import FLAGS, write_copy
 
 
@@ -51,8 +51,8 @@ def test_a_task_in_training_has_the_numbers_of_evaluate(tmp_path):
             *layout.split(),
             *["--eval_task", "task.jsonl"] * len(task),
         )
-        losses.append([line["loss"] for line in train_lines(tmp_path / out)])
-        found += [[line for line in metrics(tmp_path / out) if "eval_acc" in line]] * len(task)
+        losses.append(column(train_lines(tmp_path / out), "loss"))
+        found += [having(metrics(tmp_path / out), "eval_acc")] * len(task)
     assert losses[0] == losses[1]
     for of_layout in losses[2:]:
         assert losses[0] == pytest.approx(of_layout, rel=1e-5)

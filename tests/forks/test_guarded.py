@@ -5,7 +5,7 @@ import re
 
 import pytest
 from programs import run_program
-from runs import ENV, MODEL, REPO, launch, train_lines
+from runs import ENV, MODEL, REPO, column, launch, train_lines
 
 from storage.commands import diff
 
@@ -81,9 +81,7 @@ def test_a_spike_and_a_flipped_bit_are_caught_and_a_quiet_run_is_the_same(tmp_pa
     assert status == 0, said[-2000:]
     assert "step skipped" not in said, said[-2000:]
     assert train("plain", flags=[])[0] == 0
-    losses = [
-        [line["loss"] for line in train_lines(tmp_path / name)] for name in ("plain", "quiet")
-    ]
+    losses = [column(train_lines(tmp_path / name), "loss") for name in ("plain", "quiet")]
     steps = [str(tmp_path / name / "checkpoints/step-24") for name in ("plain", "quiet")]
     assert losses[0] == losses[1]
     assert diff(*steps) == 0

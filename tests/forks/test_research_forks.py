@@ -12,6 +12,7 @@ import runs
 import torch
 from programs import run_program
 from research_forks import CODE, IMPORTS, REPO, M, write_fork
+from runs import column
 from saves import refuses
 from torch import nn
 
@@ -388,7 +389,7 @@ def test_a_groups_own_rate_keeps_its_share():
     optimizer = torch.optim.AdamW([{"params": [p]}, {"params": [q], "lr": 0.1}], lr=0.4)
     for lr in 0.4, 0.2, 0.0, 1.0:
         assert set_lr([optimizer], lr) == lr
-        assert [group["lr"] for group in optimizer.param_groups] == [lr, lr / 4]
+        assert column(optimizer.param_groups, "lr") == [lr, lr / 4]
 
 
 def test_numbers_outside_of_the_state_are_found_and_restored():

@@ -8,6 +8,7 @@ import pytest
 import torch.distributed as dist
 from chats import chat_folder
 from policy import TINY, hf_folder, run, steps_of
+from runs import json_lines
 from saves import refuses
 
 import evaluate
@@ -261,7 +262,7 @@ def test_a_run_with_chat_options_is_continued_without_them(tmp_path):
     said = run(1, *flags, *asked[4:], "--no-chat", "--load_step", 1, "--steps", 3)
     assert "the batch in the checkpoint was made with other flags" in said
     assert "--system Be brief. -> " in said
-    shown = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").open()]
+    shown = json_lines(tmp_path / "run" / "samples.jsonl")
     prompts = {step: {s["prompt"] for s in shown if s["step"] == step} for step in (1, 2, 3)}
     for prompt in prompts[1]:
         assert re.fullmatch(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from chats import chat_folder, conversations, judged
 from layouts import Flags, drawn, initialised
-from runs import MODEL, launch, metrics, run, train_lines
+from runs import MODEL, column, having, launch, metrics, run, train_lines
 from test_data import call_cli, change_index, copy_of, refused, take
 from transformers import AutoTokenizer
 
@@ -566,9 +566,9 @@ def test_every_layout_trains_what_one_process_does(one_process, tmp_path, kind, 
         }
         for key in {"loss", "grad_norm", "val_loss", "val_bits_per_byte"} & x.keys():
             assert abs(x[key] - y[key]) <= 2e-5 * x[key], (key, x[key], y[key])
-    lines = [line for line in said.splitlines() if "conversations in" in line]
+    lines = having(said.splitlines(), "conversations in")
     assert len(lines) == 1
-    assert lines == [line for line in printed.splitlines() if "conversations in" in line]
+    assert lines == having(printed.splitlines(), "conversations in")
 
 
 @pytest.mark.slow
@@ -600,7 +600,7 @@ def test_a_run_goes_on_in_another_layout_and_is_exported(one_process, tmp_path, 
     one, two = train_lines(out), train_lines(tmp_path / "two")
     assert "continuing from" in said
     assert "sample (" in said
-    assert [line["tokens_hash"] for line in two] == [line["tokens_hash"] for line in one]
+    assert column(two, "tokens_hash") == column(one, "tokens_hash")
     for x, y in zip(one, two, strict=True):
         assert abs(x["loss"] - y["loss"]) <= 2e-5 * x["loss"]
     exported, merged = load_hf_model(str(tmp_path / "hf"))[0], load_model(str(tmp_path / "two"))[0]
@@ -622,7 +622,7 @@ def test_a_chat_is_learned_and_asked(chats, one_process, tmp_path):
     # the sample is asked as trained
     assert f"generate.py --checkpoint {out} --prompt" in said
     assert " --chat):\n\n" in said
-    lines = [line["loss"] for line in train_lines(out)]
+    lines = column(train_lines(out), "loss")
     assert "--doc_mask packs several into one" in said
     assert "sample (" in said
     assert lines[-1] < lines[0] - 0.5

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 
 import pytest
 from observe import MODEL, equal, hashes, observed, steps
+from runs import column
 from saves import IDENTITY, assert_same, save_run, saver, trained
 from test_data import refused, sentences
 
@@ -215,4 +216,4 @@ def test_phases_of_a_recipe(tmp_path):
     assert len(parts.batches) == 2
     assert equal(parts.final, whole.final)
     assert hashes(parts) == hashes(whole)
-    assert [x["loss"] for x in parts.lines] == [x["loss"] for x in whole.lines]
+    assert column(parts.lines, "loss") == column(whole.lines, "loss")

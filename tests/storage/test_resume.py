@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 
 import pytest
 from layouts import config
+from runs import having
 from saves import IDENTITY, path, refuses, save_run, saver, trained
 
 import grpo
@@ -337,7 +338,7 @@ def test_a_command_behind_each_checkpoint(tmp_path, capsys):
         assert checkpoints.save(step, {"step": step})
     checkpoints.close()
     assert (tmp_path / "copied").read_text().split() == ["step-1", "step-2", "step-3"]
-    said = [line for line in capsys.readouterr().out.splitlines() if "after_save" in line]
+    said = having(capsys.readouterr().out.splitlines(), "after_save")
     assert said == [
         f"checkpoint: --after_save FAILED for {out}/checkpoints/step-3, status 1: no room"
     ]

@@ -50,7 +50,7 @@ from observe import (
     written,
 )
 from programs import REPO
-from runs import column
+from runs import column, having
 from safetensors.torch import load_file
 
 import parallel
@@ -153,7 +153,7 @@ def places(tmp_path_factory):
         folder / "shards",
     )
     tokenizer = json.loads(Path(PLACES["<shards>"], "tokenizer.json").read_text())
-    tokenizer["model"]["merges"], known = [], {entry["id"] for entry in tokenizer["added_tokens"]}
+    tokenizer["model"]["merges"], known = [], set(column(tokenizer["added_tokens"], "id"))
     tokenizer["model"]["vocab"] = {
         k: v for k, v in tokenizer["model"]["vocab"].items() if len(k) == 1 or v in known
     }
@@ -673,7 +673,7 @@ def _(new, old):
 
 @row("val_every", 3)
 def _(new, old):
-    assert [line["step"] for line in new.log if "val_loss" in line] == [3, 4]
+    assert column(having(new.log, "val_loss"), "step") == [3, 4]
 
 
 @row("val_batches", 2, val_every=4)
@@ -856,7 +856,7 @@ def _(new, old):
 @row("moe_aux_coef", 5.0, program="train_qwen3", moe_balance="aux")
 def _(new, old):
     assert router(new).norm() > 2 * router(old).norm()
-    assert near([line["loss"] for line in new.lines[:1]], [old.lines[0]["loss"]])
+    assert near(column(new.lines[:1], "loss"), [old.lines[0]["loss"]])
 
 
 @row("moe_aux_coef", 5.0, program="train_deepseek")
@@ -904,14 +904,14 @@ def advantages_by_hand(run, penalty=lambda s: 0.0, scale=lambda rewards: 1.0) ->
         scores = torch.tensor([s["reward"] + penalty(s) for s in group], dtype=torch.float64)
         wanted = (scores - scores.mean()) / scale(scores)
         if not torch.allclose(
-            wanted, torch.tensor([s["advantage"] for s in group], dtype=torch.float64), atol=1e-4
+            wanted, torch.tensor(column(group, "advantage"), dtype=torch.float64), atol=1e-4
         ):
             return False
-    return any(s["advantage"] for s in run.batches[0])
+    return any(column(run.batches[0], "advantage"))
 
 
 def tokens_of(run) -> list:
-    return [s["ids"] for s in run.samples[0]]
+    return column(run.samples[0], "ids")
 
 
 def kept_samples(seen) -> int:
@@ -953,7 +953,7 @@ SUMS = dict(env="dataset", env_data="<sums>", seq_len=24)
 
 @rl("eval_data", "<sums2>", eval_every=2, **SUMS | dict(eval_n=-1))
 def _(new, old):
-    assert {line["eval_n"] for line in new.log if "eval_n" in line} == {50}
+    assert set(column(having(new.log, "eval_n"), "eval_n")) == {50}
 
 
 @rl("reward", "number", paid, **SUMS)
@@ -973,7 +973,7 @@ BROKEN = dict(env="<broken>")
 @rl("failed_reward", -1.0, **BROKEN)
 def _(new, old):
     assert new.batches
-    assert {s["reward"] for s in new.batches[0]} == {-1.0, 1.0}
+    assert set(column(new.batches[0], "reward")) == {-1.0, 1.0}
     assert "no reward" in old.error
 
 
@@ -1067,7 +1067,7 @@ def _(new, old):
 
 @rl("dynamic_sampling", 2, group_size=2)
 def _(new, old):
-    assert max(line["prompts_drawn"] for line in new.lines) > 4
+    assert max(column(new.lines, "prompts_drawn")) > 4
 
 
 @rl("overlong_tokens", 4)
@@ -1077,7 +1077,7 @@ def _(new, old):
 
 @rl("mask_truncated", True)
 def _(new, old):
-    assert any(s["truncated"] for s in new.batches[0])
+    assert any(column(new.batches[0], "truncated"))
     for s in new.batches[0]:
         if s["truncated"]:
             assert sum(s["mask"]) == 0
@@ -1119,7 +1119,7 @@ def _(new, old):
 
 @rl("control", "random")
 def _(new, old):
-    assert {s["reward"] for s in new.batches[0]} == {0.0, 1.0}
+    assert set(column(new.batches[0], "reward")) == {0.0, 1.0}
     assert tokens_of(new) == tokens_of(old)
 
 
@@ -1177,13 +1177,8 @@ def _(new, old):
 def _(new, old):
     assert {loss[1].shape[0] for loss in new.losses} == {1}
     assert hashes(new) == hashes(old)
-    assert near(*([line["grad_norm"] for line in run.lines] for run in (new, old)))
-    assert (
-        0
-        <= max(line["padding"] for line in new.lines)
-        < min(line["padding"] for line in old.lines)
-        < 1
-    )
+    assert near(*(column(run.lines, "grad_norm") for run in (new, old)))
+    assert 0 <= max(column(new.lines, "padding")) < min(column(old.lines, "padding")) < 1
 
 
 @rl("rollout_rows", 8)
@@ -1199,12 +1194,12 @@ def _(new, old):
 
 @rl("eval_every", 1)
 def _(new, old):
-    assert [line["step"] for line in new.log if "eval_reward" in line] == [0, 1, 2]
+    assert column(having(new.log, "eval_reward"), "step") == [0, 1, 2]
 
 
 @rl("eval_n", 5, eval_every=2)
 def _(new, old):
-    assert {line["eval_n"] for line in new.log if "eval_reward" in line} == {5}
+    assert set(column(having(new.log, "eval_reward"), "eval_n")) == {5}
 
 
 @rl("eval_k", 3, eval_every=2)

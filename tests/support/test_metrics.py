@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from runs import column, json_lines
 from saves import refuses
 
 from tools.reports.options import run_report
@@ -123,7 +124,7 @@ def test_continued_run_drops_the_lines_that_it_does_again(tmp_path, capsys):
     )
     train(m, [4])
     m.close()
-    assert [line["step"] for line in strict_lines(tmp_path)] == [1, 2, 3, 3, 4]
+    assert column(strict_lines(tmp_path), "step") == [1, 2, 3, 3, 4]
     assert strict_lines(tmp_path)[-1]["tokens"] == 400
     make(tmp_path).close()  # a new run in the same folder begins with nothing
     assert strict_lines(tmp_path) == []
@@ -179,7 +180,7 @@ def test_only_logged_steps_read_the_loss_and_means_cover_the_interval(tmp_path, 
         clock[0] += 100.0  # validation and checkpoints are no training time
     m.close()
     lines = strict_lines(tmp_path)
-    assert [line["step"] for line in lines] == [1, 4, 8]
+    assert column(lines, "step") == [1, 4, 8]
     for line in lines:
         assert (line["step_time_s"], line["data_time_s"], line["tokens_per_second"]) == (
             2.0,
@@ -374,9 +375,9 @@ def test_lines_of_a_run_whose_checkpoints_are_gone_are_kept(tmp_path, capsys):
         if n == 1:
             assert "no checkpoint to continue" not in said
     assert "has lines up to step 3, and there is no checkpoint to continue" in said
-    kept = [json.loads(line) for line in (tmp_path / "metrics.old-1.jsonl").open()]
-    new = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
-    assert [line["step"] for line in kept] == [line["step"] for line in new] == [1, 2, 3]
+    kept = json_lines(tmp_path / "metrics.old-1.jsonl")
+    new = json_lines(tmp_path / "metrics.jsonl")
+    assert column(kept, "step") == column(new, "step") == [1, 2, 3]
     make(tmp_path).close()
     assert (tmp_path / "metrics.old-2.jsonl").exists()
     make(tmp_path).close()  # no line yet: nothing to keep
@@ -392,11 +393,11 @@ def test_a_full_disk_at_a_log_line_ends_no_run(tmp_path, capsys):
     train(m, [2, 3])
     said = capsys.readouterr().out
     assert said.count("metrics.jsonl cannot be written (No space left on device)") == 1  # once
-    assert [line["step"] for line in strict_lines(tmp_path)] == [1]
+    assert column(strict_lines(tmp_path), "step") == [1]
     m.file = whole
     train(m, [4])
     assert "is written again, with all lines" in capsys.readouterr().out
-    assert [line["step"] for line in strict_lines(tmp_path)] == [1, 2, 3, 4]
+    assert column(strict_lines(tmp_path), "step") == [1, 2, 3, 4]
     m.file = open("/dev/full", "wb", buffering=0)
     train(m, [5])
     m.close()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from runs import MODEL, ended, launch, run, train_lines
+from runs import MODEL, column, ended, launch, run, train_lines
 
 import train_llama3
 from corpus.origins import find_origin, spans_of
@@ -73,7 +73,7 @@ def sequences(text: str) -> dict[int, tuple]:
 
 def step_of_spike(root: Path) -> int:
     """The step whose loss is above that of the step before by most."""
-    losses = [line["loss"] for line in train_lines(root / "run")]
+    losses = column(train_lines(root / "run"), "loss")
     return 2 + max(range(len(losses) - 1), key=lambda i: losses[i + 1] - losses[i])
 
 
