@@ -1,5 +1,6 @@
 """A small net with an optimizer and checkpoints, for the tests of checkpoint.py and storage/."""
 
+import contextlib
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -136,6 +137,17 @@ def refuses(words, function, *args, **flags) -> str:
         function(*args, **flags)
     assert "\n" not in str(error.value)
     return str(error.value)
+
+
+@contextlib.contextmanager
+def refused(*parts):
+    """Checks that the statements below raise a ValueError of one line that holds these parts."""
+    with pytest.raises(ValueError) as error:
+        yield
+    line = str(error.value)
+    assert "\n" not in line
+    for part in parts:
+        assert part in line, line
 
 
 def stops(capsys, command, *args) -> str:

@@ -96,12 +96,6 @@ def flat(batches, name="tokens") -> torch.Tensor:
     return torch.cat([getattr(batch, name).flatten(0, 1) for batch in batches])
 
 
-def refused(call, *parts):
-    line = refuses("", call)
-    for part in parts:
-        assert part in line, line
-
-
 # ---- the global order ----------------------------------------------------------------------------
 
 
@@ -449,9 +443,8 @@ def test_text_without_any_loss(shards, tmp_path, split):
         np.load(folder / entry["name"], mmap_mode="r+")[:] = index["eot"]
     cfg = DataConfig(data=str(folder), doc_mask=True)
     if split == "train":
-        refused(
-            lambda: open_data(cfg, 32), "no token of the training text has a loss", "--doc_mask"
-        )
+        with refused("no token of the training text has a loss", "--doc_mask"):
+            open_data(cfg, 32)
     else:
         assert (
             open_data(cfg, 32).n_val_samples
@@ -657,11 +650,11 @@ def test_stdlib_selection(tmp_path, monkeypatch):
         "b/c.py",
     ]
     (root / "big.py").write_bytes(b"x = 1\n")
-    refused(
-        lambda: open_data(DataConfig(cache_dir=str(tmp_path)), 16), "--data FILE.txt", str(root)
-    )
+    with refused("--data FILE.txt", str(root)):
+        open_data(DataConfig(cache_dir=str(tmp_path)), 16)
     shutil.rmtree(root)
-    refused(lambda: open_data(DataConfig(cache_dir=str(tmp_path)), 16), "--data FILE.txt")
+    with refused("--data FILE.txt"):
+        open_data(DataConfig(cache_dir=str(tmp_path)), 16)
 
 
 def test_cache_folder(monkeypatch):
@@ -720,12 +713,14 @@ def test_eot_is_found(tmp_path, special, config, expected):
         (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps(config))
     for path in tmp_path / "hf", file:
         if expected is None:
-            refused(lambda path=path: find_tokenizer(str(path)), "--eot", str(path))
+            with refused("--eot", str(path)):
+                find_tokenizer(str(path))
         else:
             eot = Tokenizer.from_file(str(file)).token_to_id(expected)
             assert find_tokenizer(str(path)) == (file, eot, len(WORDS) + 1 + len(special))
     assert find_tokenizer(str(file), "the")[1] == 0
-    refused(lambda: find_tokenizer(str(file), "<nope>"), "<nope>")
+    with refused("<nope>"):
+        find_tokenizer(str(file), "<nope>")
 
 
 def test_given_tokenizer_and_uint32(tmp_path):
@@ -748,11 +743,8 @@ def test_given_tokenizer_and_uint32(tmp_path):
     assert same.fingerprint == loaded.fingerprint
     assert same.tokenizer_file == str(loaded.folder / "tokenizer.json")
     other = word_tokenizer(tmp_path / "other" / "tokenizer.json", size=70_001, special=["</s>"])
-    refused(
-        lambda: open_data(DataConfig(data=str(loaded.folder), tokenizer=str(other)), 16),
-        "--tokenizer",
-        "leave it out",
-    )
+    with refused("--tokenizer", "leave it out"):
+        open_data(DataConfig(data=str(loaded.folder), tokenizer=str(other)), 16)
     again = opened(tmp_path, "a.txt", tokenizer=str(other))
     assert again.fingerprint["tokenizer_sha256"] != loaded.fingerprint["tokenizer_sha256"]
     assert again.folder != loaded.folder
@@ -831,7 +823,8 @@ def test_a_copy_of_the_tokenizer_finds_the_same_shards(tmp_path):
     (copy / "chat_template.jinja").write_bytes(b"{{ other }}")
     assert folder(copy) not in (first, other)
     (copy / "tokenizer.json").unlink()
-    refused(lambda: folder(copy), "need a tokenizer.json")
+    with refused("need a tokenizer.json"):
+        folder(copy)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", *CHAT_FILES])
@@ -840,14 +833,14 @@ def test_a_tokenizer_of_strangers(tmp_path, name):
     (tmp_path / "secret").write_bytes((file.parent / name).read_bytes())
     (file.parent / name).unlink()
     (file.parent / name).symlink_to(tmp_path / "secret")
-    refused(
-        lambda: find_tokenizer(str(file.parent)), name, "is a link that leads out of the folder"
-    )
+    with refused(name, "is a link that leads out of the folder"):
+        find_tokenizer(str(file.parent))
     (file.parent / name).unlink()
     with open(file.parent / name, "wb") as sparse:
         sparse.truncate(1 << 30)
     for path in file.parent, file:
-        refused(lambda path=path: find_tokenizer(str(path)), name, "which is absurd")
+        with refused(name, "which is absurd"):
+            find_tokenizer(str(path))
 
 
 # ---- mistakes of users: one line each ------------------------------------------------------------
@@ -869,7 +862,8 @@ def test_a_tokenizer_of_strangers(tmp_path, name):
 )
 def test_bad_text(tmp_path, name, content, parts):
     (tmp_path / name).write_bytes(content)
-    refused(lambda: opened(tmp_path, name, seq_len=64), *parts)
+    with refused(*parts):
+        opened(tmp_path, name, seq_len=64)
 
 
 def test_line_numbers_count_from_the_start_of_the_file(tmp_path):
@@ -877,7 +871,8 @@ def test_line_numbers_count_from_the_start_of_the_file(tmp_path):
     lines[250] = "broken"
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     assert len(texts.cut_into_pieces([tmp_path / "a.jsonl"], "<|endoftext|>")) > 3
-    refused(lambda: opened(tmp_path, "a.jsonl", seq_len=64), "a.jsonl line 251:")
+    with refused("a.jsonl line 251:"):
+        opened(tmp_path, "a.jsonl", seq_len=64)
 
 
 def change_index(folder: Path, change):
@@ -923,9 +918,11 @@ def test_damaged_index(shards, tmp_path, change):
     folder = copy_of(shards, tmp_path)
     shutil.copy(folder / "train-00000.npy", tmp_path / "train-00000.npy")
     change_index(folder, change)
-    refused(lambda: TokenData(folder, 8), "index.json is damaged or old", "python data.py prepare")
+    with refused("index.json is damaged or old", "python data.py prepare"):
+        TokenData(folder, 8)
     (folder / "index.json").write_text("{")
-    refused(lambda: TokenData(folder, 8), "index.json is damaged or old", "python data.py prepare")
+    with refused("index.json is damaged or old", "python data.py prepare"):
+        TokenData(folder, 8)
     assert len(shard_files.find_damage(folder)) == 1
 
 
@@ -947,25 +944,22 @@ def test_damaged_shards(shards, tmp_path, monkeypatch):
         *((content, "header") for content in changed),
     ]:
         shard.write_bytes(content)
-        refused(
-            lambda: TokenData(folder, 8).windows("train", [0]),
-            str(shard),
-            "make the shards again",
-            part,
-        )
+        with refused(str(shard), "make the shards again", part):
+            TokenData(folder, 8).windows("train", [0])
         assert any(str(shard) in line for line in shard_files.find_damage(folder))
     # ids beyond the vocabulary never reach the model
     shard.write_bytes(whole[:128] + b"\xff" * (len(whole) - 128))
-    refused(
-        lambda: next(TokenData(folder, 8).batches(0, 1, 1, 0, 1, "cpu")), "65535", "data.py check"
-    )
+    with refused("65535", "data.py check"):
+        next(TokenData(folder, 8).batches(0, 1, 1, 0, 1, "cpu"))
     assert any("token id 65535" in line for line in shard_files.find_damage(folder))
     shard.unlink()
-    refused(lambda: TokenData(folder, 8), str(shard), "missing")
+    with refused(str(shard), "missing"):
+        TokenData(folder, 8)
     # one rank of a machine looks at all files, the others at those that they open
     monkeypatch.setenv("LOCAL_RANK", "1")
     opened = TokenData(folder, 8)
-    refused(lambda: opened.windows("train", [0]), str(shard), "missing")
+    with refused(str(shard), "missing"):
+        opened.windows("train", [0])
     shard.write_bytes(whole)
     assert shard_files.find_damage(folder) == []
 
@@ -996,7 +990,8 @@ def test_another_tokenizer_in_the_folder(shards, tmp_path):
     folder = copy_of(shards, tmp_path)
     tokenizer = folder / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text() + " ")
-    refused(lambda: TokenData(folder, 8), "tokenizer.json", "make the shards again")
+    with refused("tokenizer.json", "make the shards again"):
+        TokenData(folder, 8)
     tokenizer.unlink()
     bare = TokenData(folder, 8)
     assert (bare.tokenizer_file, bare.token_bytes) == (None, None)

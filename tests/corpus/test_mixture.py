@@ -200,23 +200,15 @@ def test_parts_are_what_data_accepts(sources, capsys):
     texts = mixed(sources, "a={}/text.jsonl:1,b={}/code.jsonl:1")
     assert texts.fingerprint["tokenizer_sha256"] not in (data.fingerprint["tokenizer_sha256"], None)
     assert texts.first_words()
-    refused(
-        lambda: mixed(sources, "web={}/web:1,other={}/other:1"),
-        "--data other and --data web",
-        "different tokenizers",
-        "390 ids",
-        "719 ids",
-        "sha256",
-    )
-    refused(lambda: mixed(sources, "web={}/web:1,no={}/gone:1"), "gone: no such file; need .txt")
-    refused(lambda: mixed(sources, "web={}/web:1,none={}/none.txt:1"), "none.txt")
+    with refused("--data other and --data web", "different tokenizers", "390 ids", "719 ids", "sha256"):
+        mixed(sources, "web={}/web:1,other={}/other:1")
+    with refused("gone: no such file; need .txt"):
+        mixed(sources, "web={}/web:1,no={}/gone:1")
+    with refused("none.txt"):
+        mixed(sources, "web={}/web:1,none={}/none.txt:1")
     (sources / "short.txt").write_text("a model reads.")
-    refused(
-        lambda: mixed(sources, "web={}/web:1,short={}/short.txt:1"),
-        "--data short=",
-        "training tokens",
-        "a longer text",
-    )
+    with refused("--data short=", "training tokens", "a longer text"):
+        mixed(sources, "web={}/web:1,short={}/short.txt:1")
 
 
 def test_conversations_beside_text(tmp_path):
@@ -280,16 +272,12 @@ def test_val_data_is_validated_whole(sources):
     both = mixed(sources, "{}/web", val_data=f"a={sources}/code:1,b={sources}/text.jsonl:1")
     assert len(both.validation.val_sets(8)) == 2
     assert both.first_words() == plain.first_words()
-    refused(
-        lambda: mixed(sources, "{}/web", val_data=str(sources / "other")),
-        "--val_data",
-        "different tokenizers",
-    )
-    refused(
-        lambda: mixed(sources, "{}/web", val_data=str(sources / "gone.txt")),
-        "gone.txt: no such file",
-    )
-    refused(lambda: mixed(sources, "{}/web", val_data=f"a={sources}/code"), "--val_data", "lacks")
+    with refused("--val_data", "different tokenizers"):
+        mixed(sources, "{}/web", val_data=str(sources / "other"))
+    with refused("gone.txt: no such file"):
+        mixed(sources, "{}/web", val_data=str(sources / "gone.txt"))
+    with refused("--val_data", "lacks"):
+        mixed(sources, "{}/web", val_data=f"a={sources}/code")
 
 
 def test_validation_tells_each_part(sources, tmp_path):

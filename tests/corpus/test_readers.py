@@ -125,14 +125,10 @@ def test_conversations_in_every_format(tmp_path):
     assert others == [plain, plain]
     assert len(plain["train"]) > 1000
     (tmp_path / "b.txt").write_text("so it is")
-    refused(
-        lambda: build_shards(
+    with refused("a.jsonl holds conversations", "b.txt text", "name=path:weight"):
+        build_shards(
             [tmp_path / "a.jsonl", tmp_path / "b.txt"], find_tokenizer(str(folder)), tmp_path / "x"
-        ),
-        "a.jsonl holds conversations",
-        "b.txt text",
-        "name=path:weight",
-    )
+        )
 
 
 @pytest.mark.parametrize(
@@ -179,7 +175,8 @@ def test_damaged_files(tmp_path, tokenizer, name, change, parts):
     else:
         path.write_bytes((gzipped if path.suffix == ".gz" else zstd)(jsonl(DOCUMENTS)))
     path.write_bytes(change(path.read_bytes()))
-    refused(lambda: build_shards([path], tokenizer, tmp_path / "out"), str(path), *parts)
+    with refused(str(path), *parts):
+        build_shards([path], tokenizer, tmp_path / "out")
 
 
 @pytest.mark.parametrize("name, package", [("a.jsonl.zst", "zstandard"), ("a.parquet", "pyarrow")])
@@ -187,11 +184,8 @@ def test_a_package_that_is_missing(tmp_path, tokenizer, monkeypatch, name, packa
     (tmp_path / name).write_bytes(b"x" * 50)
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setitem(sys.modules, f"{package}.parquet", None)
-    refused(
-        lambda: build_shards([tmp_path / name], tokenizer, tmp_path / "out"),
-        name,
-        f"pip install {package}",
-    )
+    with refused(name, f"pip install {package}"):
+        build_shards([tmp_path / name], tokenizer, tmp_path / "out")
 
 
 def test_columns(tmp_path, tokenizer):
@@ -200,26 +194,18 @@ def test_columns(tmp_path, tokenizer):
     for name in ("a.parquet", "a.jsonl.gz"):
         build_shards([tmp_path / name], tokenizer, tmp_path / f"of {name}", text_column="content")
     assert tokens(tmp_path / "of a.parquet") == tokens(tmp_path / "of a.jsonl.gz")
-    refused(
-        lambda: open_data(
+    with refused("no column 'text'", "but id, content", "data.py prepare --input", "--text_column NAME", "--data FOLDER"):
+        open_data(
             DataConfig(data=str(tmp_path / "a.parquet"), cache_dir=str(tmp_path)), 16
-        ),
-        "no column 'text'",
-        "but id, content",
-        "data.py prepare --input",
-        "--text_column NAME",
-        "--data FOLDER",
-    )
+        )
     for name, part in (
         ("a.parquet", 'row 1: need a JSON object with a string "id"'),
         ("a.jsonl.gz", "line 1: need a JSON"),
     ):
-        refused(
-            lambda name=name: build_shards(
+        with refused(part):
+            build_shards(
                 [tmp_path / name], tokenizer, tmp_path / "x", text_column="id"
-            ),
-            part,
-        )
+            )
 
 
 def test_rows_of_nulls_are_left_out_and_counted(tmp_path, tokenizer, capsys):
@@ -238,11 +224,8 @@ def test_rows_of_nulls_are_left_out_and_counted(tmp_path, tokenizer, capsys):
         assert said == "3 lines or rows have null for a text and are left out\n"
     # a key that is missing is another fault
     (tmp_path / "b.jsonl").write_text('{"text": "so it is"}\n{"txt": "no"}\n')
-    refused(
-        lambda: build_shards([tmp_path / "b.jsonl"], tokenizer, tmp_path / "x"),
-        "b.jsonl line 2",
-        "KeyError('text')",
-    )
+    with refused("b.jsonl line 2", "KeyError('text')"):
+        build_shards([tmp_path / "b.jsonl"], tokenizer, tmp_path / "x")
 
 
 def test_conversations_with_nulls(tmp_path, capsys):
@@ -284,11 +267,8 @@ def test_rows_that_are_not_utf8(tmp_path, tokenizer):
     for name, column in (("binary", whole), ("string", trusted)):
         path = tmp_path / f"{name}.parquet"
         pyarrow.parquet.write_table(pyarrow.table({"text": column}), path)
-        refused(
-            lambda path=path: build_shards([path], tokenizer, tmp_path / "x"),
-            f"{path} row 251: byte 3 of a text is not UTF-8",
-            "write the file again",
-        )
+        with refused(f"{path} row 251: byte 3 of a text is not UTF-8", "write the file again"):
+            build_shards([path], tokenizer, tmp_path / "x")
     pictures = {"text": ["so it is"] * 3, "picture": [b"\xff\xd8", b"plain", None]}
     pyarrow.parquet.write_table(pyarrow.table(pictures), tmp_path / "p.parquet")
     rows = b"".join(unpacked(tmp_path / "p.parquet", "")).splitlines()
@@ -329,7 +309,8 @@ ENGLISH = "".join(DOCUMENTS[:30])
 def test_text_in_another_encoding(tmp_path, tokenizer, name, content, parts):
     path = tmp_path / name
     path.write_bytes(content)
-    refused(lambda: build_shards([path], tokenizer, tmp_path / "out"), str(path), *parts)
+    with refused(str(path), *parts):
+        build_shards([path], tokenizer, tmp_path / "out")
 
 
 def test_empty_files_among_others(tmp_path, tokenizer, capsys):
@@ -349,10 +330,12 @@ def test_empty_files_among_others(tmp_path, tokenizer, capsys):
     assert "rows.parquet is empty and left out" in said
     build_shards([root / "a.jsonl"], tokenizer, tmp_path / "one")
     assert tokens(tmp_path / "out") == tokens(tmp_path / "one")
-    refused(lambda: text_files(str(root / "empty.jsonl")), "empty.jsonl is empty")
+    with refused("empty.jsonl is empty"):
+        text_files(str(root / "empty.jsonl"))
     (root / "a.jsonl").write_bytes(b"")
     for what in (root / "*.jsonl", root / "[ae]*"):
-        refused(lambda what=what: text_files(str(what)), "a.jsonl is empty")
+        with refused("a.jsonl is empty"):
+            text_files(str(what))
 
 
 def test_folders_and_globs(tmp_path, tokenizer, capsys):
@@ -418,13 +401,11 @@ def test_folders_and_globs(tmp_path, tokenizer, capsys):
         (f"{root}/m*", "meta.json: need .txt, .md, .jsonl"),
         (f"{root}/no.txt", "no such file"),
     ):
-        refused(lambda what=what: text_files(what), part)
+        with refused(part):
+            text_files(what)
     (tmp_path / "empty").mkdir()
-    refused(
-        lambda: open_data(DataConfig(data=str(tmp_path / "empty")), 16),
-        "no index.json",
-        "data.py prepare",
-    )
+    with refused("no index.json", "data.py prepare"):
+        open_data(DataConfig(data=str(tmp_path / "empty")), 16)
 
 
 def test_texts_alone_are_all_read(tmp_path):
@@ -484,7 +465,8 @@ def test_linked_folders(tmp_path):
     files = text_files(f"{data}/**/*.jsonl")[0]
     assert sorted(file.name for file in files) == ["a.jsonl", "b.jsonl", "c.jsonl"]
     (data / "lost").symlink_to("/no/disk")
-    refused(lambda: text_files(str(data)), "lost is a link to /no/disk, which is not there")
+    with refused("lost is a link to /no/disk, which is not there"):
+        text_files(str(data))
 
 
 def test_prepare_again_keeps_what_is_packed(tmp_path, tokenizer, monkeypatch, capsys):
@@ -533,7 +515,5 @@ def test_what_unpacks_to_a_thousand_times_its_size_is_refused(tmp_path, suffix):
     else:
         packer = zstandard.ZstdCompressor(level=19).compressobj()
         path.write_bytes(b"".join(packer.compress(million) for _ in range(300)) + packer.flush())
-    refused(
-        lambda: [None for _ in unpacked(path)],
-        "unpacks to more than 268,435,456 bytes, 1000 times its size",
-    )
+    with refused("unpacks to more than 268,435,456 bytes, 1000 times its size"):
+        [None for _ in unpacked(path)]

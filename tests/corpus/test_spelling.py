@@ -169,7 +169,8 @@ def test_a_loss_is_warned_of_and_refused(tmp_path, monkeypatch, capsys):
             assert status == 2
             assert stderr.startswith(f"error: {line}")
             assert "--max_lost 21" in stderr
-            refused(lambda cfg=cfg: open_data(cfg, 16), line, "data.py prepare", "--max_lost 21")
+            with refused(line, "data.py prepare", "--max_lost 21"):
+                open_data(cfg, 16)
             argv += [tmp_path / "many.txt", "--out", out, "--max_lost"]
             assert call_cli(monkeypatch, capsys, *argv, 21)[0] == 0
             cfg = DataConfig(data=str(out))
@@ -208,10 +209,8 @@ def test_conversations_are_counted(tmp_path):
     (folder / "tokenizer.json").write_text(json.dumps(rules))
     turns = [{"role": "user", "content": "\u5317?"}, {"role": "assistant", "content": "caf\u00e9"}]
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
-    refused(
-        lambda: build_shards([tmp_path / "a.jsonl"], find_tokenizer(str(folder)), tmp_path / "x"),
-        "cannot spell 2 of 6 characters (33.33 %)",
-    )
+    with refused("cannot spell 2 of 6 characters (33.33 %)"):
+        build_shards([tmp_path / "a.jsonl"], find_tokenizer(str(folder)), tmp_path / "x")
 
 
 # ---- seams

@@ -230,10 +230,8 @@ def test_padding_and_what_is_too_long_is_said(chats, capsys, monkeypatch):
     short = opened(chats, seq_len=24)
     assert short.packing["train"].n_left_out > 0
     assert "are left out, for no answer is in their beginning" in capsys.readouterr().out
-    refused(
-        lambda: opened(chats, seq_len=3),
-        "in no conversation the assistant says anything within --seq_len 3",
-    )
+    with refused("in no conversation the assistant says anything within --seq_len 3"):
+        opened(chats, seq_len=3)
 
 
 def test_packed_loss_is_the_unpacked_loss(chats, tmp_path):
@@ -362,7 +360,8 @@ def test_damaged_masks(chats, tmp_path, monkeypatch, capsys, damage, part):
     assert status == 1
     assert part in err
     if "checksum" not in part:
-        refused(lambda: opened(chats, data=str(folder), tokenizer="", cache_dir=""), part)
+        with refused(part):
+            opened(chats, data=str(folder), tokenizer="", cache_dir="")
 
 
 def test_many_pieces_are_the_same_conversations(chats, tmp_path, monkeypatch):
@@ -406,13 +405,12 @@ def test_the_first_words_are_the_question_alone(tmp_path, kind, system):
 
 def test_what_conversations_need(chats, tmp_path):
     root = chats[0]
-    refused(
-        lambda: opened(chats, tokenizer=""),
-        "chat.jsonl holds conversations; give the folder of a tokenizer",
-    )
+    with refused("chat.jsonl holds conversations; give the folder of a tokenizer"):
+        opened(chats, tokenizer="")
     (tmp_path / "plain").mkdir()
     shutil.copy(root / "qwen" / "tokenizer.json", tmp_path / "plain")
-    refused(lambda: opened(chats, tokenizer=str(tmp_path / "plain")), "plain has no chat template")
+    with refused("plain has no chat template"):
+        opened(chats, tokenizer=str(tmp_path / "plain"))
     assert opened(chats).first_words()
 
 
@@ -444,10 +442,8 @@ def test_a_recipe_that_trains_on_text_refuses_conversations(chats, tmp_path, dat
     if ":" not in path:
         path = str(root / path)
     cfg = train_llama3.Config(data=path, out=str(tmp_path / "out"), device="cpu", **flags)
-    refused(
-        lambda: train_llama3.main(cfg),
-        "holds conversations, and this recipe trains on text; use finetune.py --init_from",
-    )
+    with refused("holds conversations, and this recipe trains on text; use finetune.py --init_from"):
+        train_llama3.main(cfg)
 
 
 # ---- whole runs ----------------------------------------------------------------------------------
@@ -648,14 +644,10 @@ def test_a_chat_is_learned_and_asked(chats, one_process, tmp_path):
 
 def test_a_model_or_data_that_is_not_given_is_asked_for(chats):
     for flags in {}, dict(init_from="folder"), dict(data="chat.jsonl"):
-        refused(
-            lambda flags=flags: finetune.main(finetune.Config(**flags)),
-            "fine-tuning needs a model and what to learn:",
-        )
-    refused(
-        lambda: finetune.Config(lora_rank=4, float8="rowwise"),
-        "--lora_rank 4 with --float8 rowwise: the frozen",
-    )
+        with refused("fine-tuning needs a model and what to learn:"):
+            finetune.main(finetune.Config(**flags))
+    with refused("--lora_rank 4 with --float8 rowwise: the frozen"):
+        finetune.Config(lora_rank=4, float8="rowwise")
 
 
 def test_bad_conversations_are_left_out_and_listed(tmp_path, monkeypatch, capsys):

@@ -127,7 +127,8 @@ def test_the_same_flags_go_on(tmp_path, old):
     ],
 )
 def test_what_moments_do_not_fit_is_refused_by_name(tmp_path, old, identity, parts):
-    refused(lambda: started(tmp_path, old, identity, lr=1e-4), old, *parts)
+    with refused(old, *parts):
+        started(tmp_path, old, identity, lr=1e-4)
 
 
 def test_a_run_does_not_change_its_phase_by_itself(tmp_path, old):
@@ -136,11 +137,8 @@ def test_a_run_does_not_change_its_phase_by_itself(tmp_path, old):
     assert compare_start(
         f"{old}/checkpoints/step-7", Source(old, -1, True), False, other("data", seq_len=64), cfg
     )
-    refused(
-        lambda: check_run(old, other("data", seq_len=64), cfg),
-        "data.seq_len is 64 but",
-        "--out NEW",
-    )
+    with refused("data.seq_len is 64 but", "--out NEW"):
+        check_run(old, other("data", seq_len=64), cfg)
     check_run(old, IDENTITY, cfg)
     save_run(tmp_path / "new", 3)  # the phase has a checkpoint of its own by now
     net, state, said = started(tmp_path, old, steps=40)
