@@ -22,30 +22,21 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from corpora import WORDS, call_cli, change_index, copy_of, flat, opened, sentences, take
 from pool import pool
 from programs import REPO, run_program
 from runs import json_lines
-from saves import refuses
+from saves import refused, refuses
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import data
 from corpus import build as texts
 from corpus import cache
-from corpus import commands as data_commands
 from corpus import shards as shard_files
 from corpus.special import find_tokenizer
 from data import DataConfig, TokenData, hash_sequences, open_data, permute
 from distributed.checks import check_first_batch, reduce_hash
 from distributed.layout import Layout
-
-WORDS = "the a model reads trains writes token shard of and to layer gradient rank step seed loss axis".split()
-
-
-def sentences(count: int, seed: int) -> str:
-    words = random.Random(seed)
-    return "".join(
-        " ".join(words.choices(WORDS, k=8)) + f" {words.random():.3f}.\n" for _ in range(count)
-    )
 
 
 @pytest.fixture(scope="session")
@@ -63,37 +54,14 @@ def shards(corpus) -> Path:
     return open_corpus(corpus).folder
 
 
-def opened(folder: Path, name: str, text="", seq_len=16, **flags) -> TokenData:
-    """The data of a file in this folder, which is the cache, too. text: what to write to the file
-    first."""
-    if text:
-        (folder / name).write_text(text)
-    return open_data(DataConfig(data=str(folder / name), cache_dir=str(folder), **flags), seq_len)
-
-
 def open_corpus(corpus, seq_len=32, **flags) -> TokenData:
     return opened(corpus, "docs.jsonl", "", seq_len, **flags)
-
-
-def copy_of(shards: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(shards, tmp_path / "tokens"))
 
 
 def all_tokens(folder: Path, split: str) -> np.ndarray:
     """The tokens of a split, read without data.py's own reader."""
     index = json.loads((folder / "index.json").read_text())
     return np.concatenate([np.load(folder / s["name"]) for s in index["splits"][split]])
-
-
-def take(batches, count: int) -> list:
-    taken = list(itertools.islice(batches, count))
-    batches.close()
-    return taken
-
-
-def flat(batches, name="tokens") -> torch.Tensor:
-    """(sequences, T) of all batches, in order."""
-    return torch.cat([getattr(batch, name).flatten(0, 1) for batch in batches])
 
 
 # ---- the global order ----------------------------------------------------------------------------
@@ -875,12 +843,6 @@ def test_line_numbers_count_from_the_start_of_the_file(tmp_path):
         opened(tmp_path, "a.jsonl", seq_len=64)
 
 
-def change_index(folder: Path, change):
-    index = json.loads((folder / "index.json").read_text())
-    change(index)
-    (folder / "index.json").write_text(json.dumps(index))
-
-
 OUTSIDE = [
     "../train-00000.npy",
     "/etc/passwd",
@@ -1026,17 +988,6 @@ def test_a_full_disk_is_told_with_the_place(tmp_path, monkeypatch, capsys):
         1,
     ]
     assert f"error: {tmp_path}/new: No space" in call_cli(monkeypatch, capsys, *argv)[2]
-
-
-def call_cli(monkeypatch, capsys, *argv):
-    """(status, stdout, stderr) of main(), without the start of another process."""
-    monkeypatch.setattr(sys, "argv", ["data.py", *map(str, argv)])
-    try:
-        data_commands.main()
-        status = 0
-    except SystemExit as stop:
-        status = stop.code or 0
-    return status, *capsys.readouterr()
 
 
 @pytest.mark.slow

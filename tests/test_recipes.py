@@ -18,13 +18,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import commands_in, split_command
 from runs import MLA, MODEL, REPO, Job, column, ended, having, launch, metrics, run, train_lines
 
 import train_llama3
 from corpus.build import build_shards
 from corpus.special import find_tokenizer
 from data import DataConfig, open_data
-from distributed.layout import AXES
 from docs.flags import document
 from flags.config import field_comments, option_groups, override_fields, parse_config
 from models.llama3 import FLAVORS
@@ -68,14 +68,6 @@ def tiny(script: str) -> list:
 # ---------------------------------------------------------------- the command lines that we publish
 
 
-def commands_in(text: str) -> list[str]:
-    return [
-        line.strip()
-        for line in text.replace("\\\n", "").splitlines()
-        if re.match(r"\s*(python|torchrun) ", line)
-    ]
-
-
 def published() -> list[str]:
     blocks = re.findall(r"^```\w*\n(.*?)^```", (REPO / "README.md").read_text(), re.M | re.S)
     texts = blocks + [ast.get_docstring(ast.parse(path.read_text())) or "" for path in DOCUMENTED]
@@ -94,24 +86,6 @@ COMPILED = [command for command in COMMANDS if "--compile" in command]
 
 def name(command: str) -> str:
     return f"{COMMANDS.index(command)} {command[:70]}"
-
-
-def split_command(command: str) -> tuple[int, str, list[str]]:
-    """(processes, script, its arguments). Of more than four processes, only as many as the degrees
-    need, or two."""
-    program, *args = shlex.split(command)
-    if program == "python":
-        return 1, args[0], args[1:]
-    processes = int(args.pop(args.index("--nproc_per_node") + 1))
-    args.remove("--nproc_per_node")
-    if processes > 4:
-        processes = max(
-            2,
-            math.prod(
-                int(args[args.index(f"--{axis}") + 1]) for axis in AXES if f"--{axis}" in args
-            ),
-        )
-    return processes, args[0], args[1:]
 
 
 # The first command of each program; all others run in make test-slow. So do those of

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 from chats import chat_folder, conversations
+from corpora import flat, sentences, take
 from observe import observed
 from runs import MODEL
-from test_data import flat, refused, sentences, take
+from saves import refused
 
 import train_llama3
 from corpus.build import build_shards
@@ -200,7 +201,9 @@ def test_parts_are_what_data_accepts(sources, capsys):
     texts = mixed(sources, "a={}/text.jsonl:1,b={}/code.jsonl:1")
     assert texts.fingerprint["tokenizer_sha256"] not in (data.fingerprint["tokenizer_sha256"], None)
     assert texts.first_words()
-    with refused("--data other and --data web", "different tokenizers", "390 ids", "719 ids", "sha256"):
+    with refused(
+        "--data other and --data web", "different tokenizers", "390 ids", "719 ids", "sha256"
+    ):
         mixed(sources, "web={}/web:1,other={}/other:1")
     with refused("gone: no such file; need .txt"):
         mixed(sources, "web={}/web:1,no={}/gone:1")

@@ -5,13 +5,13 @@ import gzip
 import json
 import sys
 
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
 from chats import chat_folder, conversations
-from test_data import call_cli, refused, sentences
+from corpora import call_cli, sentences, tokens
+from saves import refused
 
 from corpus import build as texts
 from corpus.build import build_shards
@@ -52,17 +52,6 @@ def tokenizer(tmp_path_factory):
     return find_tokenizer(
         str(open_data(DataConfig(data=str(folder / "a.jsonl"), cache_dir=str(folder)), 16).folder)
     )
-
-
-def tokens(folder) -> dict:
-    """{split: all its tokens}"""
-    index = json.loads((folder / "index.json").read_text())
-    return {
-        split: np.concatenate(
-            [[], *(np.load(folder / entry["name"]) for entry in entries)]
-        ).tolist()
-        for split, entries in index["splits"].items()
-    }
 
 
 @pytest.mark.parametrize("n", [300, 100, 40, 1])
@@ -194,18 +183,20 @@ def test_columns(tmp_path, tokenizer):
     for name in ("a.parquet", "a.jsonl.gz"):
         build_shards([tmp_path / name], tokenizer, tmp_path / f"of {name}", text_column="content")
     assert tokens(tmp_path / "of a.parquet") == tokens(tmp_path / "of a.jsonl.gz")
-    with refused("no column 'text'", "but id, content", "data.py prepare --input", "--text_column NAME", "--data FOLDER"):
-        open_data(
-            DataConfig(data=str(tmp_path / "a.parquet"), cache_dir=str(tmp_path)), 16
-        )
+    with refused(
+        "no column 'text'",
+        "but id, content",
+        "data.py prepare --input",
+        "--text_column NAME",
+        "--data FOLDER",
+    ):
+        open_data(DataConfig(data=str(tmp_path / "a.parquet"), cache_dir=str(tmp_path)), 16)
     for name, part in (
         ("a.parquet", 'row 1: need a JSON object with a string "id"'),
         ("a.jsonl.gz", "line 1: need a JSON"),
     ):
         with refused(part):
-            build_shards(
-                [tmp_path / name], tokenizer, tmp_path / "x", text_column="id"
-            )
+            build_shards([tmp_path / name], tokenizer, tmp_path / "x", text_column="id")
 
 
 def test_rows_of_nulls_are_left_out_and_counted(tmp_path, tokenizer, capsys):

@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 from chats import chat_folder
-from test_data import call_cli, refused, sentences
-from test_readers import tokens
+from corpora import call_cli, sentences, tokens
+from saves import refused
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, trainers
 from tokenizers import normalizers as norm
 from tokenizers import pre_tokenizers as pre

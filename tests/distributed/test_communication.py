@@ -11,28 +11,17 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from collectives import count
 from layouts import SMALL, T, build, config, global_batch, local_batch
 from pool import pool
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 import parallel
 from distributed.launch import set_timeouts
-from tools.reports.dryrun import Watch, totals
 
 L = SMALL["n_layers"]
 D = SMALL["dim"]
 V = SMALL["vocab_size"]
-
-
-def count(flags, n, b, problem=None):
-    """Collectives of one training step, after a first one that connects everything."""
-    stages, layout = build(config(**(problem or {})), flags, n, b)
-    batch = local_batch(global_batch(0, n, False), layout)
-    parallel.forward_backward(stages, batch, layout)
-    with Watch(layout) as collectives:
-        parallel.forward_backward(stages, batch, layout)
-        parallel.clip_grad_norm(stages, 1.0, layout)
-    return totals(collectives.moved)
 
 
 def block_bytes(tp=1) -> int:

@@ -7,10 +7,10 @@ import shlex
 
 import pytest
 from bugs import BUGS
+from commands import commands_in, split_command
 from course import COURSE
 from layouts import Flags
 from runs import MODEL, REPO, launch, run
-from test_recipes import commands_in, split_command
 
 from flags.config import parse_config
 from parallel import sequence_index

@@ -5,9 +5,9 @@ from functools import partial
 
 import pytest
 import torch
+from guide import write_copy
 from runs import ENV, MODEL, REPO, column, having, launch, metrics, run, train_lines
 from saves import trained
-from test_guarded import write_copy
 
 from forks.ema import Ema
 from storage.dcp import read_table, read_tensors

@@ -4,8 +4,8 @@ and training as without."""
 import json
 
 import pytest
+from guide import FLAGS, write_copy
 from runs import ENV, MODEL, REPO, column, having, launch, metrics, run, train_lines
-from test_guarded import FLAGS, write_copy
 
 
 @pytest.mark.slow

@@ -5,12 +5,12 @@ from functools import partial
 
 import pytest
 import torch
+from guide import FLAGS, write_copy
 from layouts import build, config, full, global_batch, local_batch, on_meta, relative
+from muon import EXPERTS, OPTIONS, steps
 from pool import pool
 from runs import ENV, MLA, REPO, launch, run, train_lines
 from saves import refuses
-from test_guarded import FLAGS, write_copy
-from test_optim import EXPERTS, OPTIONS, steps
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from forks.normuon import NorMuon

@@ -16,6 +16,7 @@ from layouts import config, equals_transformers, global_batch, on_meta, random_t
 from pieces import in_pieces
 from safetensors.torch import load_file, save_file
 from saves import refuses
+from their_models import DEEPSEEK, YARN
 
 from models.attention import causal_attention, sdpa
 from models.deepseek import FLAVORS, DeepSeek, DeepSeekConfig, MoE
@@ -40,41 +41,6 @@ def tiny(**changes) -> DeepSeekConfig:
 
 # ---------------------------------------------------------------- transformers
 
-COMMON = dict(
-    hidden_size=64,
-    intermediate_size=96,
-    moe_intermediate_size=32,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-    n_shared_experts=1,
-    n_routed_experts=8,
-    routed_scaling_factor=2.5,
-    kv_lora_rank=32,
-    q_lora_rank=24,
-    qk_rope_head_dim=16,
-    qk_nope_head_dim=16,
-    v_head_dim=24,
-    n_group=4,
-    topk_group=2,
-    num_experts_per_tok=3,
-    first_k_dense_replace=1,
-    norm_topk_prob=True,
-    vocab_size=101,
-    max_position_embeddings=256,
-    rms_norm_eps=1e-6,
-    attn_implementation="eager",
-)
-YARN = dict(
-    rope_type="yarn",
-    rope_theta=10000.0,
-    factor=8.0,
-    beta_fast=32,
-    beta_slow=1,
-    original_max_position_embeddings=32,
-    mscale=0.707,
-    mscale_all_dim=0.707,
-)
 V2 = dict(norm_topk_prob=False, topk_method="greedy")
 VARIANTS = {
     "v3": {},
@@ -111,7 +77,7 @@ def theirs(tmp_path_factory):
         kind = f"Deepseek{variant[:2].upper()}"
         Config = getattr(transformers, f"{kind}Config")
         Model = getattr(transformers, f"{kind}ForCausalLM")
-        model = normal(Model(Config(**COMMON | VARIANTS[variant])).float().eval())
+        model = normal(Model(Config(**DEEPSEEK | VARIANTS[variant])).float().eval())
         folder = str(tmp_path_factory.mktemp(variant))
         model.save_pretrained(folder)
         return model, folder

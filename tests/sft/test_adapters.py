@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from adapters import ALL, LORA, MLA
 from layouts import KINDS, MODELS, Flags, build, config, full, initialised, random_tokens
 from pool import pool
 from saves import path, refuses
-from test_lora import ALL, LORA, MLA, MOE
 
 from checkpoint import CheckpointConfig, Checkpoints
 from evaluate import read_checkpoint
@@ -25,6 +25,7 @@ from storage.adapters import base_hash, is_adapter, lora_names, placed_sum
 from storage.resume import check_run
 from storage.saved import load_model, load_weights
 
+MOE = KINDS["qwen3_moe"]
 DS = dict(model="deepseek", n_layers=2)
 WITHOUT_FFN = MLA | dict(lora_on=MLA["lora_on"][:-1])
 SMALL = {

@@ -19,9 +19,9 @@ from chats import (
     judged,
     with_marks,
 )
+from corpora import call_cli
 from runs import REPO
 from saves import refuses
-from test_data import call_cli
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 

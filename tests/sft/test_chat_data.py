@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 from chats import chat_folder, conversations, judged
+from corpora import call_cli, change_index, copy_of, take
 from layouts import Flags, drawn, initialised
 from runs import MODEL, column, having, launch, metrics, run, train_lines
-from test_data import call_cli, change_index, copy_of, refused, take
+from saves import refused
 from transformers import AutoTokenizer
 
 import data
@@ -442,7 +443,9 @@ def test_a_recipe_that_trains_on_text_refuses_conversations(chats, tmp_path, dat
     if ":" not in path:
         path = str(root / path)
     cfg = train_llama3.Config(data=path, out=str(tmp_path / "out"), device="cpu", **flags)
-    with refused("holds conversations, and this recipe trains on text; use finetune.py --init_from"):
+    with refused(
+        "holds conversations, and this recipe trains on text; use finetune.py --init_from"
+    ):
         train_llama3.main(cfg)
 
 

@@ -10,6 +10,8 @@ import dry
 import layouts
 import pytest
 import torch
+from adapters import ALL, LORA, MLA
+from collectives import count
 from layouts import (
     MODELS,
     Flags,
@@ -25,7 +27,6 @@ from layouts import (
 from pool import pool
 from saves import refuses
 from tables import as_parameters
-from test_communication import count
 
 import distributed.checks
 import distributed.experts
@@ -41,9 +42,6 @@ from storage.adapters import is_adapter, lora_names
 from storage.hf import save_hf
 
 MOE, MTP = layouts.KINDS["qwen3_moe"], layouts.KINDS["mtp"]
-LORA = dict(lora_rank=4)
-ALL = dict(lora_rank=4, lora_on=("wq", "wv", "wo", "w1", "w2", "w3"))
-MLA = dict(lora_rank=4, lora_on=("wq*", "wkv_a", "wkv_b", "wo", "w1"))
 WORDS = dict(LORA=LORA, ALL=ALL, MLA=MLA)  # in the rows of layouts.txt
 
 

@@ -20,6 +20,7 @@ from pool import pool
 from safetensors.torch import load_file, save_file
 from saves import refuses, saver, stops
 from tables import as_parameters
+from their_models import SCALED, TINY, random_model
 from torch import nn
 
 import generate
@@ -40,27 +41,6 @@ from tools.reports.dryrun import Watch
 
 # ---------------------------------------------------------------- their files, our model
 
-TINY = dict(
-    hidden_size=32,
-    num_hidden_layers=4,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    head_dim=8,
-    intermediate_size=64,
-    vocab_size=101,
-    max_position_embeddings=64,
-    rms_norm_eps=1e-5,
-    bos_token_id=None,
-    eos_token_id=None,
-)
-SCALED = dict(
-    rope_type="llama3",
-    rope_theta=5e5,
-    factor=4.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=16,
-)
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16)
 KINDS = dict(moe="Qwen3Moe", moe_raw="Qwen3Moe", mistral="Mistral", qwen2="Qwen2", qwen3="Qwen3")
 VARIANTS = {
@@ -93,17 +73,6 @@ def write_indexed(folder, tensors: dict):
         save_file({name: t}, Path(folder, f"{i}.safetensors"))
     index = {"weight_map": {name: f"{i}.safetensors" for i, name in enumerate(tensors)}}
     Path(folder, "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def random_model(kind: str, values: dict, std=0.2):
-    """transformers' model of this kind and config; no weight is without effect."""
-    torch.manual_seed(1)
-    model = getattr(transformers, f"{kind}ForCausalLM")(
-        getattr(transformers, f"{kind}Config")(**values)
-    )
-    for p in model.parameters():
-        nn.init.normal_(p, std=std) if p.dim() > 1 else nn.init.uniform_(p, 0.5, 1.5)
-    return model
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,10 @@ import shutil
 from dataclasses import asdict, replace
 
 import pytest
+from corpora import sentences
 from observe import MODEL, equal, hashes, observed, steps
 from runs import column
-from saves import IDENTITY, assert_same, save_run, saver, trained
-from test_data import refused, sentences
+from saves import IDENTITY, assert_same, refused, save_run, saver, trained
 
 import train_llama3
 from data import DataConfig, open_data

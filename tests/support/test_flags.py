@@ -1378,7 +1378,7 @@ def owner_of(group) -> str:
     return name
 
 
-def tested_flags(group) -> set[str]:
+def flags_with_rows(group) -> set[str]:
     """The flags that rows give to a program which has this group. The groups and the three recipes,
     which are copies, are shared."""
     shared = group.__module__ not in ("grpo", "generate")
@@ -1397,7 +1397,7 @@ def test_every_flag_has_a_row():
     missing = []
     for program in PROGRAMS:
         for group, fields in option_groups(config_class(program)).items():
-            known = tested_flags(group) | elsewhere.keys()
+            known = flags_with_rows(group) | elsewhere.keys()
             for f in fields:
                 if f.name not in known:
                     missing.append(f"--{f.name} ({group.__module__})")

@@ -5,9 +5,9 @@ from unittest import mock
 
 import pytest
 import torch
-from layouts import build, config, full, global_batch, local_batch, on_meta, relative
+from layouts import build, config, global_batch, local_batch, on_meta, relative
+from muon import EXPERTS, OPTIONS, steps
 from pool import pool
-from saves import saver
 
 import parallel
 import train_qwen3
@@ -18,8 +18,6 @@ from forks.polar_express import PolarExpress
 from training import muon as stacks
 from training.muon import Muon
 from training.optim import adamw, skip_if_not_finite
-
-OPTIONS = dict(lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
 
 
 def test_equals_torch_on_plain_matrices():
@@ -40,41 +38,6 @@ def test_equals_torch_on_plain_matrices():
 
     for ours, theirs in zip(train(Muon), train(torch.optim.Muon), strict=True):
         assert torch.equal(ours, theirs)
-
-
-def steps(flags, n, problem, kind=Muon, out=None, first=0, last=3):
-    """Weights and state after three Muon steps with gradients that are the same in every layout, to
-    the last bit: the sine of the weights. out: a folder to save to after `last` steps, or to load
-    from before step `first`."""
-    stages, layout = build(config(**problem), flags, n, 1 if flags.get("pp", 1) == 1 else 2)
-    params = [
-        (fqn, p)
-        for s in stages
-        for fqn, p in s.named_parameters()
-        if p.dim() > 1 and fqn.startswith("blocks.")
-    ]
-    optimizer = kind([p for _, p in params], **OPTIONS)
-    parallel.forward_backward(stages, local_batch(global_batch(0, n, False), layout), layout)
-    if out:
-        checkpoints = saver(stages, [optimizer], out)
-    else:
-        checkpoints = None
-    if first:
-        checkpoints.load()
-    for _ in range(first, last):
-        for _, p in params:
-            p.grad = p.detach().sin()
-        optimizer.step()
-    if out and not first:
-        checkpoints.save(last, {}, last=True)
-    state = {
-        f"{fqn} {name}": full(t) for fqn, p in params for name, t in optimizer.state[p].items()
-    }
-    return {fqn: full(p) for fqn, p in params} | state
-
-
-# stacked: (8, 16, 32) and (8, 32, 16)
-EXPERTS = dict(model="qwen3", n_experts=8, top_k=2, moe_ffn_dim=16, n_layers=2)
 
 
 @pytest.mark.parametrize(
@@ -280,12 +243,12 @@ def test_a_step_that_is_not_finite_changes_nothing(kind):
     the NaN is."""
     layouts = LAYOUTS[: {"lion": 3, "adamw, fused": 3, "muon": 2}.get(kind, 1)]
     for processes, flags in layouts:
-        for steps in pool(processes).run(skipped, kind, flags, 4, {2}, processes - 1):
-            (weights, state), (after, state_after) = steps[1], steps[2]
+        for told in pool(processes).run(skipped, kind, flags, 4, {2}, processes - 1):
+            (weights, state), (after, state_after) = told[1], told[2]
             assert same(weights, after), flags
             assert same(state, state_after), flags
-            assert not same(after, steps[3][0])
-            for p in map(local_tensor, steps[3][0].values()):
+            assert not same(after, told[3][0])
+            for p in map(local_tensor, told[3][0].values()):
                 assert p.isfinite().all()
 
 

@@ -349,10 +349,9 @@ FEATURES = {
 def support_matrix() -> str:
     """How many layouts of tests/test_parallel.py have both features; on the diagonal, the feature
     at all."""
-    from test_parallel import LAYOUTS
 
     found = []
-    for processes, flags, problem in LAYOUTS.values():
+    for processes, flags, problem in layouts_of("layouts").values():
         others = math.prod(flags.get(axis, 1) for axis in AXES if axis != "dp_shard")
         found.append(
             {name for name, has in FEATURES.items() if has(flags, problem, processes // others)}

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from runs import REPO
-from test_refusals import MODEL
 
 import tools.parity.halves as halves_of
 import train_llama3
 from distributed.refusals import check_layout
 from flags.config import Need, flag, parse_config
+from models.llama3 import Llama3Config
 from tools.parity import check_parity as parity
 from tools.parity import loop_state
 from tools.parity.check_parity import check_parity
@@ -30,6 +30,10 @@ from tools.parity.compare import (
     read_run,
 )
 from tools.reports.options import with_report_flags
+
+MODEL = Llama3Config(
+    n_layers=6, n_heads=8, n_kv_heads=4, head_dim=64, ffn_dim=512, max_seq_len=8192
+)
 
 
 @dataclass(kw_only=True)

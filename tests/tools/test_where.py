@@ -11,10 +11,9 @@ import layouts
 import pytest
 import torch
 import torch.distributed as dist
+from mutants import MUTANTS, NAMED
 from pool import pool
 from tables import as_parameters
-from test_mutants import MUTANTS, NAMED
-from test_parallel import LAYOUTS, MOE, MTP
 from torch.distributed.tensor import Replicate
 
 import distributed.experts
@@ -24,6 +23,10 @@ from models.deepseek import shift_targets
 from models.loss import linear_cross_entropy
 from tools.parity.operations import seams_of_a_step
 from tools.parity.where import first_difference_of, placements, which_ranks
+
+LAYOUTS = layouts.layouts_of("layouts")
+MOE = layouts.KINDS["qwen3_moe"]
+MTP = layouts.KINDS["mtp"]
 
 
 def step_with_seams(model_config, flags, n, local_batch_size, doc_mask=False, mutate=None) -> bytes:
