@@ -8,11 +8,11 @@ from distributed.layout import AXES
 
 
 def commands_in(text: str) -> list[str]:
-    return [
-        line.strip()
-        for line in text.replace("\\\n", "").splitlines()
-        if re.match(r"\s*(python|torchrun) ", line)
-    ]
+    found = []
+    for line in text.replace("\\\n", "").splitlines():
+        if re.match(r"\s*(python|torchrun) ", line):
+            found.append(line.strip())
+    return found
 
 
 def split_command(command: str) -> tuple[int, str, list[str]]:

@@ -66,9 +66,9 @@ def call_cli(monkeypatch, capsys, *argv):
 def tokens(folder) -> dict:
     """{split: all its tokens}"""
     index = json.loads((folder / "index.json").read_text())
-    return {
-        split: np.concatenate(
+    found = {}
+    for split, entries in index["splits"].items():
+        found[split] = np.concatenate(
             [[], *(np.load(folder / entry["name"]) for entry in entries)]
         ).tolist()
-        for split, entries in index["splits"].items()
-    }
+    return found

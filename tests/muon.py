@@ -14,12 +14,11 @@ def steps(flags, n, problem, kind=Muon, out=None, first=0, last=3):
     the last bit: the sine of the weights. out: a folder to save to after `last` steps, or to load
     from before step `first`."""
     stages, layout = build(config(**problem), flags, n, 1 if flags.get("pp", 1) == 1 else 2)
-    params = [
-        (fqn, p)
-        for s in stages
-        for fqn, p in s.named_parameters()
-        if p.dim() > 1 and fqn.startswith("blocks.")
-    ]
+    params = []
+    for s in stages:
+        for fqn, p in s.named_parameters():
+            if p.dim() > 1 and fqn.startswith("blocks."):
+                params.append((fqn, p))
     optimizer = kind([p for _, p in params], **OPTIONS)
     parallel.forward_backward(stages, local_batch(global_batch(0, n, False), layout), layout)
     if out:
@@ -34,9 +33,10 @@ def steps(flags, n, problem, kind=Muon, out=None, first=0, last=3):
         optimizer.step()
     if out and not first:
         checkpoints.save(last, {}, last=True)
-    state = {
-        f"{fqn} {name}": full(t) for fqn, p in params for name, t in optimizer.state[p].items()
-    }
+    state = {}
+    for fqn, p in params:
+        for name, t in optimizer.state[p].items():
+            state[f"{fqn} {name}"] = full(t)
     return {fqn: full(p) for fqn, p in params} | state
 
 

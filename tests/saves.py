@@ -45,7 +45,10 @@ def trained(seed=0, steps=2, optimizer="adamw", width=24):
         matrices = [net.first.weight, net.last.weight]
     else:
         matrices = []
-    rest = [p for p in net.parameters() if not any(p is m for m in matrices)]
+    rest = []
+    for p in net.parameters():
+        if not any(p is m for m in matrices):
+            rest.append(p)
     optimizers = [torch.optim.AdamW(rest, lr=1e-2)] + (
         [torch.optim.Muon(matrices, lr=1e-2)] if matrices else []
     )

@@ -32,11 +32,10 @@ def run(*argv, status=0, real=False) -> str:
 
 def rows(stdout: str) -> dict[str, list[str]]:
     """First cell -> the other cells of every line of the printed tables."""
-    cells = [
-        [cell.strip() for cell in line.strip("|\n").split("|")]
-        for line in stdout.splitlines()
-        if line.startswith("|")
-    ]
+    cells = []
+    for line in stdout.splitlines():
+        if line.startswith("|"):
+            cells.append([cell.strip() for cell in line.strip("|\n").split("|")])
     return {first: rest for first, *rest in cells}
 
 
@@ -197,10 +196,9 @@ def test_the_rows_of_a_report_are_commands_that_exist(found, monkeypatch):
 def test_the_numbers_of_a_row():
     """Medians after step 5, the peak of all steps, the first step by itself; unknown numbers are
     left out."""
-    lines = [
-        STEP | {"step": step, "step_time_s": time, "tokens_per_second": 100 / time}
-        for step, time in ((1, 30.0), (5, 4.0), (10, 1.0), (15, 2.0), (20, 1.0))
-    ]
+    lines = []
+    for step, s in ((1, 30.0), (5, 4.0), (10, 1.0), (15, 2.0), (20, 1.0)):
+        lines.append(STEP | {"step": step, "step_time_s": s, "tokens_per_second": 100 / s})
     lines += [{"step": 20, "val_loss": 1.0}]
     lines[2]["memory_gib"] = 5.0
     found = gpu_report.numbers(lines)
@@ -232,10 +230,9 @@ def test_rows_that_do_not_fit_into_the_time_are_not_run(tmp_path, monkeypatch):
         row.status = "ok"
 
     monkeypatch.setattr(gpu_report, "execute", execute)
-    found = [
-        gpu_report.Row(name, "", "", limit)
-        for name, limit in (("a", 100), ("skipped", 10), ("long", 300), ("b", 100))
-    ]
+    found = []
+    for name, limit in (("a", 100), ("skipped", 10), ("long", 300), ("b", 100)):
+        found.append(gpu_report.Row(name, "", "", limit))
     found[1].status = "skipped"
     gpu_report.run_rows(
         found,

@@ -133,9 +133,9 @@ def test_same_batches_in_every_layout(corpus, doc_mask):
     names = ["tokens", "labels", "positions"] + ["doc_ids"] * doc_mask
     for ranks in 1, 2, 3, 4, 6, 12:
         for local in {1, 12 // ranks}:
-            split = [
-                take(loaded.batches(0, 12, local, rank, ranks, "cpu"), 5) for rank in range(ranks)
-            ]
+            split = []
+            for rank in range(ranks):
+                split.append(take(loaded.batches(0, 12, local, rank, ranks, "cpu"), 5))
             for step, one in enumerate(straight):
                 assert split[0][step].tokens.shape == (12 // local // ranks, local, 32)
                 assert split[0][step].samples == 12
@@ -173,10 +173,9 @@ def test_hash_and_order_depend_on_the_seed_only(corpus):
     # other labels
     assert torch.equal(flat(first), flat(masked))
     assert [b.hash for b in first] != [b.hash for b in masked]
-    prints = [
-        open_corpus(corpus, **flags).fingerprint
-        for flags in ({}, {"data_seed": 1}, {"doc_mask": True})
-    ]
+    prints = []
+    for flags in ({}, {"data_seed": 1}, {"doc_mask": True}):
+        prints.append(open_corpus(corpus, **flags).fingerprint)
     assert len({json.dumps(p) for p in prints}) == 3
     assert open_corpus(corpus).fingerprint == prints[0]
     assert open_corpus(corpus, seq_len=16).fingerprint != prints[0]
@@ -201,18 +200,17 @@ def test_validation_is_the_same_in_every_layout(corpus, shards):
     for wanted in 1, 10, 10**6:
         reference = None
         for local, ranks in (4, 1), (3, 2), (1, 4), (16, 3):
-            per_rank = [
-                list(loaded.val_batches(wanted, local, rank, ranks, "cpu")) for rank in range(ranks)
-            ]
+            per_rank = []
+            for rank in range(ranks):
+                per_rank.append(list(loaded.val_batches(wanted, local, rank, ranks, "cpu")))
             assert len({len(batches) for batches in per_rank}) == 1
             assert {batch.tokens.shape for batches in per_rank for batch in batches} == {
                 (1, local, 32)
             }
             n = min(wanted, loaded.n_val_samples)
-            joined = [
-                torch.cat([flat(step, name) for step in zip(*per_rank)])
-                for name in ("tokens", "labels", "doc_ids")
-            ]
+            joined = []
+            for name in ("tokens", "labels", "doc_ids"):
+                joined.append(torch.cat([flat(step, name) for step in zip(*per_rank)]))
             assert (joined[1][n:] == -100).all()
             assert (joined[1][:n] >= 0).any(1).all()
             reference = reference or [array[:n] for array in joined]
@@ -224,9 +222,9 @@ def test_validation_is_the_same_in_every_layout(corpus, shards):
                 sum(batch.n_bytes for batches in per_rank for batch in batches)
                 == bytes_of[valid].sum()
             )
-    seeds = [
-        flat(list(open_corpus(corpus, data_seed=s).val_batches(8, 8, 0, 1, "cpu"))) for s in (0, 1)
-    ]
+    seeds = []
+    for s in (0, 1):
+        seeds.append(flat(list(open_corpus(corpus, data_seed=s).val_batches(8, 8, 0, 1, "cpu"))))
     assert torch.equal(*seeds)
     every_label = flat(list(open_corpus(corpus).val_batches(10**6, 8, 0, 1, "cpu")), "labels")
     # all validation text counts, the last, shorter window too
@@ -506,9 +504,10 @@ def test_no_document_end_is_lost_between_pieces(tmp_path):
     (tmp_path / "a.txt").write_text("<|endoftext|>".join(stories))
     pieces = texts.cut_into_pieces([tmp_path / "a.txt"], "<|endoftext|>")
     assert len(pieces) > 2
-    documents = [
-        document for piece in pieces for document in texts.read_documents(piece, "<|endoftext|>")
-    ]
+    documents = []
+    for piece in pieces:
+        for document in texts.read_documents(piece, "<|endoftext|>"):
+            documents.append(document)
     assert [text for _, text, _ in documents] == stories
     for _, _, closed in documents:
         assert closed
@@ -646,10 +645,9 @@ KNOWN_WORDS = "\n".join(" ".join(word for word in WORDS if word != "axis") for _
 
 def word_tokenizer(path: Path, size: int = 0, special=(), **settings) -> Path:
     """A tokenizer.json that knows WORDS (and more, up to `size`)."""
-    vocab = {
-        word: i
-        for i, word in enumerate(dict.fromkeys([*WORDS, "[UNK]", *(f"w{i}" for i in range(size))]))
-    }
+    vocab = {}
+    for i, word in enumerate(dict.fromkeys([*WORDS, "[UNK]", *(f"w{i}" for i in range(size))])):
+        vocab[word] = i
     tokenizer = Tokenizer(
         models.WordLevel(
             dict(itertools.islice(vocab.items(), max(size, len(WORDS) + 1))), unk_token="[UNK]"

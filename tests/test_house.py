@@ -179,11 +179,10 @@ def code_rows(text: str) -> set[int]:
         tokenize.DEDENT,
         tokenize.ENDMARKER,
     }
-    tokens = [
-        token
-        for token in tokenize.generate_tokens(io.StringIO(text).readline)
-        if token.type not in silent
-    ]
+    tokens = []
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in silent:
+            tokens.append(token)
     return {row for token in tokens for row in range(token.start[0], token.end[0] + 1)} - documented
 
 

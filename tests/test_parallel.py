@@ -195,12 +195,11 @@ def gradients_between(problem: dict, flags: dict, n: int, b: int):
     """(bytes of whole gradients, bytes of sharded ones) of this rank ahead of each micro-batch, the
     loss, the gradients."""
     stages, layout = build(config(**problem), flags, n, b)
-    groups = [
-        group
-        for module in stages[0].modules()
-        if isinstance(module, parallel.FSDPModule)
-        for group in module._get_fsdp_state()._fsdp_param_groups
-    ]
+    groups = []
+    for module in stages[0].modules():
+        if isinstance(module, parallel.FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                groups.append(group)
     seen = []
 
     def look(*args):
@@ -356,9 +355,11 @@ def dtypes_of_a_step(problem: dict, flags: dict) -> tuple[dict, dict, dict]:
     off = {}
     with watch_dtypes(seen, off):
         parallel.forward_backward(stages, local_batch(global_batch(0, n, False), layout), layout)
-    grads = {
-        str(p.grad.dtype) for stage in stages for p in stage.parameters() if p.grad is not None
-    }
+    grads = set()
+    for stage in stages:
+        for p in stage.parameters():
+            if p.grad is not None:
+                grads.add(str(p.grad.dtype))
     return dict(seen), off, grads
 
 
@@ -557,10 +558,9 @@ ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 def test_ac_op_keeps_what_is_dear_to_compute_or_send_again(processes, flags, problem, kept):
     """Within the backward, these ops run as often as without checkpointing, where --ac full runs
     them again."""
-    steps = {
-        ac: pool(processes).run(step_with, flags | {"ac": ac}, problem)[0]
-        for ac in ("none", "op", "full")
-    }
+    steps = {}
+    for ac in ("none", "op", "full"):
+        steps[ac] = pool(processes).run(step_with, flags | {"ac": ac}, problem)[0]
     (none, loss), (op, op_loss), (full, full_loss) = steps.values()
     for name in kept:
         assert none.get(name, 0) == op.get(name, 0) < full[name], name

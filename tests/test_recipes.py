@@ -114,15 +114,16 @@ def folder(tmp_path_factory) -> Path:
     (folder / "b.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     (folder / "book.txt").write_text("".join(lines[:100]))
     questions = [{"question": f"line {i} of", "answer": f"{i * i}"} for i in range(200)]
-    chats = [
-        {
-            "messages": [
-                {"role": "user", "content": q["question"]},
-                {"role": "assistant", "content": q["answer"]},
-            ]
-        }
-        for q in questions
-    ]
+    chats = []
+    for q in questions:
+        chats.append(
+            {
+                "messages": [
+                    {"role": "user", "content": q["question"]},
+                    {"role": "assistant", "content": q["answer"]},
+                ]
+            }
+        )
     choices = [q | {"choices": ["3", q["answer"]]} for q in questions[2:4]]
     for name, records in {
         "questions": questions[:20],
@@ -294,9 +295,10 @@ def test_published_command(command, folder):
     elif script == "evaluate.py":
         assert re.search(r"(bits_per_byte|acc|exact_match) [\d.]+.* lines?, ", stdout)
     elif script == "generate.py":
-        prompts = [
-            b for a, b in zip(shlex.split(command), shlex.split(command)[1:]) if a == "--prompt"
-        ]
+        prompts = []
+        for a, b in zip(shlex.split(command), shlex.split(command)[1:]):
+            if a == "--prompt":
+                prompts.append(b)
         assert all(prompt in stdout for prompt in prompts) or "--chat" in command and stdout.strip()
     elif " tokenizer " in command:
         assert Path(f"{out}.json").is_file()
@@ -398,9 +400,10 @@ def test_stopped_by_sigterm_and_continued_by_two_processes(tmp_path, recipe):
 
     # a finished run: the same command says so, and changes nothing
     def files():
-        return [
-            (tmp_path / "whole" / name).read_bytes() for name in ("metrics.jsonl", "config.json")
-        ]
+        found = []
+        for name in ("metrics.jsonl", "config.json"):
+            found.append((tmp_path / "whole" / name).read_bytes())
+        return found
 
     before = files()
     assert f"is finished: {steps} of {steps} steps are done" in run([*whole, "--lr", "0.1"])
@@ -442,10 +445,9 @@ def test_other_data_in_the_middle_of_a_run(folder, tmp_path):
         folder,
     )
     assert f"step 0, with the weights of {source}/checkpoints/step-4" in stdout
-    tokenizers = [
-        path / "tokenizer.json"
-        for path in (source / "checkpoints" / "step-4", tmp_path / "new/checkpoints/step-2")
-    ]
+    tokenizers = []
+    for path in (source / "checkpoints" / "step-4", tmp_path / "new/checkpoints/step-2"):
+        tokenizers.append(path / "tokenizer.json")
     assert tokenizers[0].read_bytes() == tokenizers[1].read_bytes()
     assert train_lines(tmp_path / "new")[0]["loss"] < math.log(4096) + 0.1
 
@@ -483,10 +485,9 @@ def test_a_run_goes_on_with_other_rounding_and_processes_and_the_same_batch(tmp_
     assert {line["tokens"] / line["step"] for line in lines} == {16 * 32}
     assert len(lines) == 8
     assert lines[7]["loss"] < lines[4]["loss"] < lines[0]["loss"]
-    saved = [
-        json.loads(path.read_text())
-        for path in (tmp_path / "config.json", tmp_path / "checkpoints/step-8/config.json")
-    ]
+    saved = []
+    for path in (tmp_path / "config.json", tmp_path / "checkpoints/step-8/config.json"):
+        saved.append(json.loads(path.read_text()))
     assert column(saved, "global_batch_size") == [16, 16]
 
 

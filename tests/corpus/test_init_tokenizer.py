@@ -101,9 +101,12 @@ def test_a_tokenizer_of_the_same_ids_is_no_other_one(tmp_path, book, kind):
     rules = json.loads(Path(first, "tokenizer.json").read_bytes())
     model = rules["model"]
     # the other spelling
-    joined = [
-        " ".join(pair) if isinstance(pair, list) else pair.split(" ") for pair in model["merges"]
-    ]
+    joined = []
+    for pair in model["merges"]:
+        if isinstance(pair, list):
+            joined.append(" ".join(pair))
+        else:
+            joined.append(pair.split(" "))
     same = dict(
         truncation=dict(direction="Right", max_length=9, strategy="LongestFirst", stride=0),
         post_processor=dict(

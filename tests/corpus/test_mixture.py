@@ -61,10 +61,9 @@ def mixed(root, data="web={}/web:0.6,code={}/code:0.3,tiny={}/tiny:0.1", **flags
 
 
 def shares_of(words: random.Random) -> list[int]:
-    shares = [
-        words.randint(1, words.choice((3, 20, 300)))
-        for _ in range(words.choice((1, 2, 3, 5, 12, 40)))
-    ]
+    shares = []
+    for _ in range(words.choice((1, 2, 3, 5, 12, 40))):
+        shares.append(words.randint(1, words.choice((3, 20, 300))))
     shares[0] *= words.choice((1, 1, 30))
     return [share // math.gcd(*shares) for share in shares]
 
@@ -238,9 +237,9 @@ def test_conversations_beside_text(tmp_path):
 def test_validation_of_a_mixture_has_its_shares(sources):
     data = mixed(sources)
     for n, ranks, local in (10, 1, 4), (10, 2, 3), (2, 3, 1), (10**6, 1, 8):
-        found = [
-            take(data.val_batches(n, local, rank, ranks, "cpu"), 10**6) for rank in range(ranks)
-        ]
+        found = []
+        for rank in range(ranks):
+            found.append(take(data.val_batches(n, local, rank, ranks, "cpu"), 10**6))
         assert len({len(batches) for batches in found}) == 1
         counts = np.minimum(data.turns.counts(n), [part.n_val_samples for part in data.parts])
         assert sum(batch.samples for batch in found[0]) == counts.sum()
@@ -324,16 +323,17 @@ def test_validation_tells_each_part(sources, tmp_path):
     )
     assert not any("val_loss_by_part" in line or "data_epochs" in line for line in alone.log)
     four = TokenData(sources / "web", T)  # the mixture takes the first four sequences of the part
-    rows = [
-        flat(
-            [
-                batch
-                for batch in take(x.val_batches(n, 2, 0, 1, "cpu"), 9)
-                if batch.part in ("", "web")
-            ]
+    rows = []
+    for x, n in ((loaded, 8), (four, 4)):
+        rows.append(
+            flat(
+                [
+                    batch
+                    for batch in take(x.val_batches(n, 2, 0, 1, "cpu"), 9)
+                    if batch.part in ("", "web")
+                ]
+            )
         )
-        for x, n in ((loaded, 8), (four, 4))
-    ]
     assert torch.equal(*rows)
 
 

@@ -22,10 +22,10 @@ WORDS = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu".spl
 def stories(n: int, seed: int) -> list[str]:
     """Texts that no other text contains: each word has a number."""
     draw = random.Random(seed)
-    return [
-        " ".join(f"{draw.choice(WORDS)}{seed}{i}" for _ in range(draw.randint(3, 30)))
-        for i in range(n)
-    ]
+    found = []
+    for i in range(n):
+        found.append(" ".join(f"{draw.choice(WORDS)}{seed}{i}" for _ in range(draw.randint(3, 30))))
+    return found
 
 
 def write_jsonl(path: Path, texts: list[str]):

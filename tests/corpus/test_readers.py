@@ -106,10 +106,11 @@ def test_conversations_in_every_format(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(text)
     (tmp_path / "a.jsonl.gz").write_bytes(gzipped(text))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(chats), tmp_path / "a.parquet")
-    cfgs = [
-        DataConfig(data=str(tmp_path / name), tokenizer=str(folder), cache_dir=str(tmp_path))
-        for name in ("a.jsonl", "a.jsonl.gz", "a.parquet")
-    ]
+    cfgs = []
+    for name in ("a.jsonl", "a.jsonl.gz", "a.parquet"):
+        cfgs.append(
+            DataConfig(data=str(tmp_path / name), tokenizer=str(folder), cache_dir=str(tmp_path))
+        )
     plain, *others = (tokens(open_data(cfg, 256, Chats=ChatData).folder) for cfg in cfgs)
     assert others == [plain, plain]
     assert len(plain["train"]) > 1000

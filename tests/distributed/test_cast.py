@@ -184,9 +184,11 @@ def memory_of_casts(flags: dict) -> list:
         units.append(unit)
 
     def look(*args):
-        storages = {
-            cast.untyped_storage() for unit in units if unit.params for cast, _ in unit.copies
-        }
+        storages = set()
+        for unit in units:
+            if unit.params:
+                for cast, _ in unit.copies:
+                    storages.add(cast.untyped_storage())
         seen.append(sum(storage.nbytes() for storage in storages))
 
     with mock.patch.object(CastUnit, "__init__", make):
@@ -196,7 +198,9 @@ def memory_of_casts(flags: dict) -> list:
         block.attn.register_full_backward_pre_hook(look)
     parallel.forward_backward(stages, local_batch(global_batch(0, 2, False), layout), layout)
     look()
-    whole = [2 * sum(p.numel() for p in unit.params) for unit in units]
+    whole = []
+    for unit in units:
+        whole.append(2 * sum(p.numel() for p in unit.params))
     return seen, whole[:4], sum(whole[4:]) - whole[4]
 
 

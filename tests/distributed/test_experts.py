@@ -328,9 +328,9 @@ def test_compiled_experts_are_the_experts_with_one_graph_for_all_numbers_of_toke
     torch._dynamo.reset()
     counters.clear()
     shapes = [(4, 24, 16), (4, 16, 24), (4, 24, 16)]
-    weights = [
-        torch.randn(shape, dtype=torch.bfloat16).mul(0.3).requires_grad_() for shape in shapes
-    ]
+    weights = []
+    for shape in shapes:
+        weights.append(torch.randn(shape, dtype=torch.bfloat16).mul(0.3).requires_grad_())
     compiled = partial(
         compiled_experts,
         torch.compile(swiglu_experts, backend="aot_eager", fullgraph=True),

@@ -775,10 +775,11 @@ def test_sockets_do_not_grow_with_the_ranks(port):
     are one neighbour more for one rank of a broadcast's tree; the mean is two."""
     for ranks in (4, 8, 16, 32):
         found = forkserver.Queue()
-        workers = [
-            forkserver.Process(target=count_sockets, args=(rank, ranks, port, found))
-            for rank in range(ranks)
-        ]
+        workers = []
+        for rank in range(ranks):
+            workers.append(
+                forkserver.Process(target=count_sockets, args=(rank, ranks, port, found))
+            )
         for worker in workers:
             worker.start()
         (_, first, stored), *others = sorted(found.get(timeout=300) for _ in workers)

@@ -444,10 +444,12 @@ def test_violations_are_listed_together(given, words):
 )
 def test_layouts_that_are_fine(given, expected):
     layout = check(**given)
-    found = {
-        name: n_microbatches(layout) if name == "n_microbatches" else getattr(layout, name)
-        for name in expected
-    }
+    found = {}
+    for name in expected:
+        if name == "n_microbatches":
+            found[name] = n_microbatches(layout)
+        else:
+            found[name] = getattr(layout, name)
     assert found == expected
 
 

@@ -86,14 +86,15 @@ def test_runs(tmp_path):
     """Of messages, with adapters on two processes, and with all weights on one, continued: the
     right answers win."""
     hf_folder(tmp_path / "hf", "qwen3")
-    lines = [
-        dict(
-            prompt=[dict(role="user", content=f"{i}?")],
-            chosen=[dict(role="assistant", content="yes")],
-            rejected=[dict(role="assistant", content="no no")],
+    lines = []
+    for i in range(12):
+        lines.append(
+            dict(
+                prompt=[dict(role="user", content=f"{i}?")],
+                chosen=[dict(role="assistant", content="yes")],
+                rejected=[dict(role="assistant", content="no no")],
+            )
         )
-        for i in range(12)
-    ]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
     common = [
         "--init_from",

@@ -10,10 +10,9 @@ from runs import ENV, MODEL, REPO, column, having, launch, metrics, run, train_l
 
 @pytest.mark.slow
 def test_a_task_in_training_has_the_numbers_of_evaluate(tmp_path):
-    lines = [
-        {"question": f"{i} + {i}?", "choices": [str(2 * i), "no"], "answer": i % 2}
-        for i in range(7)
-    ]
+    lines = []
+    for i in range(7):
+        lines.append({"question": f"{i} + {i}?", "choices": [str(2 * i), "no"], "answer": i % 2})
     (tmp_path / "task.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     write_copy(tmp_path / "copy.py", "A benchmark in training")
     flags = [

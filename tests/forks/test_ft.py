@@ -244,11 +244,10 @@ def test_the_death_of_the_lighthouse_is_one_line(tmp_path):
         job.until_step(3)
         w.lighthouse.kill_everything()
         assert job.end() != 0
-        lines = [
-            line
-            for line in job.text().splitlines()
-            if "lighthouse" in line and not line.startswith("flags:")
-        ]
+        lines = []
+        for line in job.text().splitlines():
+            if "lighthouse" in line and not line.startswith("flags:"):
+                lines.append(line)
         assert len(lines) == 1
         assert " is gone, after step " in lines[0]
         assert "start it again (torchft_lighthouse" in lines[0]
@@ -324,10 +323,9 @@ def test_killed_groups_come_back(tmp_path):
 
     # losses: each step is in at least one log, and equals a run on one process with as many
     # sequences
-    logs = [
-        {line["step"]: line for line in read_lines(str(job.out / "metrics.jsonl"))}
-        for job in w.jobs.values()
-    ]
+    logs = []
+    for job in w.jobs.values():
+        logs.append({line["step"]: line for line in read_lines(str(job.out / "metrics.jsonl"))})
     keys = ("loss", "grad_norm", "tokens", "tokens_hash", "groups")
     for step in logs[0].keys() & logs[1].keys():
         assert [logs[0][step][key] for key in keys] == [logs[1][step][key] for key in keys], step

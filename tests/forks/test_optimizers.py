@@ -28,7 +28,12 @@ def test_normuon_is_the_formula(monkeypatch):
     params = [torch.nn.Parameter(t.clone()) for t in begin]
     state = {}
     optimizer = NorMuon(params, **OPTIONS)
-    was = [m for t in begin for m in (t if t.dim() == 3 else [t])]
+    was = []
+    for t in begin:
+        if t.dim() == 3:
+            was.extend(t)
+        else:
+            was.append(t)
     want = list(was)
     for _ in range(3):
         for p in params:
@@ -48,7 +53,12 @@ def test_normuon_is_the_formula(monkeypatch):
                 - 0.01 * 0.2 * max(o.shape) ** 0.5 * rows * o.norm() / rows.norm()
             )
         optimizer.step()
-    found = [m for p in params for m in (p if p.dim() == 3 else [p])]
+    found = []
+    for p in params:
+        if p.dim() == 3:
+            found.extend(p)
+        else:
+            found.append(p)
     for a, b, c in zip(found, want, was, strict=True):
         assert relative(a.detach() - c, b - c) < 2e-3
     assert [optimizer.state[p]["row_squares"].shape for p in params[1:]] == [(24,), (8,), (3, 8)]
@@ -81,11 +91,10 @@ def test_polar_express_makes_singular_values_equal():
 )
 def test_normuon_continues_on_another_layout(tmp_path, a, layout_a, b, layout_b, problem):
     whole = pool(1).run(steps, {}, 4, problem, NorMuon)[0]
-    saved = {
-        key: t
-        for part in pool(a).run(steps, layout_a, 4, problem, NorMuon, tmp_path, 0, 2)
-        for key, t in part.items()
-    }
+    saved = {}
+    for part in pool(a).run(steps, layout_a, 4, problem, NorMuon, tmp_path, 0, 2):
+        for key, t in part.items():
+            saved[key] = t
     for loaded, third in zip(
         *(pool(b).run(steps, layout_b, 4, problem, NorMuon, tmp_path, 2, last) for last in (2, 3))
     ):
@@ -113,9 +122,11 @@ def clipped(flags, problem, tau, norm=1.0):
     batch = local_batch(global_batch(0, 4, True), layout)
     found = []
     names = ("wq.weight", "wq_b.weight", "wkv_b.weight")
-    params = {
-        fqn: p for stage in stages for fqn, p in stage.named_parameters() if fqn.endswith(names)
-    }
+    params = {}
+    for stage in stages:
+        for fqn, p in stage.named_parameters():
+            if fqn.endswith(names):
+                params[fqn] = p
     for fqn, p in params.items():
         p.detach().mul_(1 if "wkv_b" in fqn else 40)
     evaluate(stages, [batch], layout)

@@ -467,7 +467,9 @@ def test_a_learning_rate_of_the_forks_own_is_saved():
 
 def test_buffers_that_drift_apart_are_not_saved():
     buffers = [{"seen": torch.full((2,), x)} for x in (1.0, 2.0)]
-    sums = [({}, sum_copies(find_copies(tensors, lambda mine: [mine])), []) for tensors in buffers]
+    sums = []
+    for tensors in buffers:
+        sums.append(({}, sum_copies(find_copies(tensors, lambda mine: [mine])), []))
     assert merge_numbers(sums[:1] * 2) == {}
     refuses("seen is not equal on all ranks that hold it", merge_numbers, sums)
 

@@ -429,13 +429,12 @@ def test_layers_of_multi_token_prediction_in_files(tmp_path, capsys):
         "mlp.shared_experts.up_proj.weight",
         "mlp.experts.7.down_proj.weight",
     }
-    copies = {
-        f"model.layers.4.{n}": tensors[m].clone()
-        for n, m in (
-            ("embed_tokens.weight", "model.embed_tokens.weight"),
-            ("shared_head.head.weight", "lm_head.weight"),
-        )
-    }
+    copies = {}
+    for n, m in (
+        ("embed_tokens.weight", "model.embed_tokens.weight"),
+        ("shared_head.head.weight", "lm_head.weight"),
+    ):
+        copies[f"model.layers.4.{n}"] = tensors[m].clone()
     full = write(tmp_path / "full", c, tensors | copies)
     without = write(tmp_path / "without", c, {n: t for n, t in tensors.items() if n not in mtp})
 

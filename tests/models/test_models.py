@@ -374,11 +374,10 @@ def test_what_cannot_fit_memory_is_refused_with_the_numbers(
     degrees = {a: max(getattr(cfg, a), 1) for a in AXES}
     degrees["dp_shard"] *= world // math.prod(degrees.values())
     layout = Layout(**degrees, global_batch_size=world)
-    matrices = [
-        p.numel()
-        for fqn, p in model.named_parameters()
-        if p.dim() in (2, 3) and fqn.startswith("blocks.")
-    ]
+    matrices = []
+    for fqn, p in model.named_parameters():
+        if p.dim() in (2, 3) and fqn.startswith("blocks."):
+            matrices.append(p.numel())
     needs = sum(p.numel() for p in model.parameters()) * per_parameter - 4 * sum(matrices) * (
         cfg.optimizer == "muon"
     )
@@ -457,10 +456,10 @@ def slow_attention(q, k, v, may_look, scale=None):
 
 def random_qkv(H, G, T=11, S=11, B=2, K=6):
     g = torch.Generator().manual_seed(1)
-    return [
-        torch.randn(B, n, length, K, generator=g, dtype=torch.float64)
-        for n, length in ((H, T), (G, S), (G, S))
-    ]
+    found = []
+    for n, length in ((H, T), (G, S), (G, S)):
+        found.append(torch.randn(B, n, length, K, generator=g, dtype=torch.float64))
+    return found
 
 
 DOC_IDS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 4], [0] * 11])

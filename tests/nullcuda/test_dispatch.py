@@ -12,9 +12,11 @@ def step_3(device, folder, *flags, layers=9):
     """Names of what the third step of a run launches, one each."""
     argv = ("--steps", 3, "--log_every", 3, "--model_args", f"{SHAPE}{layers}", *flags)
     done = device.run(folder, "train_llama3.py", *argv)
-    return [
-        line for line in done.step(3) if re.match("kernel|triton|gemm|memset|mark kernel", line)
-    ]
+    found = []
+    for line in done.step(3):
+        if re.match("kernel|triton|gemm|memset|mark kernel", line):
+            found.append(line)
+    return found
 
 
 def count(lines, *words) -> int:

@@ -22,15 +22,16 @@ DENSE = ("train_llama3.py", "--local_batch_size", 2, "--model_args", WIDE)
 
 def test_float8_under_tp_sends_nothing_for_scales(device, tmp_path):
     """As many all-reduces as in bf16: torchao, given DTensors, sends 28 more per layer and step."""
-    sent = [
-        sum(
-            "AllReduce" in line
-            for line in device.run(
-                tmp_path / kind, *DENSE, "--tp", 2, "--float8", kind, nproc=2, no_waiting=True
-            ).logs[0]
+    sent = []
+    for kind in ("off", "rowwise"):
+        sent.append(
+            sum(
+                "AllReduce" in line
+                for line in device.run(
+                    tmp_path / kind, *DENSE, "--tp", 2, "--float8", kind, nproc=2, no_waiting=True
+                ).logs[0]
+            )
         )
-        for kind in ("off", "rowwise")
-    ]
     assert sent[0] == sent[1]
 
 

@@ -40,10 +40,10 @@ def start(folder, *flags, **options) -> subprocess.Popen:
 def report(folder, *flags, **options) -> dict[str, dict]:
     """{name: row}"""
     start(folder, *flags, **options).communicate()
-    return {
-        row["name"]: row
-        for row in json.loads((folder / "report" / "report.json").read_text())["rows"]
-    }
+    found = {}
+    for row in json.loads((folder / "report" / "report.json").read_text())["rows"]:
+        found[row["name"]] = row
+    return found
 
 
 def test_rows_on_two_gpus(tmp_path):

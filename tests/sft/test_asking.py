@@ -263,7 +263,9 @@ def test_a_run_with_chat_options_is_continued_without_them(tmp_path):
     assert "the batch in the checkpoint was made with other flags" in said
     assert "--system Be brief. -> " in said
     shown = json_lines(tmp_path / "run" / "samples.jsonl")
-    prompts = {step: {s["prompt"] for s in shown if s["step"] == step} for step in (1, 2, 3)}
+    prompts = {}
+    for step in (1, 2, 3):
+        prompts[step] = {s["prompt"] for s in shown if s["step"] == step}
     for prompt in prompts[1]:
         assert re.fullmatch(
             r"<\|im_start\|>system\nBe brief.<\|im_end\|>\n<\|im_start\|>user\n(?s:.*)</think>\n\n",

@@ -129,10 +129,9 @@ def test_nothing_predicts_how_a_conversation_begins(tmp_path):
         [("assistant", "think"), ("user", " so")],
         [("assistant", "<|eot_id|>"), ("user", " think so")],
     ] * 10
-    lines = [
-        {"messages": [{"role": role, "content": content} for role, content in turns]}
-        for turns in said
-    ]
+    lines = []
+    for turns in said:
+        lines.append({"messages": [{"role": role, "content": content} for role, content in turns]})
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     loaded = opened((tmp_path,), seq_len=64, doc_mask=True, tokenizer=str(folder))
     train = loaded.packing["train"]
@@ -267,10 +266,9 @@ def test_packed_loss_is_the_unpacked_loss(chats, tmp_path):
         total, loss = sum(int((row.labels >= 0).sum()) for row in rows), 0.0
         for first in range(0, len(rows), 8):
             part = rows[first : first + 8]
-            args = {
-                name: torch.cat([getattr(row, name)[0] for row in part])
-                for name in NAMES[: 4 if doc_mask else 3]
-            }
+            args = {}
+            for name in NAMES[: 4 if doc_mask else 3]:
+                args[name] = torch.cat([getattr(row, name)[0] for row in part])
             step = model(**args, loss_denom=total)
             step.backward()
             loss += step.item()
@@ -655,23 +653,24 @@ def test_a_model_or_data_that_is_not_given_is_asked_for(chats):
 
 def test_bad_conversations_are_left_out_and_listed(tmp_path, monkeypatch, capsys):
     folder = chat_folder(tmp_path / "qwen", "qwen3")
-    good = [
-        {
-            "messages": [
-                {"role": "user", "content": f"q{i}"},
-                {"role": "assistant", "content": f"a{i}"},
-            ]
-        }
-        for i in range(300)
-    ]
+    good = []
+    for i in range(300):
+        good.append(
+            {
+                "messages": [
+                    {"role": "user", "content": f"q{i}"},
+                    {"role": "assistant", "content": f"a{i}"},
+                ]
+            }
+        )
     bad = [
         {"messages": []},
         {"messages": [{"role": "user", "content": [{"type": "audio"}]}]},
         {"nothing": 1},
     ]
-    lines = [
-        json.dumps(x) for x in [*good[:7], bad[0], *good[7:150], "", bad[1], bad[2], *good[150:]]
-    ]
+    lines = []
+    for x in [*good[:7], bad[0], *good[7:150], "", bad[1], bad[2], *good[150:]]:
+        lines.append(json.dumps(x))
     (tmp_path / "chat.jsonl").write_text("\n".join(lines).replace('""', ""))
     (tmp_path / "good.jsonl").write_text("".join(json.dumps(x) + "\n" for x in good))
 

@@ -115,13 +115,16 @@ def two_steps(problem: dict, flags: dict) -> tuple:
     params = {fqn: p for s in stages for fqn, p in s.named_parameters()}
     frozen = {fqn: full(p) for fqn, p in params.items() if not p.requires_grad}
     optimizer = torch.optim.AdamW([p for p in params.values() if p.requires_grad], lr=layouts.LR)
-    losses = [
-        parallel.reduce_loss(
-            parallel.forward_backward(s, local_batch(global_batch(0, 4, False), layout), layout),
-            layout,
+    losses = []
+    for s in (plain, stages):
+        losses.append(
+            parallel.reduce_loss(
+                parallel.forward_backward(
+                    s, local_batch(global_batch(0, 4, False), layout), layout
+                ),
+                layout,
+            )
         )
-        for s in (plain, stages)
-    ]
     numbers = sum(local_tensor(p.grad).numel() for p in params.values() if p.grad is not None)
     optimizer.step()
     optimizer.zero_grad()
@@ -193,16 +196,14 @@ def dtypes_and_casts() -> tuple:
             lambda *args, i=int(i): left.append([u.is_cast for u in units[i + 1 : 4]])
         )
     parallel.forward_backward(stages, local_batch(global_batch(0, 2, False), layout), layout)
-    kinds = [
-        {p.dtype for p in stages[0].parameters() if p.requires_grad == trains}
-        for trains in (False, True)
-    ]
-    copied = {
-        c.requires_grad
-        for u in units
-        for c, p in zip(u.casts, u.params, strict=True)
-        if c.data_ptr() != p.data_ptr()
-    }
+    kinds = []
+    for trains in (False, True):
+        kinds.append({p.dtype for p in stages[0].parameters() if p.requires_grad == trains})
+    copied = set()
+    for u in units:
+        for c, p in zip(u.casts, u.params, strict=True):
+            if c.data_ptr() != p.data_ptr():
+                copied.add(c.requires_grad)
     return kinds, copied, left
 
 
@@ -219,10 +220,12 @@ def dtypes(flags: dict) -> list:
     stages, layout = build(config(**MOE), flags, 4, 2)
     parallel.forward_backward(stages, local_batch(global_batch(0, 4, False), layout), layout)
     params = list(stages[0].parameters())
-    return [
-        {t.dtype for p in params if p.requires_grad == trains for t in (p, local_tensor(p))}
-        for trains in (False, True)
-    ]
+    found = []
+    for trains in (False, True):
+        found.append(
+            {t.dtype for p in params if p.requires_grad == trains for t in (p, local_tensor(p))}
+        )
+    return found
 
 
 @pytest.mark.parametrize(
@@ -257,10 +260,11 @@ def test_flops_and_dry_run_count_what_is_trained(tmp_path):
         dp_shard=2,
     )
     plain, lora = dry.report_of(**base), dry.report_of(**base, lora_rank=4)
-    sizes = [
-        {key: report.ranks[0].step[key] for key in ("parameters", "gradients", "optimizer")}
-        for report in (plain, lora)
-    ]
+    sizes = []
+    for report in (plain, lora):
+        sizes.append(
+            {key: report.ranks[0].step[key] for key in ("parameters", "gradients", "optimizer")}
+        )
     n = 5 * 4 * ((64 + 64) + 2 * (64 + 32) + (64 + 64))  # of dry.SMALL
     steps = 4 * 5 * 8  # AdamW counts the steps of each parameter
     assert sizes[1] == dict(

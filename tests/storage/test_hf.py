@@ -93,11 +93,11 @@ def theirs(tmp_path_factory):
 
 
 def tensors_of(folder) -> dict:
-    return {
-        name: t
-        for file in Path(folder).glob("*.safetensors")
-        for name, t in load_file(file).items()
-    }
+    found = {}
+    for file in Path(folder).glob("*.safetensors"):
+        for name, t in load_file(file).items():
+            found[name] = t
+    return found
 
 
 def assert_equal_files(a, b):
@@ -127,11 +127,10 @@ def test_logits_and_gradients_are_theirs_both_ways_and_a_round_trip_is_bit_ident
     torch.testing.assert_close(back(tokens).logits, ours(tokens), atol=5e-5, rtol=0)
     # config.json, in the spelling of transformers 4, says the same to us and to transformers 5
     assert hf.read_hf_config(str(tmp_path / "out")) == ours.config
-    same = {
-        k: v
-        for k, v in model.config.to_dict().items()
-        if k not in ("dtype", "use_cache", "_name_or_path", "pad_token_id")
-    }
+    same = {}
+    for k, v in model.config.to_dict().items():
+        if k not in ("dtype", "use_cache", "_name_or_path", "pad_token_id"):
+            same[k] = v
     assert same.items() <= back.config.to_dict().items()
     # and not 2, the default
     assert back.config.eos_token_id is None

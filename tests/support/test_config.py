@@ -65,11 +65,11 @@ def help_of(capsys, config) -> str:
 
 def parsed(*argv) -> dict:
     defaults = vars(Config())
-    return {
-        name: value
-        for name, value in vars(parse_config(Config, list(argv))).items()
-        if value != defaults[name]
-    }
+    found = {}
+    for name, value in vars(parse_config(Config, list(argv))).items():
+        if value != defaults[name]:
+            found[name] = value
+    return found
 
 
 # (what is typed, the values that differ from the defaults)

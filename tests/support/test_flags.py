@@ -144,9 +144,9 @@ def places(tmp_path_factory):
         slow="slow.py",
         threads="threads.py",
     )
-    folders = {
-        name: name for name in ("shards", "cache", "other_cache", "run", "new", "new_rl", "page")
-    }
+    folders = {}
+    for name in ("shards", "cache", "other_cache", "run", "new", "new_rl", "page"):
+        folders[name] = name
     PLACES.update({f"<{name}>": str(folder / file) for name, file in (files | folders).items()})
     shutil.copytree(
         open_data(DataConfig(data=PLACES["<text>"], cache_dir=PLACES["<cache>"]), 16).folder,
@@ -257,7 +257,13 @@ ADAMW = dict(beta1=0.5, beta2=0.5, eps=0.1)  # far from the defaults
 
 def adapted(run) -> set[str]:
     """The linears of the blocks beside which adapters have a gradient, if nothing else has one."""
-    return {fqn.split(".")[-3] if is_adapter(fqn) else fqn for fqn in run.grads[0]}
+    found = set()
+    for fqn in run.grads[0]:
+        if is_adapter(fqn):
+            found.add(fqn.split(".")[-3])
+        else:
+            found.add(fqn)
+    return found
 
 
 def row(flag, value, run=observed, program="train_llama3", options=None, **also):

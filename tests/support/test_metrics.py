@@ -135,7 +135,9 @@ def test_continued_run_drops_the_lines_that_it_does_again(tmp_path, capsys):
 def test_long_files_are_read_as_a_stream(tmp_path, capsys):
     """Dropping lines and drawing the curve take a small part of the memory of all lines; of a file
     cut between a line and its newline nothing is lost."""
-    lines = [{name: step + 0.5 for name in KEYS} | {"step": step} for step in range(2000)]
+    lines = []
+    for step in range(2000):
+        lines.append({name: step + 0.5 for name in KEYS} | {"step": step})
     whole = (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     tracemalloc.start()
     m = make(tmp_path, first_step=2000)
@@ -198,10 +200,9 @@ def test_the_slowest_rank_is_told_when_the_others_wait_for_it(tmp_path, capsys, 
         m.end_step(100)
         m.step_time, m.of_ranks = 1.0, seconds
         m.log(m.step, loss=1.0, loss_max=1.0, grad_norm=1.0, lr=0.1, tokens_hash="")
-    late = [
-        [line.get(f"slowest_{name}") for name in ("rank", "host", "by_s")]
-        for line in strict_lines(tmp_path)
-    ]
+    late = []
+    for line in strict_lines(tmp_path):
+        late.append([line.get(f"slowest_{name}") for name in ("rank", "host", "by_s")])
     assert late == [[None] * 3, [2, "node2", 0.25], [1, "node1", pytest.approx(0.3)], [None] * 3]
     assert capsys.readouterr().out.splitlines()[1].endswith("  rank 2 (node2) is 0.25 s late")
     m.start_step(iter([None]))
@@ -313,10 +314,9 @@ def test_the_named_steps_are_traced_also_by_a_run_that_stops_meanwhile(
         name
     )
     for path in traces:
-        events = [
-            event.get("name")
-            for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-        ]
+        events = []
+        for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]:
+            events.append(event.get("name"))
         assert "aten::logsumexp" in events
         assert "aten::cosh" not in events
 

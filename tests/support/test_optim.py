@@ -23,10 +23,9 @@ from training.optim import adamw, skip_if_not_finite
 def test_equals_torch_on_plain_matrices():
     def train(kind):
         torch.manual_seed(0)
-        params = [
-            torch.nn.Parameter(torch.randn(shape))
-            for shape in ((8, 24), (24, 8), (8, 24), (16, 16))
-        ]
+        params = []
+        for shape in ((8, 24), (24, 8), (8, 24), (16, 16)):
+            params.append(torch.nn.Parameter(torch.randn(shape)))
         optimizer = kind(params, **OPTIONS)
         for step in range(3):
             for i, p in enumerate(params):
@@ -216,11 +215,13 @@ def skipped(kind: str, flags: dict, n: int, bad: set, rank: int) -> list:
             skip_if_not_finite([optimizer], norm)
             optimizer.step()
             optimizer.zero_grad()
-            state = {
-                (i, name): t.clone() if isinstance(t, torch.Tensor) else t
-                for i, p in enumerate(params)
-                for name, t in optimizer.state.get(p, {}).items()
-            }
+            state = {}
+            for i, p in enumerate(params):
+                for name, t in optimizer.state.get(p, {}).items():
+                    if isinstance(t, torch.Tensor):
+                        state[(i, name)] = t.clone()
+                    else:
+                        state[(i, name)] = t
             out.append(({i: p.detach().clone() for i, p in enumerate(params)}, state))
     return out
 

@@ -136,15 +136,13 @@ def test_another_plan_is_another_report(monkeypatch, left_out):
         refuses("blocks.0.attn_norm.weight has no style", dryrun.make_report, recipe.main, cfg)
         return
     after = dryrun.make_report(recipe.main, cfg).ranks[0].step
-    moved = [
-        dryrun.totals({key[1:]: n for key, n in step.items() if key[0] == "moved"})
-        for step in (before, after)
-    ]
-    fewer = {
-        key: moved[0][key][0] - moved[1][key][0]
-        for key in moved[0]
-        if moved[0][key] != moved[1][key]
-    }
+    moved = []
+    for step in (before, after):
+        moved.append(dryrun.totals({key[1:]: n for key, n in step.items() if key[0] == "moved"}))
+    fewer = {}
+    for key in moved[0]:
+        if moved[0][key] != moved[1][key]:
+            fewer[key] = moved[0][key][0] - moved[1][key][0]
     grown = after["parameters"] - before["parameters"]
     expected = {
         ("tp", "all_gather"): 2 * 5,
@@ -184,10 +182,9 @@ def test_bound_counts_causal_attention_at_half():
     assert report.least_flops == pytest.approx(
         report.ranks[0].flops("forward", "backward") - attention / 2
     )
-    halves = [
-        report_of(seq_len=256, local_batch_size=1, cp=2, dp_shard=1, cp_method=m)
-        for m in ("allgather", "alltoall")
-    ]
+    halves = []
+    for m in ("allgather", "alltoall"):
+        halves.append(report_of(seq_len=256, local_batch_size=1, cp=2, dp_shard=1, cp_method=m))
     assert [2 * half.least_flops for half in halves] == [pytest.approx(report.least_flops)] * 2
 
 
@@ -195,9 +192,9 @@ def test_bound_counts_causal_attention_at_half():
 def test_every_way_to_save_memory_shows():
     flags = dict(dp_shard=2, seq_len=512, compute_dtype="bfloat16")
     plain = report_of(**flags).ranks[0]
-    kept = {
-        ac: report_of(ac=ac, **flags).ranks[0].activations for ac in ("op", "selective", "full")
-    }
+    kept = {}
+    for ac in ("op", "selective", "full"):
+        kept[ac] = report_of(ac=ac, **flags).ranks[0].activations
     assert kept["full"] < kept["selective"] < plain.activations
     assert kept["full"] < kept["op"] < plain.activations
     compiled, budget = (
@@ -371,11 +368,10 @@ def test_the_support_matrix_is_that_of_the_tests():
 
 def test_the_guide_names_functions_that_exist():
     rooms = [parallel, pipeline, schedule, experts, launch, layouts]
-    named = [
-        name
-        for line in GUIDE.read_text().split("Function")[1:]
-        for name in re.findall(r"`(\w+)`", line.split(".")[0])
-    ]
+    named = []
+    for line in GUIDE.read_text().split("Function")[1:]:
+        for name in re.findall(r"`(\w+)`", line.split(".")[0]):
+            named.append(name)
     assert len(named) > 8
     assert [name for name in named if not any(hasattr(m, name) for m in rooms)] == ["tp_plan"]
     pictures = re.findall(r"!\[\w+\]\((\S+)\)", GUIDE.read_text())

@@ -66,10 +66,9 @@ def really_held(recipe: str, flags: dict) -> dict:
     for optimizer in optimizers:
         optimizer.step()
     state = {p: list(s.values()) for optimizer in optimizers for p, s in optimizer.state.items()}
-    held = {
-        name: [parts(t) for t in (p, p.grad, *(t for t in state[p] if t.dim()))]
-        for name, p in shown_parameters(stages).items()
-    }
+    held = {}
+    for name, p in shown_parameters(stages).items():
+        held[name] = [parts(t) for t in (p, p.grad, *(t for t in state[p] if t.dim()))]
     local = {name: list(local_tensor(p).shape) for name, p in shown_parameters(stages).items()}
     positions = ranges(parallel.inputs(stages[0], batch, 0, layout)["positions"][0])
     return dict(
@@ -189,14 +188,13 @@ def test_the_page(recipe, flags):
     # a section for each rank with a box for each parameter on any rank, and the batch; all ranks
     # have all tokens
     tensors = {name for rank in report.ranks for name in shown_parameters(rank.stages)}
-    areas = {
-        look: [
+    areas = {}
+    for look in ("whole", "kept", "gathered", "token"):
+        areas[look] = [
             float(a["width"]) * float(a["height"])
             for tag, a in page.tags
             if tag == "rect" and a["class"] == look
         ]
-        for look in ("whole", "kept", "gathered", "token")
-    }
     n = layout.world_size
     held = sum(len(shown_parameters(rank.stages)) for rank in report.ranks)
     assert len(areas["whole"]) == n * (len(tensors) + 1 + 2)  # 2 in the legends

@@ -229,10 +229,9 @@ def fork(tmp_path) -> Path:
 def test_a_recipe_runs_as_if_started_by_python_and_is_recorded(fork, tmp_path):
     """From any folder, with imports from the recipe's folder; for every way to call clip_grad_norm,
     gradients are unscaled."""
-    commands = [
-        [sys.executable, *before, fork / "mine.py", "--flag", "x"]
-        for before in ([], [REPO / "tools" / "parity" / "half.py", tmp_path / "record"])
-    ]
+    commands = []
+    for before in ([], [REPO / "tools" / "parity" / "half.py", tmp_path / "record"]):
+        commands.append([sys.executable, *before, fork / "mine.py", "--flag", "x"])
     pipes = dict(text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     both = [subprocess.Popen(command, cwd=tmp_path, **pipes) for command in commands]
     (plain, _), (recorded, errors) = (process.communicate(timeout=100) for process in both)

@@ -43,21 +43,20 @@ def test_schedule(name):
     assert [w for w in work if w[0] == "F"] == [
         ("F", s, m) for s in range(stages) for m in range(8)
     ]
-    busy = {
-        kind: sum(b - a for row in times for a, b, found, *_ in row if found in kind)
-        for kind in ("F", "BIW")
-    }
+    busy = {}
+    for kind in ("F", "BIW"):
+        busy[kind] = sum(b - a for row in times for a, b, found, *_ in row if found in kind)
     assert busy == {"F": 8 * stages, "BIW": 16 * stages}
 
 
 def groups_of_fsdp(stages) -> set[tuple]:
     """The ranks over which the device's parameters are really sharded, split or copied."""
     meshes = {p.device_mesh for stage in stages for p in stage.parameters()}
-    return {
-        tuple(torch.distributed.get_process_group_ranks(mesh.get_group(i)))
-        for mesh in meshes
-        for i in range(mesh.ndim)
-    }
+    found = set()
+    for mesh in meshes:
+        for i in range(mesh.ndim):
+            found.add(tuple(torch.distributed.get_process_group_ranks(mesh.get_group(i))))
+    return found
 
 
 @pytest.mark.parametrize("row", as_parameters(layouts_of("meshes")))
