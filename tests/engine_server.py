@@ -59,7 +59,12 @@ class Engine:
             tokenizer = load_tokenizer(self.file)
         else:
             tokenizer = None
-        stops = lambda s: None if stop and stop[0] in tokenizer.decode(s["ids"]) else []  # noqa: E731
+
+        def stops(s):
+            if stop and stop[0] in tokenizer.decode(s["ids"]):
+                return None
+            return []
+
         with ONE_AT_A_TIME:
             if bias:
                 self.model.unknown_ids = torch.tensor([int(i) for i in bias])

@@ -379,11 +379,9 @@ def local_batch(b: Batch, layout) -> Batch:
     size = layout.global_batch_size // layout.data_ranks
 
     def pick(x):
-        return (
-            None
-            if x is None
-            else x[layout.data_rank * size :][:size].unflatten(0, (layout.accumulation, -1))
-        )  # noqa: E731
+        if x is None:
+            return None
+        return x[layout.data_rank * size :][:size].unflatten(0, (layout.accumulation, -1))
 
     return replace(
         b,

@@ -22,6 +22,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from dry import collectives_of
 from programs import free_port
 from runs import column, having, json_lines
 
@@ -325,7 +326,7 @@ def planned(program: str, cfg):
     with tidy():
         report = dryrun.make_report(MAINS[program], cfg)
     first = report.ranks[0]
-    moved = dryrun.totals({key[1:]: n for key, n in first.step.items() if key[0] == "moved"})
+    moved = collectives_of(first.step)
     held = {}
     for stage in first.stages:
         for fqn, p in stage.named_parameters():

@@ -924,7 +924,10 @@ def run_layout(flags, source, target, options):
     if mode == "off":
         assert c.save(step, {"step": step})
     c.close()
-    weigh = lambda t: (t.double() * torch.arange(1, t.numel() + 1).view(t.shape)).sum().item()  # noqa: E731
+
+    def weigh(t):
+        return (t.double() * torch.arange(1, t.numel() + 1).view(t.shape)).sum().item()
+
     return {key: weigh(full(t)) for key, t in c.run.named(True).items()}
 
 

@@ -542,7 +542,7 @@ def test_several_ranks_build_once(tmp_path):
         return run_program(
             [sys.executable, "-c", code],
             env=os.environ
-            | {  # noqa: E731
+            | {
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "OMP_NUM_THREADS": "1",

@@ -148,7 +148,10 @@ def test_samples_follow_the_distribution():
 
 def test_truncate():
     logits = torch.tensor([[0.5, 0.1, 0.3, 0.1]]).log()
-    kept = lambda k, p: decoding.truncate(logits, k, p).isfinite()[0].tolist()  # noqa: E731
+
+    def kept(k, p):
+        return decoding.truncate(logits, k, p).isfinite()[0].tolist()
+
     assert kept(2, 1.0) == [True, False, True, False]
     assert kept(0, 0.5) == [True, False, False, False]
     assert kept(0, 0.6) == [True, False, True, False]

@@ -590,7 +590,10 @@ def where_it_fails(flags: dict) -> str:
     """A fork whose own style leaves a module as it is, with the shape of all heads."""
     plan = Fork.tp_plan
     styles = {"own": parallel.GatherSequence}
-    own = lambda self: plan(self) | {"blocks.*.attn.per_head": "own"}  # noqa: E731
+
+    def own(self):
+        return plan(self) | {"blocks.*.attn.per_head": "own"}
+
     with mock.patch.object(Fork, "tp_plan", own), mock.patch.dict(parallel.TP_STYLES, styles):
         stages, layout = build(ForkConfig(**layouts.SMALL), flags, 4, 4)
         try:

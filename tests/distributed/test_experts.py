@@ -48,7 +48,7 @@ def test_grouped_equals_loop(use_kernel, used, monkeypatch):
     results = []
 
     def ours(e, x, index, w):
-        return apply_experts(e, x, index, lambda: w, torch.bincount(index.flatten(), minlength=8))  # noqa: E731
+        return apply_experts(e, x, index, lambda: w, torch.bincount(index.flatten(), minlength=8))
 
     for function in (ours, loop):
         leaves = [

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from course import COURSE as EXERCISES
 from course import functions
-from dry import REPO, report_of
+from dry import REPO, collectives_of, report_of
 from pool import pool
 
 from distributed.layout import AllGather, AllToAll, ReduceScatter
@@ -212,7 +212,7 @@ def test_the_memory_of_the_example(flags):
     shown = " ".join(f"--{name} {n}" for name, n in flags.items())
     assert f"| `{shown}` | {' | '.join(cells)} |" in COURSE
     if flags == dict(dp_replicate=2, dp_shard=4):
-        counts = dryrun.totals({key[1:]: n for key, n in rank.step.items() if key[0] == "moved"})
+        counts = collectives_of(rank.step)
         number, size = counts["dp_replicate", "all_reduce"]
         assert f"{number} all-reduces of {dryrun.human(size)} in a step" in COURSE
 

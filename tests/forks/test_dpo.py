@@ -66,7 +66,9 @@ def test_loss_and_gradient_are_the_formula(n, flags):
 
 
 def test_pairs():
-    say = lambda *words: [{"role": "user", "content": word} for word in words]  # noqa: E731
+    def say(*words):
+        return [{"role": "user", "content": word} for word in words]
+
     assert split_pair(dict(prompt="a", chosen="b", rejected="c")) == ("a", "b", "c")
     assert split_pair(dict(chosen=say("a", "b"), rejected=say("a", "c"))) == (
         say("a"),

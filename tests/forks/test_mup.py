@@ -50,7 +50,10 @@ def sizes_of(model, tokens) -> dict[str, float]:
     hooks = []
     for fqn, module in model.named_modules():
         if fqn.startswith("blocks.") and fqn.split(".")[-1] in (*"012", "attn", "ffn"):
-            keep = lambda m, args, out, fqn=fqn: found.update({fqn: out.abs().mean().item()})  # noqa: E731
+
+            def keep(m, args, out, fqn=fqn):
+                found[fqn] = out.abs().mean().item()
+
             hooks.append(module.register_forward_hook(keep))
     with torch.no_grad():
         found["logits"] = model(tokens).abs().mean().item()

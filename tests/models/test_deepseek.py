@@ -324,7 +324,10 @@ def mtp_losses(model, tokens, labels, doc_ids):
     embed = model.tok_embeddings.weight
     first = 0.0
     second = 0.0
-    rms = lambda x, norm: x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight  # noqa: E731
+
+    def rms(x, norm):
+        return x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight
+
     w_embed = mtp.eh_proj.weight[:, :D]
     w_h = mtp.eh_proj.weight[:, D:]
     for row, label, docs in zip(tokens, labels, doc_ids):

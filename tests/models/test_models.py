@@ -957,7 +957,10 @@ def test_norm_and_rotation_equal_torch(dtype):
     """Written by hand for few operators: against torch's own forms and what autograd makes of them,
     in fp64 and in dtype."""
     generator = torch.Generator().manual_seed(0)
-    drawn = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+
+    def drawn(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
     x, grad, weight = drawn(2, 3, 5, 8), drawn(2, 3, 5, 8), drawn(8)
     angle = drawn(2, 1, 5, 4)
 

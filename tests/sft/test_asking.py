@@ -229,7 +229,10 @@ def test_the_programs_ask_as_their_flags_say(program, tmp_path, capsys, monkeypa
 def test_samples_are_made_with_it(tmp_path):
     """A batch sampled with other chat options is sampled again; with the same options the batch is
     kept."""
-    cfg = lambda **flags: grpo.Config(init_from="hf", **flags)  # noqa: E731
+
+    def cfg(**flags):
+        return grpo.Config(init_from="hf", **flags)
+
     ((name, content),) = rollouts.pack_batches([{"samples": []}], cfg(system="a")).items()
     (tmp_path / name).write_bytes(content)
     assert rollouts.reuse_batches({"ahead": 1}, str(tmp_path), cfg(system="a"), True) == [

@@ -204,7 +204,9 @@ def config(program: str, flags: dict, ignored=""):
         instead = {ignored: value, "__class__": Config}
 
         def read(self, name):
-            return instead[name] if name in instead else object.__getattribute__(self, name)  # noqa: E731
+            if name in instead:
+                return instead[name]
+            return object.__getattribute__(self, name)
 
         cfg.__class__ = type("Config", (Config,), {"__getattribute__": read})
     return cfg

@@ -1,6 +1,7 @@
 """Optimizers, against training/optim.py: Muon equals torch's, on shards as on whole matrices; AdamW
 that rounds by chance."""
 
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -132,7 +133,7 @@ def test_stochastic_rounding_keeps_small_updates():
         torch.manual_seed(0)
         p = torch.nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
         optimizer = adamw([{"params": [p], "weight_decay": 0.0}], 1e-3, (0.9, 0.95), 1e-8, kind)
-        with mock.patch.object(torch, "compile", lambda function, **options: function):
+        with mock.patch.object(torch, "compile", not_compiled):
             for _ in range(20):
                 p.grad = torch.ones_like(p)
                 optimizer.step()
@@ -148,7 +149,7 @@ def rounded_copies(flags: dict) -> dict:
     optimizer = adamw(
         [{"params": list(stages[0].parameters())}], 3e-3, (0.9, 0.95), 1e-8, "adamw_sr"
     )
-    with mock.patch.object(torch, "compile", lambda function, **options: function):
+    with mock.patch.object(torch, "compile", not_compiled):
         for step in range(3):
             parallel.forward_backward(
                 stages, local_batch(global_batch(step, 4, False), layout), layout
@@ -185,29 +186,48 @@ class Lion(torch.optim.Optimizer):
 
 
 OPTIMIZERS = {
-    "lion": lambda params: Lion(params, 1e-2),
-    "sgd": lambda params: torch.optim.SGD(params, 1e-2, 0.9, weight_decay=0.1),
-    "sgd, no state": lambda params: torch.optim.SGD(params, 1e-2, weight_decay=0.1, fused=True),
-    "adamw": lambda params: torch.optim.AdamW(params, 1e-2, foreach=True),
-    "adamw, fused": lambda params: torch.optim.AdamW(params, 1e-2, fused=True),
-    "adafactor": lambda params: torch.optim.Adafactor(params, 1e-2, weight_decay=0.1),
-    "muon": lambda params: Muon([p for p in params if p.dim() == 2], **OPTIONS),
-    "normuon": lambda params: NorMuon([p for p in params if p.dim() == 2], **OPTIONS),
-    "torch's muon": lambda params: torch.optim.Muon([p for p in params if p.dim() == 2], **OPTIONS),
-    "torchao's": lambda params: adamw([{"params": params}], 1e-2, (0.9, 0.95), 1e-8, "adamw_sr"),
+    "lion": partial(Lion, lr=1e-2),
+    "sgd": partial(torch.optim.SGD, lr=1e-2, momentum=0.9, weight_decay=0.1),
+    "sgd, no state": partial(torch.optim.SGD, lr=1e-2, weight_decay=0.1, fused=True),
+    "adamw": partial(torch.optim.AdamW, lr=1e-2, foreach=True),
+    "adamw, fused": partial(torch.optim.AdamW, lr=1e-2, fused=True),
+    "adafactor": partial(torch.optim.Adafactor, lr=1e-2, weight_decay=0.1),
+    "muon": partial(Muon, **OPTIONS),
+    "normuon": partial(NorMuon, **OPTIONS),
+    "torch's muon": partial(torch.optim.Muon, **OPTIONS),
+    "torchao's": partial(adamw, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, kind="adamw_sr"),
 }
+
+
+def make_optimizer(kind: str, params: list):
+    if "muon" in kind:
+        params = [p for p in params if p.dim() == 2]
+    if kind == "torchao's":
+        params = [{"params": params}]
+    return OPTIMIZERS[kind](params)
+
+
+def not_compiled(function, **options):
+    """In place of torch.compile."""
+    return function
 
 
 def skipped(kind: str, flags: dict, n: int, bad: set, rank: int) -> list:
     """(weights, state) after each of four steps, of which `bad` have a NaN in one gradient of this
     rank."""
-    stages, layout = build(config(**MODEL), flags, n, n // (2 if flags.get("dp_shard") == 2 else 1))
+    local_batch_size = n // flags.get("dp_shard", 1)
+    stages, layout = build(config(**MODEL), flags, n, local_batch_size)
     params = [p for s in stages for p in s.parameters()]
-    optimizer, out = OPTIMIZERS[kind](params), []
-    with mock.patch.object(torch, "compile", lambda function, **options: function):
+    optimizer = make_optimizer(kind, params)
+    out = []
+    with mock.patch.object(torch, "compile", not_compiled):
         for step in range(4):
             for i, p in enumerate(params):
-                p.grad = (p.detach() + (0 if step in bad else step) + i).sin()
+                if step in bad:
+                    moves = 0
+                else:
+                    moves = step
+                p.grad = (p.detach() + moves + i).sin()
             if step in bad and layout.rank == rank:
                 local_tensor(stages[0].blocks["1"].attn.wo.weight.grad)[1, 1] = float("nan")
             norm = parallel.clip_grad_norm(stages, 1.0, layout)
@@ -228,11 +248,13 @@ def skipped(kind: str, flags: dict, n: int, bad: set, rank: int) -> list:
 
 def same(a: dict, b: dict) -> bool:
     def equal(x, y):
-        return (
-            torch.equal(local_tensor(x), local_tensor(y)) if isinstance(x, torch.Tensor) else x == y
-        )  # noqa: E731
+        if isinstance(x, torch.Tensor):
+            return torch.equal(local_tensor(x), local_tensor(y))
+        return x == y
 
-    return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if a.keys() != b.keys():
+        return False
+    return all(equal(a[key], b[key]) for key in a)
 
 
 LAYOUTS = [(1, {}), (2, dict(dp_shard=2)), (2, dict(tp=2))]

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from dry import MOE, REPO, config, recipe_of, report_of, run
+from dry import MOE, REPO, collectives_of, config, recipe_of, report_of, run
 from layouts import Flags, layouts_of
 from pool import pool
 from programs import run_program
@@ -57,7 +57,7 @@ def really(recipe: str, flags: dict) -> dict:
     torch.manual_seed(int(os.environ["RANK"]))
 
     def connect(layout, cfg, *args, **kwargs):
-        return replace(layout, compute_dtype=getattr(torch, cfg.compute_dtype))  # noqa: E731
+        return replace(layout, compute_dtype=getattr(torch, cfg.compute_dtype))
 
     stages, optimizers, layout = dryrun.build(importlib.import_module(recipe).main, cfg, connect)
     if layout.pp > 1:
@@ -68,7 +68,7 @@ def really(recipe: str, flags: dict) -> dict:
     first = dryrun.observe(stages, optimizers, layout, cfg.seq_len, n, Settled(layout))
     # for collectives: all connections exist
     second = dryrun.observe(stages, optimizers, layout, cfg.seq_len, n, Watch(layout))
-    counts = dryrun.totals({key[1:]: number for key, number in second.items() if key[0] == "moved"})
+    counts = collectives_of(second)
     kept = {key: value for key, value in first.items() if key[0] in ("activations", "flops")}
     return dict(
         first={k: first[k] for k in ("parameters", "gradients", "optimizer", "measured")} | kept,
@@ -98,7 +98,7 @@ def test_dry_run_equals_gloo(row):
         step = rank.step
         for key in ("parameters", "gradients", "optimizer"):
             assert step[key] == first[key], key
-        counts = dryrun.totals({key[1:]: n for key, n in step.items() if key[0] == "moved"})
+        counts = collectives_of(step)
         assert counts == real["counts"]
         for key in first:
             if key[0] == "activations":
@@ -129,7 +129,7 @@ def test_another_plan_is_another_report(monkeypatch, left_out):
         whole = {}
 
     def changed(model):
-        return {k: v for k, v in plan(model).items() if left_out not in k.split(".")} | whole  # noqa: E731
+        return {k: v for k, v in plan(model).items() if left_out not in k.split(".")} | whole
 
     monkeypatch.setattr(recipe.Llama3, "tp_plan", changed)
     if left_out == "attn_norm":
@@ -138,7 +138,7 @@ def test_another_plan_is_another_report(monkeypatch, left_out):
     after = dryrun.make_report(recipe.main, cfg).ranks[0].step
     moved = []
     for step in (before, after):
-        moved.append(dryrun.totals({key[1:]: n for key, n in step.items() if key[0] == "moved"}))
+        moved.append(collectives_of(step))
     fewer = {}
     for key in moved[0]:
         if moved[0][key] != moved[1][key]:
@@ -164,9 +164,7 @@ def test_tokens_travel_in_parts_on_gpus(ep, parts):
         step = (
             report_of("train_qwen3", model_args=MOE, dp_shard=8, ep=ep, device=device).ranks[0].step
         )
-        return dryrun.totals({key[1:]: n for key, n in step.items() if key[0] == "moved"})[
-            "ep", "all_to_all"
-        ]
+        return collectives_of(step)["ep", "all_to_all"]
 
     (on_cpu, size), (on_gpu, same) = exchanges("cpu"), exchanges("cuda")
     assert (on_cpu, on_gpu) == (5 * 5, 5 * (1 + 4 * parts))
@@ -328,34 +326,40 @@ def test_too_few_layers_are_refused_unless_there_is_a_page():
 GUIDE = REPO / "docs" / "parallelism.md"
 BEGIN = "<!-- support matrix: PYTHONPATH=.:tests python tests/tools/test_dryrun.py -->\n"
 END = "<!-- end -->\n"
-FEATURES = {
-    "FSDP": lambda f, p, fsdp: fsdp > 1,
-    "replicas": lambda f, p, fsdp: f.get("dp_replicate", 1) > 1,
-    "TP": lambda f, p, fsdp: f.get("tp", 1) > 1,
-    "CP": lambda f, p, fsdp: f.get("cp", 1) > 1,
-    "PP": lambda f, p, fsdp: f.get("pp", 1) > 1,
-    "EP": lambda f, p, fsdp: f.get("ep", 1) > 1,
-    "ETP": lambda f, p, fsdp: f.get("etp", 1) > 1,
-    "recomputation": lambda f, p, fsdp: f.get("ac", "none") != "none",
-    "document masks": lambda f, p, fsdp: p.get("doc", False),
-    "tied embeddings": lambda f, p, fsdp: p.get("tie_embeddings", False),
-    "accumulation": lambda f, p, fsdp: p["n"] > p["b"] * fsdp * f.get("dp_replicate", 1),
-}
+
+
+def features_of(processes: int, flags: dict, problem: dict) -> dict[str, bool]:
+    """{feature: whether a layout of layouts.txt has it}"""
+    replicas = flags.get("dp_replicate", 1)
+    others = math.prod(flags.get(axis, 1) for axis in AXES if axis != "dp_shard")
+    fsdp = processes // others
+    return {
+        "FSDP": fsdp > 1,
+        "replicas": replicas > 1,
+        "TP": flags.get("tp", 1) > 1,
+        "CP": flags.get("cp", 1) > 1,
+        "PP": flags.get("pp", 1) > 1,
+        "EP": flags.get("ep", 1) > 1,
+        "ETP": flags.get("etp", 1) > 1,
+        "recomputation": flags.get("ac", "none") != "none",
+        "document masks": problem.get("doc", False),
+        "tied embeddings": problem.get("tie_embeddings", False),
+        "accumulation": problem["n"] > problem["b"] * fsdp * replicas,
+    }
 
 
 def support_matrix() -> str:
     """How many layouts of tests/test_parallel.py have both features; on the diagonal, the feature
     at all."""
-
-    found = []
-    for processes, flags, problem in layouts_of("layouts").values():
-        others = math.prod(flags.get(axis, 1) for axis in AXES if axis != "dp_shard")
-        found.append(
-            {name for name, has in FEATURES.items() if has(flags, problem, processes // others)}
-        )
-    names = list(FEATURES)
+    rows = [features_of(*layout) for layout in layouts_of("layouts").values()]
+    names = list(rows[0])
     lines = [["", *names], ["---"] * (len(names) + 1)]
-    lines += [[a, *(str(sum({a, b} <= f for f in found) or "-") for b in names)] for a in names]
+    for a in names:
+        line = [a]
+        for b in names:
+            both = sum(row[a] and row[b] for row in rows)
+            line.append(str(both or "-"))
+        lines.append(line)
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
@@ -411,7 +415,7 @@ def test_the_measured_numbers_of_the_guide(axis):
         flavor="8B", model_args="", seq_len=8192, local_batch_size=1, compute_dtype="auto"
     )
     step = report_of(**flags).ranks[0].step
-    counts = dryrun.totals({key[1:]: n for key, n in step.items() if key[0] == "moved"})
+    counts = collectives_of(step)
     said = "; ".join(
         f"{counts[key][0]} {word} {dryrun.human(counts[key][1])}" for key, word in words.items()
     )

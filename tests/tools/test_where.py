@@ -52,7 +52,10 @@ def where(processes: int, flags: dict, problem: dict, mutate=None) -> str:
     config = layouts.config(**problem)
     one = pool(1).run(step_with_seams, config, {}, n, n, doc)
     layout = pool(processes).run(step_with_seams, config, flags, n, b, doc, mutate)
-    read = lambda ranks: [torch.load(io.BytesIO(rank), weights_only=True) for rank in ranks]  # noqa: E731
+
+    def read(ranks):
+        return [torch.load(io.BytesIO(rank), weights_only=True) for rank in ranks]
+
     return first_difference_of(read(one), read(layout))[0]
 
 
