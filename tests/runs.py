@@ -65,6 +65,11 @@ def json_lines(file) -> list[dict]:
     return [json.loads(line) for line in Path(file).read_text().splitlines()]
 
 
+def as_json_lines(rows) -> str:
+    """The text of a file that has one object in each line."""
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
 def metrics(out) -> list[dict]:
     return json_lines(Path(out) / "metrics.jsonl")
 

@@ -19,7 +19,20 @@ from pathlib import Path
 
 import pytest
 from commands import commands_in, split_command
-from runs import MLA, MODEL, REPO, Job, column, ended, having, launch, metrics, run, train_lines
+from runs import (
+    MLA,
+    MODEL,
+    REPO,
+    Job,
+    as_json_lines,
+    column,
+    ended,
+    having,
+    launch,
+    metrics,
+    run,
+    train_lines,
+)
 
 import train_llama3
 from corpus.build import build_shards
@@ -131,9 +144,7 @@ def folder(tmp_path_factory) -> Path:
         "choices": choices,
         "chat": chats,
     }.items():
-        (folder / f"{name}.jsonl").write_text(
-            "".join(json.dumps(record) + "\n" for record in records)
-        )
+        (folder / f"{name}.jsonl").write_text(as_json_lines(records))
     made = open_data(
         DataConfig(data=str(folder / "a.txt"), cache_dir=str(folder / "cache")), 32
     ).folder

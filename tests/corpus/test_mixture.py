@@ -14,7 +14,7 @@ import torch
 from chats import chat_folder, conversations
 from corpora import flat, sentences, take
 from observe import observed
-from runs import MODEL
+from runs import MODEL, as_json_lines
 from saves import refused
 
 import train_llama3
@@ -215,9 +215,7 @@ def test_parts_are_what_data_accepts(sources, capsys):
 
 def test_conversations_beside_text(tmp_path):
     folder = chat_folder(tmp_path / "qwen", "qwen3")
-    (tmp_path / "a.jsonl").write_text(
-        "".join(json.dumps(c) + "\n" for c in conversations(120, seed=3, most_turns=2))
-    )
+    (tmp_path / "a.jsonl").write_text(as_json_lines(conversations(120, seed=3, most_turns=2)))
     (tmp_path / "b.txt").write_text(sentences(300, 3))
     data = mixed(
         tmp_path, "chat={}/a.jsonl:1,text={}/b.txt:1", tokenizer=str(folder), doc_mask=True

@@ -11,6 +11,7 @@ import pytest
 import zstandard
 from chats import chat_folder, conversations
 from corpora import call_cli, sentences, tokens
+from runs import as_json_lines
 from saves import refused
 
 from corpus import build as texts
@@ -102,7 +103,7 @@ def test_conversations_in_every_format(tmp_path):
         for c in conversations(400, seed=3, most_turns=2)
         if all(m.keys() == {"role", "content"} for m in c["messages"])
     ][:120]
-    text = "".join(json.dumps(chat) + "\n" for chat in chats).encode()
+    text = as_json_lines(chats).encode()
     (tmp_path / "a.jsonl").write_bytes(text)
     (tmp_path / "a.jsonl.gz").write_bytes(gzipped(text))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(chats), tmp_path / "a.parquet")

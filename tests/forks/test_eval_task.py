@@ -5,7 +5,7 @@ import json
 
 import pytest
 from guide import FLAGS, write_copy
-from runs import ENV, MODEL, REPO, column, having, launch, metrics, run, train_lines
+from runs import ENV, MODEL, REPO, as_json_lines, column, having, launch, metrics, run, train_lines
 
 
 @pytest.mark.slow
@@ -13,7 +13,7 @@ def test_a_task_in_training_has_the_numbers_of_evaluate(tmp_path):
     lines = []
     for i in range(7):
         lines.append({"question": f"{i} + {i}?", "choices": [str(2 * i), "no"], "answer": i % 2})
-    (tmp_path / "task.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "task.jsonl").write_text(as_json_lines(lines))
     write_copy(tmp_path / "copy.py", "A benchmark in training")
     flags = [
         *FLAGS[:-2],

@@ -20,7 +20,7 @@ from chats import (
     with_marks,
 )
 from corpora import call_cli
-from runs import REPO
+from runs import REPO, as_json_lines
 from saves import refuses
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
@@ -522,7 +522,7 @@ def test_show(tmp_path, folders, monkeypatch, capsys):
     """Only the assistant's text is green; what would command the terminal is not printed."""
     folder, judge = folders["llama3"]
     records = conversations(5, seed=3, beside=False)
-    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (tmp_path / "chat.jsonl").write_text(as_json_lines(records))
     assert [*map(tuple, documents_of(tmp_path / "chat.jsonl", folder / "tokenizer.json", 0))] == [
         *map(judge, records)
     ]

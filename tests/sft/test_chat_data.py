@@ -13,7 +13,7 @@ import torch
 from chats import chat_folder, conversations, judged
 from corpora import call_cli, change_index, copy_of, take
 from layouts import Flags, drawn, initialised
-from runs import MODEL, column, having, launch, metrics, run, train_lines
+from runs import MODEL, as_json_lines, column, having, launch, metrics, run, train_lines
 from saves import refused
 from transformers import AutoTokenizer
 
@@ -132,7 +132,7 @@ def test_nothing_predicts_how_a_conversation_begins(tmp_path):
     lines = []
     for turns in said:
         lines.append({"messages": [{"role": role, "content": content} for role, content in turns]})
-    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "chat.jsonl").write_text(as_json_lines(lines))
     loaded = opened((tmp_path,), seq_len=64, doc_mask=True, tokenizer=str(folder))
     train = loaded.packing["train"]
     ids, masks = zip(*documents_of(tmp_path / "chat.jsonl", folder / "tokenizer.json", 0))
@@ -149,9 +149,7 @@ def test_a_conversation_without_any_token_is_none(tmp_path):
     folder = chat_folder(tmp_path / "qwen", "qwen3")
     strange = {"conversations": [{"from": "developer", "value": ""}]}
     known = {"conversations": [{"from": "Human", "value": "x"}, {"from": "GPT", "value": "y"}]}
-    (tmp_path / "chat.jsonl").write_text(
-        "".join(json.dumps(line) + "\n" for line in (strange, known, strange))
-    )
+    (tmp_path / "chat.jsonl").write_text(as_json_lines((strange, known, strange)))
     loaded = opened((tmp_path,), tokenizer=str(folder))
     (row,) = epoch(loaded)
     labels = [token for token in row.labels[0, 0].tolist() if token >= 0]
@@ -672,7 +670,7 @@ def test_bad_conversations_are_left_out_and_listed(tmp_path, monkeypatch, capsys
     for x in [*good[:7], bad[0], *good[7:150], "", bad[1], bad[2], *good[150:]]:
         lines.append(json.dumps(x))
     (tmp_path / "chat.jsonl").write_text("\n".join(lines).replace('""', ""))
-    (tmp_path / "good.jsonl").write_text("".join(json.dumps(x) + "\n" for x in good))
+    (tmp_path / "good.jsonl").write_text(as_json_lines(good))
 
     def prepare(name, out, *more):
         return call_cli(
