@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from layouts import compare
-from mutants import MUTANTS, NAMED
+from mistakes import MUTANTS, NAMED
 
 REPO = Path(__file__).parent.parent
 

@@ -11,7 +11,7 @@ import feedback
 import pytest
 from bugs import BUGS, planted_bug
 from course import COURSE, functions, original, source_of, with_blanks
-from mutants import changed_functions
+from mistakes import changed_functions
 from runs import MODEL, REPO, column, ended, json_lines, launch
 from submission import plant
 from tried import answers, table

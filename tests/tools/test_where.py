@@ -11,7 +11,7 @@ import layouts
 import pytest
 import torch
 import torch.distributed as dist
-from mutants import MUTANTS, NAMED
+from mistakes import MUTANTS, NAMED
 from pool import pool
 from tables import as_parameters
 from torch.distributed.tensor import Replicate
