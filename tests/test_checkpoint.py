@@ -699,9 +699,12 @@ def test_a_rank_reads_the_rows_of_its_own_shards(monkeypatch, first, shape, foun
         torch.Size((640, 96)), torch.float32, (["a"], np.array([16])), 192, [*grid.T]
     )
     looked = []
-    monkeypatch.setattr(
-        dcp, "unpack_column", lambda column, at: looked.append(len(at)) or column[at]
-    )
+
+    def unpack(column, at):
+        looked.append(len(at))
+        return column[at]
+
+    monkeypatch.setattr(dcp, "unpack_column", unpack)
     *_, offsets, sizes = saved.read_shards(first, shape)
     overlap = []
     for row in grid:

@@ -1070,11 +1070,12 @@ def test_prepare_in_shares(corpus, shards, tmp_path, monkeypatch, capsys):
     ]
     assert call_cli(monkeypatch, capsys, *argv, tmp_path / "whole")[0] == 0
     out, encoded, real = tmp_path / "out", [], texts.read_documents
-    monkeypatch.setattr(
-        texts,
-        "read_documents",
-        lambda piece, *rest: encoded.append(piece.split) or real(piece, *rest),
-    )
+
+    def watched(piece, *rest):
+        encoded.append(piece.split)
+        return real(piece, *rest)
+
+    monkeypatch.setattr(texts, "read_documents", watched)
     for share, folder in ("0/3", out), ("0/3", out), ("1/3", tmp_path / "own"):
         assert (
             f"share {share} is in {folder};"

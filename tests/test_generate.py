@@ -167,9 +167,12 @@ def test_top_p_sorts_the_vocabulary_only_where_it_must(scale, top_p, sorts, monk
     summed up to top_p."""
     logits = torch.randn(4, 20_000, generator=torch.Generator().manual_seed(0)) * scale
     calls, keep_share = [], decoding.keep_share
-    monkeypatch.setattr(
-        decoding, "keep_share", lambda *args: calls.append(args[2]) or keep_share(*args)
-    )
+
+    def watched(*args):
+        calls.append(args[2])
+        return keep_share(*args)
+
+    monkeypatch.setattr(decoding, "keep_share", watched)
     got = decoding.truncate(logits, 0, top_p)
     assert calls == [decoding.CANDIDATES, 20_000][: 1 + sorts]
     ranked, order = logits.double().sort(dim=-1, descending=True)

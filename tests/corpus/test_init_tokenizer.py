@@ -147,11 +147,12 @@ def test_a_start_reads_of_a_checkpoint_what_it_needs(tmp_path, book, monkeypatch
     flags, first, second = book
     source_of("run", tmp_path / "new", first)
     read, checks = [], newest.check_files
-    monkeypatch.setattr(
-        newest,
-        "check_files",
-        lambda path, whole, names: read.append(names) or checks(path, whole, names),
-    )
+
+    def watched(path, whole, names):
+        read.append(names)
+        return checks(path, whole, names)
+
+    monkeypatch.setattr(newest, "check_files", watched)
     cfg = train_llama3.Config(**flags, steps=9)
     cfg = resume.keep_batch(cfg)
     check_run(cfg.out, IDENTITY, cfg)

@@ -480,11 +480,12 @@ def test_prepare_again_keeps_what_is_packed(tmp_path, tokenizer, monkeypatch, ca
     assert call_cli(monkeypatch, capsys, *argv)[0] == 0
     (tmp_path / "out" / "index.json").unlink()
     read, real = [], texts.read_documents
-    monkeypatch.setattr(
-        texts,
-        "read_documents",
-        lambda piece, *rest: read.append(piece.path.name) or real(piece, *rest),
-    )
+
+    def watched(piece, *rest):
+        read.append(piece.path.name)
+        return real(piece, *rest)
+
+    monkeypatch.setattr(texts, "read_documents", watched)
     assert call_cli(monkeypatch, capsys, *argv)[0] == 0
     assert read == []
     (tmp_path / "out" / "index.json").unlink()

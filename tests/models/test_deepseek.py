@@ -562,11 +562,12 @@ def test_the_kernel_gets_heads_of_one_size(monkeypatch):
     compared as they are."""
     seen = []
     usual = F.scaled_dot_product_attention
-    monkeypatch.setattr(
-        F,
-        "scaled_dot_product_attention",
-        lambda q, k, v, **o: seen.append(v.shape[-1]) or usual(q, k, v, **o),
-    )
+
+    def watched(q, k, v, **o):
+        seen.append(v.shape[-1])
+        return usual(q, k, v, **o)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
     for K, U in ((192, 128), (128, 128), (576, 512)):
         out = sdpa(*(torch.randn(1, 2, 3, size) for size in (K, K, U)))
         assert out.shape[-1] == U

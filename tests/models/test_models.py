@@ -425,9 +425,12 @@ def test_attention_has_a_first_kernel_and_compiles_into_one_graph(monkeypatch):
     seen = []
     q, k, v = (torch.randn(2, heads, 8, 16, requires_grad=True) for heads in (4, 2, 2))
     with monkeypatch.context() as patch:
-        patch.setattr(
-            F, "scaled_dot_product_attention", lambda *a, **b: seen.append(order()) or real(*a, **b)
-        )
+
+        def watched(*a, **b):
+            seen.append(order())
+            return real(*a, **b)
+
+        patch.setattr(F, "scaled_dot_product_attention", watched)
         out = sdpa(q, k, v, is_causal=True)
     assert seen[0][0] == SDPBackend.CUDNN_ATTENTION
     assert len(seen[0]) == 4

@@ -187,9 +187,12 @@ def dtypes_and_casts() -> tuple:
     cast copy, and at each block's backward whether later blocks still have casts)."""
     units, left = [], []
     made = CastUnit.__init__
-    with mock.patch.object(
-        CastUnit, "__init__", lambda unit, *args: units.append(unit) or made(unit, *args)
-    ):
+
+    def watched(unit, *args):
+        units.append(unit)
+        return made(unit, *args)
+
+    with mock.patch.object(CastUnit, "__init__", watched):
         stages, layout = build(config(), LORA | dict(compute_dtype="bfloat16"), 2, 2)
     for i, block in stages[0].blocks.items():
         block.attn.register_full_backward_pre_hook(
