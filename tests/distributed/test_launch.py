@@ -834,7 +834,8 @@ def test_the_files_for_kubernetes_and_skypilot(tmp_path):
         )
     )
     pod = job["spec"]["template"]["spec"]
-    assert job["kind"] == "Job" and pod["restartPolicy"] == "Never"  # podFailurePolicy needs it
+    assert job["kind"] == "Job"
+    assert pod["restartPolicy"] == "Never"  # podFailurePolicy needs it
     script = f"torchrun() {{ printf '%s\\n' \"$@\"; }}\n{task['run']}"
     env = {
         "NUM_NODES": "2",
@@ -910,7 +911,8 @@ def test_slurm_script(tmp_path, start):
     assert f"SIGUSR1: stopped after step {stopped}" in job.text()
 
     job = submit("2.sh", "--lr", "nonsense", SLURM_RESTART_COUNT="1")
-    assert job.end() == 1 and requeued() == ["77"]  # no progress
+    assert job.end() == 1
+    assert requeued() == ["77"]  # no progress
 
     # what --load_step says is for the first start
     job = submit("3.sh", "--steps", stopped + 3, "--load_step", 1, SLURM_RESTART_COUNT="1")

@@ -838,7 +838,8 @@ def test_from_hf_and_to_hf(chat_folder, tmp_path, capsys):
     assert_equal_files(chat_folder, out)
     theirs = transformers.AutoTokenizer.from_pretrained(out)
     assert theirs("def f").input_ids[0] == 1  # begins as the tokenizer says
-    assert theirs.eos_token == "<|eot_id|>" and theirs.chat_template  # as in the first folder
+    assert theirs.eos_token == "<|eot_id|>"  # as in the first folder
+    assert theirs.chat_template
     exported = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert exported.config.eos_token_id == exported.generation_config.eos_token_id == 4
     ids = exported.generate(**theirs("x", return_tensors="pt"), max_new_tokens=12, do_sample=False)
@@ -878,7 +879,8 @@ def test_hugging_face_folders_are_told_from_ours(chat_folder, tmp_path, monkeypa
     checkpoint_commands.from_hf(str(chat_folder), str(tmp_path / "run"))
     assert is_hf_folder(str(chat_folder))
     monkeypatch.chdir(chat_folder)
-    assert is_hf_folder(".") and not is_hf_folder("")  # no --init_from at all
+    assert is_hf_folder(".")
+    assert not is_hf_folder("")  # no --init_from at all
     for ours in (
         tmp_path / "run",
         tmp_path / "run" / "checkpoints" / "step-0",

@@ -148,7 +148,8 @@ def test_the_first_rank_of_a_machine_speaks(capsys, monkeypatch):
         with pytest.raises(SystemExit) as stop:
             parse_config(Config, argv)
         assert stop.value.code == status
-    assert capsys.readouterr() == ("", "") and waits == [5]  # until rank 0 has said what is wrong
+    assert capsys.readouterr() == ("", "")
+    assert waits == [5]  # until rank 0 has said what is wrong
     monkeypatch.setenv("LOCAL_RANK", "0")  # of another machine, where the cause may be
     assert re.match(
         "error on rank 3 [(].+[)]: .*--steps", stops(capsys, parse_config, Config, ["--stpes", "5"])
