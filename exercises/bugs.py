@@ -40,7 +40,7 @@ ZERO_BUBBLE = dict(pp=2, pp_schedule="InterleavedZeroBubble")
 @dataclass(frozen=True)
 class Bug:
     number: int
-    mutant: str  # name of the mistake in tests/test_mutants.py
+    mutant: str  # name of the mistake in tests/mistakes.py
     # layouts to compare with one process: (processes, flags, problem), see tests/layouts.py
     rows: tuple[tuple, ...]
 

@@ -149,7 +149,10 @@ def conversations(
                     }
                 )
                 messages += [{"role": "tool", "content": words(3)}] * rng.randint(1, 2)
-            thoughts = f"<think>\n{words(9)}\n</think>\n\n" if rng.random() < 0.4 else ""
+            if rng.random() < 0.4:
+                thoughts = f"<think>\n{words(9)}\n</think>\n\n"
+            else:
+                thoughts = ""
             messages.append({"role": "assistant", "content": thoughts + words(20)})
         made.append({"messages": messages} | ({"tools": [TOOL]} if calls else {}))
     return made

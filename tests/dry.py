@@ -40,6 +40,15 @@ def run(recipe: str, *argv) -> subprocess.CompletedProcess:
     return run_program(command, timeout=300)
 
 
+def collectives_of(step: dict) -> dict:
+    """{(axis, collective, ...): (number, bytes)} of what a step of a dry run counts."""
+    moved = {}
+    for key, number in step.items():
+        if key[0] == "moved":
+            moved[key[1:]] = number
+    return dryrun.totals(moved)
+
+
 def report_of(recipe="train_llama3", **flags):
     return dryrun.make_report(importlib.import_module(recipe).main, config(recipe, flags))
 

@@ -55,10 +55,21 @@ class Engine:
             (n, room),
             generator=torch.Generator().manual_seed(random.randrange(99) if seed is None else seed),
         )
-        tokenizer = load_tokenizer(self.file) if stop else None
-        stops = lambda s: None if stop and stop[0] in tokenizer.decode(s.ids) else []  # noqa: E731
+        if stop:
+            tokenizer = load_tokenizer(self.file)
+        else:
+            tokenizer = None
+
+        def stops(s):
+            if stop and stop[0] in tokenizer.decode(s.ids):
+                return None
+            return []
+
         with ONE_AT_A_TIME:
-            self.model.unknown_ids = torch.tensor([int(i) for i in bias]) if bias else None
+            if bias:
+                self.model.unknown_ids = torch.tensor([int(i) for i in bias])
+            else:
+                self.model.unknown_ids = None
             return rollout(
                 self.model,
                 [prompt],
@@ -87,7 +98,8 @@ class Engine:
                 body["sampling_params"][0],
                 [p["sampling_seed"] for p in body["sampling_params"]],
             )
-            assert seeds == [*range(seeds[0], seeds[0] + len(seeds))] and body["return_logprob"]
+            assert seeds == [*range(seeds[0], seeds[0] + len(seeds))]
+            assert body["return_logprob"]
             samples = self.draw(
                 body["input_ids"][0],
                 len(seeds),
@@ -110,11 +122,9 @@ class Engine:
                 for s in samples
             ]
         if path == "/v1/completions" and not sglang:
-            assert (
-                body["return_token_ids"]
-                and body["model"] == self.name
-                and (body["top_p"], body["top_k"]) == (1.0, -1)
-            )
+            assert body["return_token_ids"]
+            assert body["model"] == self.name
+            assert (body["top_p"], body["top_k"]) == (1.0, -1)
             samples = self.draw(
                 body["prompt"],
                 body["n"],
@@ -148,9 +158,13 @@ class Engine:
         if path == "/v1/load_lora_adapter" and not sglang:
             self.read(body["lora_path"])  # with the weights that adapter_config.json names
             self.name, before = body["lora_name"], self.name
-            return (400, "loaded already") if self.name == before else (200, b"Success: no JSON")
+            if self.name == before:
+                return (400, "loaded already")
+            return (200, b"Success: no JSON")
         if path == "/v1/unload_lora_adapter" and not sglang:
-            return (200, b"Success: no JSON") if body["lora_name"] != self.name else (404, "in use")
+            if body["lora_name"] != self.name:
+                return (200, b"Success: no JSON")
+            return (404, "in use")
         if path == "/reset_prefix_cache" and not sglang:
             return 200, None
         if path == "/init_weight_transfer_engine" and not body["init_info"]:
@@ -191,13 +205,12 @@ def serving(engine: Engine, port=0):
                 answer = engine.fault(self.path, answer)
             except ConnectionAbortedError:
                 return self.connection.close()
-            content = (
-                answer
-                if isinstance(answer, bytes)
-                else b""
-                if answer is None
-                else json.dumps(answer).encode()
-            )
+            if isinstance(answer, bytes):
+                content = answer
+            elif answer is None:
+                content = b""
+            else:
+                content = json.dumps(answer).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()

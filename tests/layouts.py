@@ -171,7 +171,9 @@ def balances(stages) -> dict:
 def n_steps(model_config) -> int:
     """STEPS; with experts one: after it a rounding may send a token to another expert, and nothing
     would be proven."""
-    return 1 if getattr(model_config, "n_experts", 0) else STEPS
+    if getattr(model_config, "n_experts", 0):
+        return 1
+    return STEPS
 
 
 def global_batch(step: int, n: int, doc_mask: bool) -> Batch:
@@ -314,11 +316,10 @@ def watch_margins(model) -> list[float]:
                 margins.append((top[:, k - 1] - top[:, k]).min().item())
             if c.__class__ is DeepSeekConfig and c.top_k_groups < c.n_groups:
                 grouped = scores.unflatten(-1, (c.n_groups, -1))
-                best = (
-                    grouped.topk(2).values.sum(-1)
-                    if c.score_func == "sigmoid"
-                    else grouped.amax(-1)
-                )
+                if c.score_func == "sigmoid":
+                    best = grouped.topk(2).values.sum(-1)
+                else:
+                    best = grouped.amax(-1)
                 best = best.topk(c.top_k_groups + 1).values
                 margins.append((best[:, -2] - best[:, -1]).min().item())
             return usual(scores - bias, k, limit)
@@ -347,7 +348,10 @@ def build(model_config, flags: dict, n: int, local_batch_size: int, seed=3):
     layout = parallel.make_mesh(layout)
     model = on_meta(model_config)
     check_model(model, layout, TP_STYLES, cfg.ac, cfg.param_dtype)
-    stages = pipeline_stages(model, layout, cfg) if cfg.pp > 1 else [model]
+    if cfg.pp > 1:
+        stages = pipeline_stages(model, layout, cfg)
+    else:
+        stages = [model]
     for stage in stages:
         if cfg.float8 != "off":
             float8_linears(stage, layout, cfg)
@@ -375,11 +379,9 @@ def local_batch(b: Batch, layout) -> Batch:
     size = layout.global_batch_size // layout.data_ranks
 
     def pick(x):
-        return (
-            None
-            if x is None
-            else x[layout.data_rank * size :][:size].unflatten(0, (layout.accumulation, -1))
-        )  # noqa: E731
+        if x is None:
+            return None
+        return x[layout.data_rank * size :][:size].unflatten(0, (layout.accumulation, -1))
 
     return replace(
         b,
@@ -420,7 +422,10 @@ def run_steps(model_config, flags, n, local_batch_size, doc_mask, seed=None) -> 
         assert all(p.grad is None for _, p in params if not p.requires_grad)
         norm = parallel.clip_grad_norm(stages, 0.5, layout)
         for part, (_, p) in zip(parts, trained):
-            part.grad = None if p.grad is None else local_tensor(p.grad)
+            if p.grad is None:
+                part.grad = None
+            else:
+                part.grad = local_tensor(p.grad)
             p.grad = None
         optimizer.step()
         if getattr(model_config, "n_experts", 0):
@@ -531,7 +536,9 @@ def equals_transformers(ours, model, folder):
     grads = {name: p.grad for name, p in model.named_parameters()}
     names = ours.hf_keys()
     off = {fqn: relative(p.grad, stacked(grads, names[fqn])) for fqn, p in ours.named_parameters()}
-    assert max(off.values()) < 1e-4 and all(p.grad.any() for p in ours.parameters()), off
+    assert max(off.values()) < 1e-4, off
+    for p in ours.parameters():
+        assert p.grad.any(), off
     save_hf(ours, folder / "ours", dtype=torch.float32)
     again = type(model).from_pretrained(
         folder / "ours", attn_implementation="eager", dtype=torch.float32
@@ -556,7 +563,8 @@ def assert_samples_are_the_best_tokens(model):
         with torch.no_grad():
             logprobs = model(torch.tensor([prompt + sample.ids]))[0].log_softmax(-1)
         best = logprobs[len(prompt) - 1 : -1].max(-1)
-        assert best.indices.tolist() == sample.ids and len(sample.ids) == 20
+        assert best.indices.tolist() == sample.ids
+        assert len(sample.ids) == 20
         torch.testing.assert_close(best.values, torch.tensor(sample.logprobs), rtol=1e-4, atol=1e-4)
 
 
@@ -572,4 +580,6 @@ def stacked(theirs: dict, names) -> torch.Tensor:
     if which == "down_proj":
         return theirs[f"{layer}.experts.down_proj"]
     gate, up = theirs[f"{layer}.experts.gate_up_proj"].chunk(2, dim=1)
-    return gate if which == "gate_proj" else up
+    if which == "gate_proj":
+        return gate
+    return up

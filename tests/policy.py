@@ -106,7 +106,10 @@ def trainer_of(seed=0, unknown=None, config=MODEL, **flags):
             **flags,
         }
     )
-    world = dist.get_world_size() if dist.is_initialized() else 1
+    if dist.is_initialized():
+        world = dist.get_world_size()
+    else:
+        world = 1
     layout = check_layout(
         cfg,
         config,
@@ -141,7 +144,8 @@ def gradients(trainer):
 
 
 def assert_close(a: dict, b: dict, tolerance=1e-5):
-    assert a.keys() == b.keys() and a
+    assert a.keys() == b.keys()
+    assert a
     for fqn in a:
         assert (a[fqn] - b[fqn]).norm() <= tolerance * b[fqn].norm().clamp(min=1e-6), fqn
 
@@ -154,7 +158,9 @@ def run(processes, *argv, status=0, program="grpo.py"):
     done = runs.ended(
         launch(processes, *argv, program=program), timeout=400, status=status, env=ENV
     )
-    return done.stdout if status == 0 else done.stderr
+    if status == 0:
+        return done.stdout
+    return done.stderr
 
 
 def steps_of(out) -> list[dict]:
@@ -165,11 +171,10 @@ def assert_same(a, b, tolerance):
     assert all(x["grad_norm"] > 0 for x in a)  # with equal rewards any two runs would be the same
     assert [x["step"] for x in a] == [x["step"] for x in b]
     for x, y in zip(a, b):
-        assert all(x[name] == y[name] for name in ("tokens_hash", "reward_mean", "policy_version"))
-        assert (
-            abs(x["loss"] - y["loss"]) <= tolerance
-            and abs(x["grad_norm"] - y["grad_norm"]) <= 100 * tolerance
-        )
+        for name in ("tokens_hash", "reward_mean", "policy_version"):
+            assert x[name] == y[name]
+        assert abs(x["loss"] - y["loss"]) <= tolerance
+        assert abs(x["grad_norm"] - y["grad_norm"]) <= 100 * tolerance
 
 
 def evaluations(out) -> list[tuple]:

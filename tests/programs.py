@@ -132,7 +132,10 @@ def run_program(
     if answer["late"]:
         raise subprocess.TimeoutExpired(words, timeout, answer["stdout"], answer["stderr"])
     # torchrun ends with 0 or 1
-    status = answer["statuses"][0] if nproc == 1 else int(any(answer["statuses"]))
+    if nproc == 1:
+        status = answer["statuses"][0]
+    else:
+        status = int(any(answer["statuses"]))
     done = subprocess.CompletedProcess(words, status, answer["stdout"], answer["stderr"])
     if check:
         done.check_returncode()
@@ -335,7 +338,12 @@ def run_rank(argv: list[str], cwd: str, env: dict[str, str], files: dict[str, Pa
         exec(compile(source, name, "exec"), main.__dict__)
         status = 0
     except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+        if isinstance(end.code, int):
+            status = end.code
+        elif end.code is None:
+            status = 0
+        else:
+            status = 1
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
     except BaseException:

@@ -21,13 +21,18 @@ Plain = models.llama3.Llama3
 def changed(name: str, methods: str = "", init: str = "") -> str:
     """Code of a class of models/llama3.py with other methods. init: what its __init__ does after
     the usual."""
-    base = "Plain" if name == "Llama3" else f"models.llama3.{name}"
+    if name == "Llama3":
+        base = "Plain"
+    else:
+        base = f"models.llama3.{name}"
     text = f"class {name}({base}):\n"
     if init:
         text += "    def __init__(self, *args):\n        super().__init__(*args)\n        config = args[0]\n"
         text += textwrap.indent(init, " " * 8) + "\n"
     text += methods.strip("\n") + "\n"
-    return text if base == "Plain" else text + f"{base} = {name}\n"
+    if base == "Plain":
+        return text
+    return text + f"{base} = {name}\n"
 
 
 # name -> code, put behind the imports; it may define a Llama3 of its own, a block, an optimizer

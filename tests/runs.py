@@ -30,11 +30,16 @@ ENV = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "L
 
 def launch(processes: int, *argv) -> list[str]:
     """The command for a recipe: plain python for one process, as torchrun runs it for more."""
-    torchrun = (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-        if processes > 1
-        else []
-    )
+    if processes > 1:
+        torchrun = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node",
+            str(processes),
+        ]
+    else:
+        torchrun = []
     return [sys.executable, *torchrun, *map(str, argv)]
 
 
@@ -55,12 +60,32 @@ def run(command: list, cwd=REPO, **options) -> str:
     return ended(command, cwd, **options).stdout
 
 
+def json_lines(file) -> list[dict]:
+    """The objects of a file that has one in each line."""
+    return [json.loads(line) for line in Path(file).read_text().splitlines()]
+
+
+def as_json_lines(rows) -> str:
+    """The text of a file that has one object in each line."""
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
 def metrics(out) -> list[dict]:
-    return [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+    return json_lines(Path(out) / "metrics.jsonl")
+
+
+def column(lines: list[dict], name: str) -> list:
+    """One value of each line of a log, in order; a line without it is a KeyError."""
+    return [line[name] for line in lines]
+
+
+def having(lines: list, name: str) -> list:
+    """The lines with this name: a key of a line of a log, or words of a printed line."""
+    return [line for line in lines if name in line]
 
 
 def train_lines(out) -> list[dict]:
-    return [line for line in metrics(out) if "loss" in line]
+    return having(metrics(out), "loss")
 
 
 # of a launcher that runs these tests

@@ -1,5 +1,6 @@
 """A small net with an optimizer and checkpoints, for the tests of checkpoint.py and storage/."""
 
+import contextlib
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -41,8 +42,14 @@ class Net(nn.Module):
 def trained(seed=0, steps=2, optimizer="adamw", width=24):
     """(net, optimizers) after some steps; a fresh start has seed 1 and no steps."""
     net = Net(seed, width)
-    matrices = [net.first.weight, net.last.weight] if optimizer == "muon" else []
-    rest = [p for p in net.parameters() if not any(p is m for m in matrices)]
+    if optimizer == "muon":
+        matrices = [net.first.weight, net.last.weight]
+    else:
+        matrices = []
+    rest = []
+    for p in net.parameters():
+        if not any(p is m for m in matrices):
+            rest.append(p)
     optimizers = [torch.optim.AdamW(rest, lr=1e-2)] + (
         [torch.optim.Muon(matrices, lr=1e-2)] if matrices else []
     )
@@ -106,7 +113,8 @@ def assert_same(a, b):
     a, b = everything(*a), everything(*b)
     assert a.keys() == b.keys()
     for key in a:
-        assert a[key].dtype == b[key].dtype and torch.equal(a[key], b[key]), key
+        assert a[key].dtype == b[key].dtype, key
+        assert torch.equal(a[key], b[key]), key
 
 
 def path(out, step):
@@ -142,6 +150,17 @@ def refuses(words, function, *args, **flags) -> str:
     return str(error.value)
 
 
+@contextlib.contextmanager
+def refused(*parts):
+    """Checks that the statements below raise a ValueError of one line that holds these parts."""
+    with pytest.raises(ValueError) as error:
+        yield
+    line = str(error.value)
+    assert "\n" not in line
+    for part in parts:
+        assert part in line, line
+
+
 def stops(capsys, command, *args) -> str:
     """Checks that command(*args) ends with status 2 and says nothing but one line on stderr, and
     returns the line."""
@@ -149,9 +168,9 @@ def stops(capsys, command, *args) -> str:
     with pytest.raises(SystemExit) as status:
         command(*args)
     said, error = capsys.readouterr()
-    assert status.value.code == 2 and said == "" and error.find("\n") == len(error) - 1, (
-        said + error
-    )
+    assert status.value.code == 2, said + error
+    assert said == "", said + error
+    assert error.find("\n") == len(error) - 1, said + error
     return error
 
 

@@ -25,16 +25,17 @@ def run(*argv, status=0, real=False) -> str:
     """stdout of a Python process, or stderr if a failure is expected."""
     env = ENV | {"OMP_NUM_THREADS": "1"}
     done = ended([sys.executable, *argv], timeout=300, real=real, status=status, env=env)
-    return done.stdout if status == 0 else done.stderr
+    if status == 0:
+        return done.stdout
+    return done.stderr
 
 
 def rows(stdout: str) -> dict[str, list[str]]:
     """First cell -> the other cells of every line of the printed tables."""
-    cells = [
-        [cell.strip() for cell in line.strip("|\n").split("|")]
-        for line in stdout.splitlines()
-        if line.startswith("|")
-    ]
+    cells = []
+    for line in stdout.splitlines():
+        if line.startswith("|"):
+            cells.append([cell.strip() for cell in line.strip("|\n").split("|")])
     return {first: rest for first, *rest in cells}
 
 
@@ -80,7 +81,8 @@ ONCE = ["--rounds", 1, "--seq_len", 32, "--model_args", SHAPE]
 )
 def test_systems_beside_each_other(argv, systems):
     table = rows(run(f"benchmarks/{argv[0]}", *argv[1:], real="startup" in argv[0]))
-    assert all(float(table[system][0].replace(",", "")) > 0 for system in systems)
+    for system in systems:
+        assert float(table[system][0].replace(",", "")) > 0
     assert "steps_per_round" not in str(argv) or table["ours"][0] == table["transformers"][0]
 
 
@@ -103,11 +105,9 @@ def test_checkpoint(tmp_path):
         "--folder",
         tmp_path,
     )
-    assert (
-        "--checkpoint_async process" in stdout
-        and "our load, verified" in stdout
-        and list(tmp_path.iterdir()) == []
-    )
+    assert "--checkpoint_async process" in stdout
+    assert "our load, verified" in stdout
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,8 @@ def test_checkpoint(tmp_path):
 def test_without_a_gpu_a_line_says_so(script, status, text, monkeypatch):
     monkeypatch.setitem(ENV, "CUDA_VISIBLE_DEVICES", "")
     error = run(f"benchmarks/{script}", status=status)
-    assert text in error and "Traceback" not in error
+    assert text in error
+    assert "Traceback" not in error
 
 
 # ---------------------------------------------------------------- the report of a machine with GPUs
@@ -161,9 +162,9 @@ def test_links():
             "cpu",
         )
     )
-    assert len(table["2 neighbours"]) == 5 and all(
-        float(cell) > 0 for cell in table["2 neighbours"]
-    )
+    assert len(table["2 neighbours"]) == 5
+    for cell in table["2 neighbours"]:
+        assert float(cell) > 0
 
 
 @pytest.mark.parametrize(
@@ -195,10 +196,9 @@ def test_the_rows_of_a_report_are_commands_that_exist(found, monkeypatch):
 def test_the_numbers_of_a_row():
     """Medians after step 5, the peak of all steps, the first step by itself; unknown numbers are
     left out."""
-    lines = [
-        STEP | {"step": step, "step_time_s": time, "tokens_per_second": 100 / time}
-        for step, time in ((1, 30.0), (5, 4.0), (10, 1.0), (15, 2.0), (20, 1.0))
-    ]
+    lines = []
+    for step, s in ((1, 30.0), (5, 4.0), (10, 1.0), (15, 2.0), (20, 1.0)):
+        lines.append(STEP | {"step": step, "step_time_s": s, "tokens_per_second": 100 / s})
     lines += [{"step": 20, "val_loss": 1.0}]
     lines[2]["memory_gib"] = 5.0
     found = gpu_report.numbers(lines)
@@ -230,10 +230,9 @@ def test_rows_that_do_not_fit_into_the_time_are_not_run(tmp_path, monkeypatch):
         row.status = "ok"
 
     monkeypatch.setattr(gpu_report, "execute", execute)
-    found = [
-        gpu_report.Row(name, "", "", limit)
-        for name, limit in (("a", 100), ("skipped", 10), ("long", 300), ("b", 100))
-    ]
+    found = []
+    for name, limit in (("a", 100), ("skipped", 10), ("long", 300), ("b", 100)):
+        found.append(gpu_report.Row(name, "", "", limit))
     found[1].status = "skipped"
     gpu_report.run_rows(
         found,
@@ -242,9 +241,8 @@ def test_rows_that_do_not_fit_into_the_time_are_not_run(tmp_path, monkeypatch):
         lambda: written.append([row.status for row in found]),
         clock=lambda: now[0],
     )
-    assert [row.status for row in found] == ["ok", "skipped", "not run", "ok"] and found[
-        2
-    ].reason.startswith("time: ")
+    assert [row.status for row in found] == ["ok", "skipped", "not run", "ok"]
+    assert found[2].reason.startswith("time: ")
     assert written[0] == ["ok", "skipped", "", ""], "written after each row"
 
 
@@ -266,14 +264,14 @@ def test_what_comes_of_a_row(tmp_path):
         )
         gpu_report.execute(found[name], tmp_path / "report", 3)
     assert [row.status for row in found.values()] == ["ok", "failed", "time limit"]
-    assert found["well"].metrics["loss"] == 2.5 and found["well"].text == "float8: 14 linears"
-    assert (
-        found["fails"].reason == "status 1: ValueError: the reason"
-        and 3 <= found["hangs"].seconds < 20
-    )
+    assert found["well"].metrics["loss"] == 2.5
+    assert found["well"].text == "float8: 14 linears"
+    assert found["fails"].reason == "status 1: ValueError: the reason"
+    assert 3 <= found["hangs"].seconds < 20
     report = dict(machine=machine_of(1), began="now", seconds=1.0, budget=60, size="--flavor 1B")
     text = gpu_report.markdown(report, list(found.values()))
-    assert "| fails: failed | status 1: ValueError: the reason |" in text and "| well |" in text
+    assert "| fails: failed | status 1: ValueError: the reason |" in text
+    assert "| well |" in text
 
 
 def test_ctrl_c_keeps_what_was_measured(tmp_path):

@@ -105,7 +105,8 @@ def test_another_optimizer_for_some_parameters_is_named(tmp_path):
     )
     net, optimizers = trained(1, 0, "muon")
     assert saver(net, optimizers, tmp_path, exclude_from_loading=["optimizer"]).load()["step"] == 2
-    assert torch.equal(net.last.weight, trained(0, 2)[0].last.weight) and not optimizers[1].state
+    assert torch.equal(net.last.weight, trained(0, 2)[0].last.weight)
+    assert not optimizers[1].state
 
 
 def test_parameters_without_gradient_have_no_state_and_wrapped_modules_have_their_plain_names(
@@ -123,9 +124,9 @@ def test_parameters_without_gradient_have_no_state_and_wrapped_modules_have_thei
     fresh = trained(1, 0)
     saver(*fresh, tmp_path).load()
     loaded = everything(*fresh)
-    assert loaded.keys() == plain.keys() and all(
-        torch.equal(loaded[key], plain[key]) for key in plain
-    )
+    assert loaded.keys() == plain.keys()
+    for key in plain:
+        assert torch.equal(loaded[key], plain[key])
     assert fresh[0].last.weight not in fresh[1][0].state
 
 
@@ -222,7 +223,8 @@ def test_kill_9_in_the_middle_of_a_save(tmp_path, function_name, after, survivor
     fresh = trained(1, 0)
     assert saver(*fresh, tmp_path).load()["step"] == survivor
     assert_same(fresh, trained(0, survivor))
-    assert all(STEP_FOLDER.fullmatch(name) for name in names(tmp_path))
+    for name in names(tmp_path):
+        assert STEP_FOLDER.fullmatch(name)
     verify(path(tmp_path, survivor))
 
 
@@ -375,7 +377,8 @@ def test_a_model_that_does_not_fit_is_untouched(tmp_path):
         "dtype: model.first.weight float32, here bfloat16",
     ):
         assert text in said
-    assert all(torch.equal(t, before[name]) for name, t in net.state_dict().items())
+    for name, t in net.state_dict().items():
+        assert torch.equal(t, before[name])
 
 
 def test_init_from(tmp_path, capsys):
@@ -388,10 +391,8 @@ def test_init_from(tmp_path, capsys):
             CheckpointConfig(init_from=str(source)),
         )
         assert saver(*weights, tmp_path / "new", init_from=str(source)).load() is None
-        assert (
-            torch.equal(weights[0].last.weight, trained(0, step)[0].last.weight)
-            and not weights[1][0].state
-        )
+        assert torch.equal(weights[0].last.weight, trained(0, step)[0].last.weight)
+        assert not weights[1][0].state
         everything_of_it = trained(1, 0)
         flags = dict(init_from=str(source), init_model_only=False)
         check_run(str(tmp_path / "new"), IDENTITY, CheckpointConfig(**flags))
@@ -468,11 +469,9 @@ def test_only_what_no_checkpoint_overwrites_is_drawn(tmp_path, source, excluded)
     names = tuple(f"{name.removeprefix('model.')}." for name in excluded)
     kept = {fqn for fqn, _ in model.named_parameters() if f"{fqn}.".startswith(names)}
     assert set(drawn) == {fqn for fqn in kept if "norm" not in fqn}
-    assert all(
-        p.isnan().all()
-        for fqn, p in model.named_parameters()
-        if "norm" not in fqn and fqn not in kept
-    )
+    for fqn, p in model.named_parameters():
+        if "norm" not in fqn and fqn not in kept:
+            assert p.isnan().all()
     checkpoints.load()
     for fqn, p in model.named_parameters():
         assert torch.equal(p, (fresh if fqn in kept else old).get_parameter(fqn)), fqn
@@ -495,7 +494,8 @@ def test_weights_that_no_file_has_are_drawn(tmp_path):
     assert set(drawn) == {fqn for fqn in everything if fqn.startswith("mtp.")}
     for fqn, p in model.named_parameters():
         assert torch.equal(p, (fresh if fqn.startswith("mtp.") else old).get_parameter(fqn)), fqn
-    assert all((b == 0).all() for b in model.buffers())
+    for b in model.buffers():
+        assert (b == 0).all()
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
@@ -516,7 +516,8 @@ def test_a_tokenizer_that_no_checkpoint_can_hold_is_refused_before_training(tmp_
         *trained(), tmp_path / "other", tokenizer_file=str(first / "tokenizer.json"), load_only=True
     )
     # never saves
-    assert loads.save(1, {}, last=True) is False and not (tmp_path / "other").exists()
+    assert loads.save(1, {}, last=True) is False
+    assert not (tmp_path / "other").exists()
     assert checkpoints.save(1, {})  # later edits change no run
     assert Path(path(tmp_path / "run", 1), "chat_template.jinja").read_text() == "{{ messages }}"
     assert json.loads(Path(path(tmp_path / "run", 1), "tokenizer.json").read_bytes())["model"]
@@ -568,7 +569,8 @@ def test_changed_code_is_told_when_a_run_goes_on(tmp_path, monkeypatch, capsys):
     rewrite(path(out, 1), "code.json", json.dumps(dict.fromkeys(code, "")).encode())
     assert re.fullmatch(r"[\w/]+\.py, [\w/]+\.py, [\w/]+\.py and \d+ more", load(out))
     rewrite(path(out, 1), "code.json", None)  # as an older program wrote it
-    assert load(out) == "" and names(out) == ["step-1"]
+    assert load(out) == ""
+    assert names(out) == ["step-1"]
 
 
 def test_a_model_whose_file_has_changed_is_told_where_one_samples_from_it(tmp_path, capsys):
@@ -580,10 +582,8 @@ def test_a_model_whose_file_has_changed_is_told_where_one_samples_from_it(tmp_pa
     rewrite(path(tmp_path, 1), "code.json", json.dumps(there).encode())
     load_model(str(tmp_path))
     said = capsys.readouterr()  # stdout is for sampled text
-    assert (
-        "code that has changed since step-1 was written: models/llama3.py\n" in said.err
-        and not said.out
-    )
+    assert "code that has changed since step-1 was written: models/llama3.py\n" in said.err
+    assert not said.out
 
 
 def test_model_only(tmp_path):
@@ -605,9 +605,8 @@ def test_no_pickle_is_written_and_tables_of_format_2_are_read(tmp_path):
     table = json.loads(Path(folder, "tensors.json").read_bytes())
     weight = table["tensors"]["model.first.weight"]
     begin, n_bytes = weight["shards"][1:3]
-    assert table["files"] == ["__0_0.distcp"] and 0 <= begin < begin + n_bytes <= os.path.getsize(
-        f"{folder}/__0_0.distcp"
-    )
+    assert table["files"] == ["__0_0.distcp"]
+    assert 0 <= begin < begin + n_bytes <= os.path.getsize(f"{folder}/__0_0.distcp")
     assert weight == {
         "dtype": "float32",
         "shape": [24, 24],
@@ -650,9 +649,12 @@ def two_saves(folder) -> tuple[list, int]:
 def test_a_run_plans_its_saves_once(tmp_path):
     (plans, scalars), others = pool(2).run(two_saves, tmp_path)
     # AdamW's steps are saved by one rank
-    assert plans == [1, 1] and scalars > 0 and others == ([0, 0], 0)
+    assert plans == [1, 1]
+    assert scalars > 0
+    assert others == ([0, 0], 0)
     tables = [Path(path(tmp_path, step), "tensors.json").read_bytes() for step in (1, 2)]
-    assert tables[0] == tables[1] and verify(path(tmp_path, 2))
+    assert tables[0] == tables[1]
+    assert verify(path(tmp_path, 2))
 
 
 def test_a_start_looks_at_no_file_of_tensors(tmp_path):
@@ -673,7 +675,8 @@ def test_columns_of_a_grid_are_short():
         {"rule": [0, 32, 1, 3]},
     ]
     uneven = np.array([3, 1, 4, 1])
-    assert pack_column(uneven) == [3, 1, 4, 1] and pack_column(uneven[:1]) == 3
+    assert pack_column(uneven) == [3, 1, 4, 1]
+    assert pack_column(uneven[:1]) == 3
     generator = np.random.default_rng(0)
     for n in (1, 2, 3, 8, 60):
         for column in (
@@ -695,16 +698,19 @@ def test_a_rank_reads_the_rows_of_its_own_shards(monkeypatch, first, shape, foun
         torch.Size((640, 96)), torch.float32, (["a"], np.array([16])), 192, [*grid.T]
     )
     looked = []
-    monkeypatch.setattr(
-        dcp, "unpack_column", lambda column, at: looked.append(len(at)) or column[at]
-    )
+
+    def unpack(column, at):
+        looked.append(len(at))
+        return column[at]
+
+    monkeypatch.setattr(dcp, "unpack_column", unpack)
     *_, offsets, sizes = saved.read_shards(first, shape)
-    overlap = [
-        row[3:].tolist()
-        for row in grid
-        if all((row[3:5] < np.add(first, shape)) & (row[3:5] + row[5:] > first))
-    ]
-    assert np.hstack([offsets, sizes]).tolist() == overlap and len(overlap) == found
+    overlap = []
+    for row in grid:
+        if all((row[3:5] < np.add(first, shape)) & (row[3:5] + row[5:] > first)):
+            overlap.append(row[3:].tolist())
+    assert np.hstack([offsets, sizes]).tolist() == overlap
+    assert len(overlap) == found
     assert sum(looked) <= 2 * 192 + 2 * 3 * 3 + 7 * found
 
 
@@ -741,9 +747,8 @@ def test_an_evil_table_reads_nothing_from_elsewhere(tmp_path, change, message):
     fresh = trained(1, 0)
     refuses(f"tensors.json is refused: .*{message}|{message}", saver(*fresh, tmp_path).load)
     weights = everything(*fresh)  # the optimizer has got zeros to load into
-    assert all(
-        torch.equal(weights[key], value) for key, value in everything(*trained(1, 0)).items()
-    )
+    for key, value in everything(*trained(1, 0)).items():
+        assert torch.equal(weights[key], value)
 
 
 def test_a_checkpoint_of_an_older_format_says_so(tmp_path, capsys):
@@ -756,9 +761,8 @@ def test_a_checkpoint_of_an_older_format_says_so(tmp_path, capsys):
         IDENTITY,
         CheckpointConfig(),
     )
-    assert (
-        checkpoint_commands.main(["verify", str(tmp_path)]) == 1 and said in capsys.readouterr().out
-    )
+    assert checkpoint_commands.main(["verify", str(tmp_path)]) == 1
+    assert said in capsys.readouterr().out
 
 
 def test_a_checkpoint_does_not_choose_what_is_imported(tmp_path):
@@ -783,7 +787,8 @@ def test_command_line(tmp_path, capsys):
     a = path(tmp_path, 2)
     b = path(tmp_path, 4)
     done = run_program([sys.executable, "checkpoint.py", "diff", a, b])
-    assert done.returncode == 1 and "state.json: step is 2 / 4" in done.stdout
+    assert done.returncode == 1
+    assert "state.json: step is 2 / 4" in done.stdout
     assert "25 of 25 tensors differ, most of all:\n  optimizer." in done.stdout
     assert checkpoint_commands.main(["diff", a, a]) == 0
     flip(b + "/recipe.py", 3)
@@ -806,31 +811,34 @@ def test_verify_reads_every_byte_of_a_run_and_ls_does_not(tmp_path, capsys, monk
 
     (tmp_path / "checkpoints" / "step-6.tmp-1234").mkdir()  # of a killed save: no checkpoint
     status, out = command("verify", tmp_path)
-    assert status == 0 and [line.split(":")[0] for line in out.splitlines()] == [
+    assert status == 0
+    assert [line.split(":")[0] for line in out.splitlines()] == [
         f"{path(tmp_path, n)} is good" for n in (4, 2)
     ]
     tensors = next(name for name in os.listdir(path(tmp_path, 2)) if name.startswith("__"))
     flip(f"{path(tmp_path, 2)}/{tensors}", 1000)
     status, out = command("ls", tmp_path)
-    assert status == 0 and out.count("complete (bytes not read)") == 2
+    assert status == 0
+    assert out.count("complete (bytes not read)") == 2
     status, out = command("verify", tmp_path)
-    assert (
-        status == 1 and "step-4 is good" in out and f"step-2 is DAMAGED: {tensors} has crc32" in out
-    )
-    assert (
-        command("verify", path(tmp_path, 4))[0] == 0
-        and command("verify", path(tmp_path, 2))[0] == 1
-    )
+    assert status == 1
+    assert "step-4 is good" in out
+    assert f"step-2 is DAMAGED: {tensors} has crc32" in out
+    assert command("verify", path(tmp_path, 4))[0] == 0
+    assert command("verify", path(tmp_path, 2))[0] == 1
 
     for name in ("state.json", "config.json", "tensors.json"):  # ls reads manifests, and no more
         flip(f"{path(tmp_path, 4)}/{name}", 100)
     status, out = command("ls", tmp_path)
-    assert status == 0 and out.count("complete (bytes not read)") == 2
-    assert "1 rank(s), tp 2 " in out and "only the weights" not in out
+    assert status == 0
+    assert out.count("complete (bytes not read)") == 2
+    assert "1 rank(s), tp 2 " in out
+    assert "only the weights" not in out
     os.truncate(f"{path(tmp_path, 4)}/{tensors}", 10)
     Path(path(tmp_path, 2), "manifest.json").unlink()
     status, out = command("ls", tmp_path)
-    assert status == 0 and out.count("DAMAGED") == 2
+    assert status == 0
+    assert out.count("DAMAGED") == 2
     for folder in (
         tmp_path,
         path(tmp_path, 2),
@@ -841,7 +849,8 @@ def test_verify_reads_every_byte_of_a_run_and_ls_does_not(tmp_path, capsys, monk
     shutil.rmtree(tmp_path / "checkpoints")
     (tmp_path / "checkpoints").mkdir()
     status, out = command("verify", tmp_path)
-    assert status == 1 and "holds no checkpoint" in out
+    assert status == 1
+    assert "holds no checkpoint" in out
 
 
 def test_load_model(tmp_path):
@@ -853,7 +862,8 @@ def test_load_model(tmp_path):
     tokens = torch.arange(12)[None]
     for folder in (tmp_path, path(tmp_path, 7)):
         loaded, state = load_model(str(folder))
-        assert state == {"step": 7} and loaded.config == Llama3Config(**SMALL, tie_embeddings=True)
+        assert state == {"step": 7}
+        assert loaded.config == Llama3Config(**SMALL, tie_embeddings=True)
         assert torch.equal(loaded(tokens), model(tokens))
     assert load_model(str(tmp_path), dtype=torch.bfloat16)[0].norm.weight.dtype == torch.bfloat16
 
@@ -887,20 +897,20 @@ def run_layout(flags, source, target, options):
     rank's tensors."""
     steps = options.get("steps", 0)
     mode = options.get("mode", "off")
-    model_config = (
-        config("qwen3", **MOE)
-        if options.get("moe")
-        else config(tie_embeddings=options.get("tie", False))
-    )
+    if options.get("moe"):
+        model_config = config("qwen3", **MOE)
+    else:
+        model_config = config(tie_embeddings=options.get("tie", False))
     stages, layout = build(model_config, flags, n=8, local_batch_size=2)
     optimizer = torch.optim.AdamW(
         [p for s in stages for p in s.parameters()], lr=1e-3, foreach=True
     )
     if mode == "process":
         multiprocessing.current_process()._config["daemon"] = False  # a daemon may start no process
-    step = (
-        saver(stages, optimizer, source, source="", load_only=True).load()["step"] if source else 0
-    )
+    if source:
+        step = saver(stages, optimizer, source, source="", load_only=True).load()["step"]
+    else:
+        step = 0
     c = saver(
         stages, optimizer, target, config=flags, source="", checkpoint_async=mode, keep_latest_k=2
     )
@@ -916,7 +926,10 @@ def run_layout(flags, source, target, options):
     if mode == "off":
         assert c.save(step, {"step": step})
     c.close()
-    weigh = lambda t: (t.double() * torch.arange(1, t.numel() + 1).view(t.shape)).sum().item()  # noqa: E731
+
+    def weigh(t):
+        return (t.double() * torch.arange(1, t.numel() + 1).view(t.shape)).sum().item()
+
     return {key: weigh(full(t)) for key, t in c.run.named(True).items()}
 
 
@@ -928,14 +941,11 @@ def test_the_mean_of_sharded_steps_is_that_by_hand(tmp_path, capsys):
     steps = [load_model(path(run, step))[0].state_dict() for step in (1, 2)]
     assert checkpoint_commands.main(["average", run, out, "--last", "2"]) == 0
     model, state = load_model(out)
-    assert (
-        state == {"step": 2, "mean_of_steps": [2, 1]}
-        and steps[0].keys() == model.state_dict().keys()
-    )
+    assert state == {"step": 2, "mean_of_steps": [2, 1]}
+    assert steps[0].keys() == model.state_dict().keys()
     for fqn, mean in model.state_dict().items():
-        assert torch.equal(mean, (steps[1][fqn] + steps[0][fqn]) / 2) and not torch.equal(
-            mean, steps[1][fqn]
-        ), fqn
+        assert torch.equal(mean, (steps[1][fqn] + steps[0][fqn]) / 2), fqn
+        assert not torch.equal(mean, steps[1][fqn]), fqn
     assert len(generate(model, [[1, 2]], 3, 0.0)[0]) == 3
     fresh = Llama3(config())
     assert saver(fresh, [], tmp_path / "new", init_from=out, load_only=True).load() is None
@@ -960,7 +970,8 @@ def test_the_mean_of_sharded_steps_is_that_by_hand(tmp_path, capsys):
         said = stops(
             capsys, checkpoint_commands.main, ["average", run, str(tmp_path / "none"), *wrong]
         )
-        assert re.search(words, said) and not (tmp_path / "none").exists(), said
+        assert re.search(words, said), said
+        assert not (tmp_path / "none").exists(), said
     refuses("is there already and not an empty folder", checkpoint_commands.average, run, out, 2)
 
 
@@ -980,7 +991,8 @@ def continued(first: str, layouts: list, hashes: dict, options: dict) -> str:
     for i, (n, flags) in enumerate(layouts, 1):
         after = f"{first}-{i}"
         got = merged(pool(n).run(run_layout, flags, before, after, options))
-        assert got == hashes and diff(path(first, 2), path(after, 2)) == 0, flags
+        assert got == hashes, flags
+        assert diff(path(first, 2), path(after, 2)) == 0, flags
         before = after
     return before
 
@@ -1007,7 +1019,8 @@ def test_any_expert_layout_continues_any(tmp_path):
     first = str(tmp_path / "0")
     hashes = merged(pool(4).run(run_layout, dict(ep=2), None, first, {"steps": 2, "moe": True}))
     biases = [value for key, value in hashes.items() if key.endswith("balance.bias")]
-    assert len(biases) == 4 and all(biases)
+    assert len(biases) == 4
+    assert all(biases)
     # 4 layers, 3 matrices; weight, two moments, step
     assert sum(".moe.experts.w" in key for key in hashes) == 4 * 3 * 4
     continued(
@@ -1034,7 +1047,8 @@ def test_tied_embeddings_at_both_ends_of_a_pipeline(tmp_path, schedule):
     got = merged(
         pool(2).run(run_layout, dict(pp=2, pp_schedule=schedule), whole, ends, {"tie": True})
     )
-    assert got == hashes and diff(path(whole, 2), path(ends, 2)) == 0
+    assert got == hashes
+    assert diff(path(whole, 2), path(ends, 2)) == 0
 
 
 @pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.slow)])
@@ -1085,7 +1099,8 @@ def test_all_ranks_take_the_same_decision(tmp_path):
     assert pool(2).run(load_error, out) == [{"step": 1}, {"step": 1}]
     flip(path(out, 1) + "/__1_0.distcp", 4321)
     one, two = pool(2).run(load_error, out)
-    assert one == two and "no undamaged checkpoint" in one
+    assert one == two
+    assert "no undamaged checkpoint" in one
 
 
 def test_a_note_in_a_step_folder_is_named_and_costs_nothing(tmp_path, capsys):

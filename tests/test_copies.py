@@ -73,10 +73,11 @@ def test_same_name_same_code(original, fork):
 
 @pytest.mark.parametrize("original, fork", FORKS)
 def test_sections_of_main_are_the_same(original, fork):
-    banners = [
-        re.findall(r"^    # \d\. \w+", (ROOT / p).read_text(), re.M) for p in (original, fork)
-    ]
-    assert banners[0] == banners[1] and len(banners[0]) == 7
+    banners = []
+    for p in (original, fork):
+        banners.append(re.findall(r"^    # \d\. \w+", (ROOT / p).read_text(), re.M))
+    assert banners[0] == banners[1]
+    assert len(banners[0]) == 7
 
 
 def body(path: str) -> list[str]:
@@ -111,9 +112,10 @@ def test_every_difference_says_why(original, fork):
 def added_code(original: str, fork: str) -> int:
     """Lines of code that a fork has and its original has not."""
     a, b = ((ROOT / p).read_text().splitlines() for p in (original, fork))
-    added = [
-        x for x in difflib.unified_diff(a, b, n=0) if x.startswith("+") and not x.startswith("+++")
-    ]
+    added = []
+    for x in difflib.unified_diff(a, b, n=0):
+        if x.startswith("+") and not x.startswith("+++"):
+            added.append(x)
     return sum(bool(x[1:].strip()) and not x[1:].strip().startswith("#") for x in added)
 
 
@@ -124,10 +126,10 @@ def test_a_fork_is_short(original, fork, most):
 
 @pytest.mark.parametrize("original, fork", [pair for pair in FORKS if pair[1].startswith("forks/")])
 def test_the_readme_of_the_forks_counts_right(original, fork):
-    rows = [
-        line.split("|")
-        for line in (ROOT / "forks/README.md").read_text().splitlines()
-        if line.startswith("| `")
-    ]
+    rows = []
+    for line in (ROOT / "forks/README.md").read_text().splitlines():
+        if line.startswith("| `"):
+            rows.append(line.split("|"))
     (row,) = [row for row in rows if f"`{Path(fork).name}`" in row[1]]
-    assert int(row[3]) == added_code(original, fork) and f"`{original}`" in row[2]
+    assert int(row[3]) == added_code(original, fork)
+    assert f"`{original}`" in row[2]

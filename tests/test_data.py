@@ -22,29 +22,21 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from corpora import WORDS, call_cli, change_index, copy_of, flat, opened, sentences, take
 from pool import pool
 from programs import REPO, run_program
-from saves import refuses
+from runs import json_lines
+from saves import refused, refuses
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import data
 from corpus import build as texts
 from corpus import cache
-from corpus import commands as data_commands
 from corpus.shard_damage import find_damage
 from corpus.special import find_tokenizer
 from data import DataConfig, TokenData, hash_sequences, open_data, permute
 from distributed.checks import check_first_batch, reduce_hash
 from distributed.layout import Layout
-
-WORDS = "the a model reads trains writes token shard of and to layer gradient rank step seed loss axis".split()
-
-
-def sentences(count: int, seed: int) -> str:
-    words = random.Random(seed)
-    return "".join(
-        " ".join(words.choices(WORDS, k=8)) + f" {words.random():.3f}.\n" for _ in range(count)
-    )
 
 
 @pytest.fixture(scope="session")
@@ -62,42 +54,14 @@ def shards(corpus) -> Path:
     return open_corpus(corpus).folder
 
 
-def opened(folder: Path, name: str, text="", seq_len=16, **flags) -> TokenData:
-    """The data of a file in this folder, which is the cache, too. text: what to write to the file
-    first."""
-    if text:
-        (folder / name).write_text(text)
-    return open_data(DataConfig(data=str(folder / name), cache_dir=str(folder), **flags), seq_len)
-
-
 def open_corpus(corpus, seq_len=32, **flags) -> TokenData:
     return opened(corpus, "docs.jsonl", "", seq_len, **flags)
-
-
-def copy_of(shards: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(shards, tmp_path / "tokens"))
 
 
 def all_tokens(folder: Path, split: str) -> np.ndarray:
     """The tokens of a split, read without data.py's own reader."""
     index = json.loads((folder / "index.json").read_text())
     return np.concatenate([np.load(folder / s["name"]) for s in index["splits"][split]])
-
-
-def take(batches, count: int) -> list:
-    taken = list(itertools.islice(batches, count))
-    batches.close()
-    return taken
-
-
-def flat(batches, name="tokens") -> torch.Tensor:
-    """(sequences, T) of all batches, in order."""
-    return torch.cat([getattr(batch, name).flatten(0, 1) for batch in batches])
-
-
-def refused(call, *parts):
-    line = refuses("", call)
-    assert all(part in line for part in parts), line
 
 
 # ---- the global order ----------------------------------------------------------------------------
@@ -121,28 +85,26 @@ def test_permutation_is_even():
     counts = np.stack([np.bincount(column, minlength=8) for column in orders.T])
     assert abs(counts - 500).max() < 5 * math.sqrt(500)
     steps = np.diff(permute(np.arange(10_000), 10_000, "7/3"))
-    assert (np.abs(steps) == 1).mean() < 0.01 and abs(np.sign(steps).mean()) < 0.05
+    assert (np.abs(steps) == 1).mean() < 0.01
+    assert abs(np.sign(steps).mean()) < 0.05
 
 
 def test_huge_index_is_cheap():
     n = 10**12 + 1
     inside = permute(np.arange(n - 1000, n), n, "x")
     # as ever
-    assert (
-        len(set(inside)) == 1000
-        and inside.min() >= 0
-        and inside.max() < n
-        and inside[0] == 998310590234
-    )
+    assert len(set(inside)) == 1000
+    assert inside.min() >= 0
+    assert inside.max() < n
+    assert inside[0] == 998310590234
 
 
 def test_windows_are_the_text(corpus, shards):
     """Every window of an epoch is a stretch of the concatenated shards, each exactly once; labels
     are the next tokens."""
     tokens, loaded = all_tokens(shards, "train"), open_corpus(corpus)
-    assert loaded.n_samples == (len(tokens) - 1) // 32 and loaded.fingerprint["n_tokens"] == len(
-        tokens
-    )
+    assert loaded.n_samples == (len(tokens) - 1) // 32
+    assert loaded.fingerprint["n_tokens"] == len(tokens)
     batches = take(loaded.batches(0, 4, 4, 0, 1, "cpu"), -(-loaded.n_samples // 4))
     sequences, labels = (
         flat(batches)[: loaded.n_samples].numpy(),
@@ -158,8 +120,10 @@ def test_windows_are_the_text(corpus, shards):
         == batches[0].positions.dtype
         == torch.int64
     )
-    assert (batches[0].positions == torch.arange(32)).all() and batches[0].doc_ids is None
-    assert batches[0].n_bytes is None and batches[0].samples == 4
+    assert (batches[0].positions == torch.arange(32)).all()
+    assert batches[0].doc_ids is None
+    assert batches[0].n_bytes is None
+    assert batches[0].samples == 4
 
 
 @pytest.mark.parametrize("doc_mask", [False, True])
@@ -169,9 +133,9 @@ def test_same_batches_in_every_layout(corpus, doc_mask):
     names = ["tokens", "labels", "positions"] + ["doc_ids"] * doc_mask
     for ranks in 1, 2, 3, 4, 6, 12:
         for local in {1, 12 // ranks}:
-            split = [
-                take(loaded.batches(0, 12, local, rank, ranks, "cpu"), 5) for rank in range(ranks)
-            ]
+            split = []
+            for rank in range(ranks):
+                split.append(take(loaded.batches(0, 12, local, rank, ranks, "cpu"), 5))
             for step, one in enumerate(straight):
                 assert split[0][step].tokens.shape == (12 // local // ranks, local, 32)
                 assert split[0][step].samples == 12
@@ -193,7 +157,8 @@ def test_resume_anywhere_with_any_batch_size(corpus):
         assert torch.equal(flat(batch), straight[cursor : cursor + size])
     rows = [tuple(row.tolist()) for row in straight]
     # an epoch: the same in another order
-    assert Counter(rows[:n]) == Counter(rows[n : 2 * n]) and rows[:n] != rows[n : 2 * n]
+    assert Counter(rows[:n]) == Counter(rows[n : 2 * n])
+    assert rows[:n] != rows[n : 2 * n]
     bigger = take(loaded.batches(0, 3 * n, n, 0, 1, "cpu"), 1)  # a batch of three epochs
     assert torch.equal(flat(bigger)[: len(straight)], straight)
 
@@ -202,19 +167,17 @@ def test_hash_and_order_depend_on_the_seed_only(corpus):
     first, again = (take(open_corpus(corpus).batches(0, 8, 4, 0, 1, "cpu"), 3) for _ in range(2))
     other = take(open_corpus(corpus, data_seed=1).batches(0, 8, 4, 0, 1, "cpu"), 3)
     assert [b.hash for b in first] == [b.hash for b in again] != [b.hash for b in other]
-    assert all(int(b.hash, 16) >= 0 for b in first)
+    for b in first:
+        assert int(b.hash, 16) >= 0
     masked = take(open_corpus(corpus, doc_mask=True).batches(0, 8, 4, 0, 1, "cpu"), 3)
     # other labels
-    assert torch.equal(flat(first), flat(masked)) and [b.hash for b in first] != [
-        b.hash for b in masked
-    ]
-    prints = [
-        open_corpus(corpus, **flags).fingerprint
-        for flags in ({}, {"data_seed": 1}, {"doc_mask": True})
-    ]
-    assert (
-        len({json.dumps(p) for p in prints}) == 3 and open_corpus(corpus).fingerprint == prints[0]
-    )
+    assert torch.equal(flat(first), flat(masked))
+    assert [b.hash for b in first] != [b.hash for b in masked]
+    prints = []
+    for flags in ({}, {"data_seed": 1}, {"doc_mask": True}):
+        prints.append(open_corpus(corpus, **flags).fingerprint)
+    assert len({json.dumps(p) for p in prints}) == 3
+    assert open_corpus(corpus).fingerprint == prints[0]
     assert open_corpus(corpus, seq_len=16).fingerprint != prints[0]
 
 
@@ -226,7 +189,8 @@ def test_bytes_of_token_0_count(corpus):
         np.full(loaded.vocab_size, 3),
     )
     batch = next(iter(loaded.val_batches(2, 2, 0, 1, "cpu")))
-    assert (batch.labels == 0).all() and batch.n_bytes == 2 * 32 * 3
+    assert (batch.labels == 0).all()
+    assert batch.n_bytes == 2 * 32 * 3
 
 
 def test_validation_is_the_same_in_every_layout(corpus, shards):
@@ -236,30 +200,31 @@ def test_validation_is_the_same_in_every_layout(corpus, shards):
     for wanted in 1, 10, 10**6:
         reference = None
         for local, ranks in (4, 1), (3, 2), (1, 4), (16, 3):
-            per_rank = [
-                list(loaded.val_batches(wanted, local, rank, ranks, "cpu")) for rank in range(ranks)
-            ]
+            per_rank = []
+            for rank in range(ranks):
+                per_rank.append(list(loaded.val_batches(wanted, local, rank, ranks, "cpu")))
             assert len({len(batches) for batches in per_rank}) == 1
             assert {batch.tokens.shape for batches in per_rank for batch in batches} == {
                 (1, local, 32)
             }
             n = min(wanted, loaded.n_val_samples)
-            joined = [
-                torch.cat([flat(step, name) for step in zip(*per_rank)])
-                for name in ("tokens", "labels", "doc_ids")
-            ]
-            assert (joined[1][n:] == -100).all() and (joined[1][:n] >= 0).any(1).all()
+            joined = []
+            for name in ("tokens", "labels", "doc_ids"):
+                joined.append(torch.cat([flat(step, name) for step in zip(*per_rank)]))
+            assert (joined[1][n:] == -100).all()
+            assert (joined[1][:n] >= 0).any(1).all()
             reference = reference or [array[:n] for array in joined]
-            assert all(torch.equal(array[:n], known) for array, known in zip(joined, reference))
+            for array, known in zip(joined, reference):
+                assert torch.equal(array[:n], known)
             assert sum(batch.samples for batch in per_rank[0]) == n
             valid = joined[1][joined[1] >= 0].numpy()
             assert (
                 sum(batch.n_bytes for batches in per_rank for batch in batches)
                 == bytes_of[valid].sum()
             )
-    seeds = [
-        flat(list(open_corpus(corpus, data_seed=s).val_batches(8, 8, 0, 1, "cpu"))) for s in (0, 1)
-    ]
+    seeds = []
+    for s in (0, 1):
+        seeds.append(flat(list(open_corpus(corpus, data_seed=s).val_batches(8, 8, 0, 1, "cpu"))))
     assert torch.equal(*seeds)
     every_label = flat(list(open_corpus(corpus).val_batches(10**6, 8, 0, 1, "cpu")), "labels")
     # all validation text counts, the last, shorter window too
@@ -296,7 +261,8 @@ def test_doc_mask_arrays(corpus):
             position += 1
             if token == loaded.eot:
                 document, position, some_boundary = document + 1, 0, True
-    assert some_boundary and (plain.labels >= 0).all()
+    assert some_boundary
+    assert (plain.labels >= 0).all()
 
 
 # ---- the prefetch thread -------------------------------------------------------------------------
@@ -429,9 +395,8 @@ def one_label(masked: bool):
 def test_a_first_batch_without_any_loss_stops_the_run():
     """A single label on a single rank is enough."""
     assert pool(2).run(one_label, False) == [None, None]
-    assert all(
-        "no token of the first batch has a loss" in said for said in pool(2).run(one_label, True)
-    )
+    for said in pool(2).run(one_label, True):
+        assert "no token of the first batch has a loss" in said
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
@@ -444,9 +409,8 @@ def test_text_without_any_loss(shards, tmp_path, split):
         np.load(folder / entry["name"], mmap_mode="r+")[:] = index["eot"]
     cfg = DataConfig(data=str(folder), doc_mask=True)
     if split == "train":
-        refused(
-            lambda: open_data(cfg, 32), "no token of the training text has a loss", "--doc_mask"
-        )
+        with refused("no token of the training text has a loss", "--doc_mask"):
+            open_data(cfg, 32)
     else:
         assert (
             open_data(cfg, 32).n_val_samples
@@ -480,11 +444,13 @@ def test_documents_are_kept_and_split_by_hash(corpus, shards):
     for split in "train", "val":
         tokens = all_tokens(shards, split)
         ends = np.flatnonzero(tokens == index["eot"])
-        assert len(ends) == index["documents"][split] and ends[-1] == len(tokens) - 1
+        assert len(ends) == index["documents"][split]
+        assert ends[-1] == len(tokens) - 1
         documents.append([tokenizer.decode(part[:-1]) for part in np.split(tokens, ends + 1)[:-1]])
     texts = [json.loads(line)["text"] for line in open(corpus / "docs.jsonl")]
     assert Counter(documents[0] + documents[1]) == Counter(texts)
-    assert 5 <= len(documents[1]) <= 50 and index["vocab_size"] == tokenizer.get_vocab_size() < 4096
+    assert 5 <= len(documents[1]) <= 50
+    assert index["vocab_size"] == tokenizer.get_vocab_size() < 4096
 
 
 def test_a_changed_text_is_tokenized_again(tmp_path):
@@ -507,13 +473,17 @@ def test_plain_text_keeps_every_character_and_its_tail_validates(tmp_path, has_l
         + "žluťoučký kůň 🐎\r\n" * 30
         + "the end without a newline"
     )
-    text = text if has_lines else "\ufeff" + "žluťoučký kůň úpěl ďábelské ódy " * 300
+    if not has_lines:
+        text = "\ufeff" + "žluťoučký kůň úpěl ďábelské ódy " * 300
     loaded = opened(tmp_path, "a.txt", text)
     tokenizer = Tokenizer.from_file(loaded.tokenizer_file)
     parts = [all_tokens(loaded.folder, split) for split in ("train", "val")]
-    assert all(part[-1] == loaded.eot and (part == loaded.eot).sum() == 1 for part in parts)
+    for part in parts:
+        assert part[-1] == loaded.eot
+        assert (part == loaded.eot).sum() == 1
     train, val = (tokenizer.decode(part[:-1]) for part in parts)
-    assert "\ufeff" + train + val == text and train.endswith("\n") == has_lines
+    assert "\ufeff" + train + val == text
+    assert train.endswith("\n") == has_lines
     assert 0.049 < len(val.encode()) / len(text.encode()) < 0.06
 
 
@@ -534,12 +504,13 @@ def test_no_document_end_is_lost_between_pieces(tmp_path):
     (tmp_path / "a.txt").write_text("<|endoftext|>".join(stories))
     pieces = texts.cut_into_pieces([tmp_path / "a.txt"], "<|endoftext|>")
     assert len(pieces) > 2
-    documents = [
-        document for piece in pieces for document in texts.read_documents(piece, "<|endoftext|>")
-    ]
-    assert [text for _, text, _ in documents] == stories and all(
-        closed for _, _, closed in documents
-    )
+    documents = []
+    for piece in pieces:
+        for document in texts.read_documents(piece, "<|endoftext|>"):
+            documents.append(document)
+    assert [text for _, text, _ in documents] == stories
+    for _, _, closed in documents:
+        assert closed
 
 
 def test_long_text_in_pieces(tmp_path):
@@ -547,10 +518,12 @@ def test_long_text_in_pieces(tmp_path):
     text = sentences(30_000, seed=3) * 2
     loaded = opened(tmp_path, "a.txt", text, 1000)
     index = json.loads((loaded.folder / "index.json").read_text())
-    assert len(index["splits"]["train"]) >= 2 and index["documents"] == {"train": 1, "val": 1}
+    assert len(index["splits"]["train"]) >= 2
+    assert index["documents"] == {"train": 1, "val": 1}
     tokens = all_tokens(loaded.folder, "train")
     tokenizer = Tokenizer.from_file(loaded.tokenizer_file)
-    assert text.startswith(tokenizer.decode(tokens[:-1])) and find_damage(loaded.folder) == []
+    assert text.startswith(tokenizer.decode(tokens[:-1]))
+    assert find_damage(loaded.folder) == []
     border = index["splits"]["train"][0]["tokens"] // 1000
     # over two shards
     assert (
@@ -569,7 +542,7 @@ def test_several_ranks_build_once(tmp_path):
         return run_program(
             [sys.executable, "-c", code],
             env=os.environ
-            | {  # noqa: E731
+            | {
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "OMP_NUM_THREADS": "1",
@@ -580,9 +553,9 @@ def test_several_ranks_build_once(tmp_path):
         done = list(ranks.map(start, range(3)))
     outputs = [(rank.stdout, rank.stderr) for rank in done]
     assert [rank.returncode for rank in done] == [0, 0, 0], outputs
-    assert len({out.splitlines()[-1] for out, _ in outputs}) == 1 and all(
-        err == "" for _, err in outputs
-    )
+    assert len({out.splitlines()[-1] for out, _ in outputs}) == 1
+    for _, err in outputs:
+        assert err == ""
     # only rank 0 reports progress
     assert [len(out.splitlines()) for out, _ in outputs[1:]] == [1, 1]
     assert sorted(
@@ -598,15 +571,11 @@ def test_stdlib_corpus(tmp_path):
     cfg = DataConfig(cache_dir=str(tmp_path))
     loaded = open_data(cfg, 256)
     index = json.loads((loaded.folder / "index.json").read_text())
-    assert (
-        loaded.vocab_size == 4096
-        and Tokenizer.from_file(loaded.tokenizer_file).get_vocab_size() == 4096
-    )
+    assert loaded.vocab_size == 4096
+    assert Tokenizer.from_file(loaded.tokenizer_file).get_vocab_size() == 4096
     assert loaded.fingerprint["n_tokens"] > 1_000_000
-    assert (
-        0.01 < index["documents"]["val"] / index["documents"]["train"] < 0.1
-        and loaded.n_val_samples > 64
-    )
+    assert 0.01 < index["documents"]["val"] / index["documents"]["train"] < 0.1
+    assert loaded.n_val_samples > 64
     assert find_damage(loaded.folder) == []
     assert open_data(cfg, 256).fingerprint == loaded.fingerprint
 
@@ -641,25 +610,24 @@ def test_stdlib_selection(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(root)})
     target = tmp_path / "stdlib.jsonl"
     texts.collect_stdlib(cache.stdlib_files(), target)
-    records = [json.loads(line) for line in open(target)]
+    records = json_lines(target)
     assert [record["split_key"] for record in records if record["text"]] == [
         "a.py",
         "big.py",
         "b/c.py",
     ]
     (root / "big.py").write_bytes(b"x = 1\n")
-    refused(
-        lambda: open_data(DataConfig(cache_dir=str(tmp_path)), 16), "--data FILE.txt", str(root)
-    )
+    with refused("--data FILE.txt", str(root)):
+        open_data(DataConfig(cache_dir=str(tmp_path)), 16)
     shutil.rmtree(root)
-    refused(lambda: open_data(DataConfig(cache_dir=str(tmp_path)), 16), "--data FILE.txt")
+    with refused("--data FILE.txt"):
+        open_data(DataConfig(cache_dir=str(tmp_path)), 16)
 
 
 def test_cache_folder(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert cache.cache_folder("") == Path("/somewhere/nanotitan") and cache.cache_folder(
-        "/x"
-    ) == Path("/x")
+    assert cache.cache_folder("") == Path("/somewhere/nanotitan")
+    assert cache.cache_folder("/x") == Path("/x")
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setattr(sys, "platform", "darwin")
@@ -677,10 +645,9 @@ KNOWN_WORDS = "\n".join(" ".join(word for word in WORDS if word != "axis") for _
 
 def word_tokenizer(path: Path, size: int = 0, special=(), **settings) -> Path:
     """A tokenizer.json that knows WORDS (and more, up to `size`)."""
-    vocab = {
-        word: i
-        for i, word in enumerate(dict.fromkeys([*WORDS, "[UNK]", *(f"w{i}" for i in range(size))]))
-    }
+    vocab = {}
+    for i, word in enumerate(dict.fromkeys([*WORDS, "[UNK]", *(f"w{i}" for i in range(size))])):
+        vocab[word] = i
     tokenizer = Tokenizer(
         models.WordLevel(
             dict(itertools.islice(vocab.items(), max(size, len(WORDS) + 1))), unk_token="[UNK]"
@@ -712,12 +679,14 @@ def test_eot_is_found(tmp_path, special, config, expected):
         (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps(config))
     for path in tmp_path / "hf", file:
         if expected is None:
-            refused(lambda path=path: find_tokenizer(str(path)), "--eot", str(path))
+            with refused("--eot", str(path)):
+                find_tokenizer(str(path))
         else:
             eot = Tokenizer.from_file(str(file)).token_to_id(expected)
             assert find_tokenizer(str(path)) == (file, eot, len(WORDS) + 1 + len(special))
     assert find_tokenizer(str(file), "the")[1] == 0
-    refused(lambda: find_tokenizer(str(file), "<nope>"), "<nope>")
+    with refused("<nope>"):
+        find_tokenizer(str(file), "<nope>")
 
 
 def test_given_tokenizer_and_uint32(tmp_path):
@@ -730,25 +699,21 @@ def test_given_tokenizer_and_uint32(tmp_path):
         tmp_path, "a.txt", " ".join(["the", "w69000", "model"] * 500), tokenizer=str(file.parent)
     )
     tokens = all_tokens(loaded.folder, "train")
-    assert tokens.dtype == np.uint32 and tokens.max() == 70_000 == loaded.eot and len(tokens) > 1400
+    assert tokens.dtype == np.uint32
+    assert tokens.max() == 70_000 == loaded.eot
+    assert len(tokens) > 1400
     assert (loaded.vocab_size, loaded.token_bytes) == (70_001, None)
     assert next(loaded.val_batches(2, 2, 0, 1, "cpu")).n_bytes is None
     assert find_damage(loaded.folder) == []
     same = open_data(DataConfig(data=str(loaded.folder), tokenizer=str(file)), 16)
-    assert same.fingerprint == loaded.fingerprint and same.tokenizer_file == str(
-        loaded.folder / "tokenizer.json"
-    )
+    assert same.fingerprint == loaded.fingerprint
+    assert same.tokenizer_file == str(loaded.folder / "tokenizer.json")
     other = word_tokenizer(tmp_path / "other" / "tokenizer.json", size=70_001, special=["</s>"])
-    refused(
-        lambda: open_data(DataConfig(data=str(loaded.folder), tokenizer=str(other)), 16),
-        "--tokenizer",
-        "leave it out",
-    )
+    with refused("--tokenizer", "leave it out"):
+        open_data(DataConfig(data=str(loaded.folder), tokenizer=str(other)), 16)
     again = opened(tmp_path, "a.txt", tokenizer=str(other))
-    assert (
-        again.fingerprint["tokenizer_sha256"] != loaded.fingerprint["tokenizer_sha256"]
-        and again.folder != loaded.folder
-    )
+    assert again.fingerprint["tokenizer_sha256"] != loaded.fingerprint["tokenizer_sha256"]
+    assert again.folder != loaded.folder
 
 
 CHAT_FILES = {
@@ -824,7 +789,8 @@ def test_a_copy_of_the_tokenizer_finds_the_same_shards(tmp_path):
     (copy / "chat_template.jinja").write_bytes(b"{{ other }}")
     assert folder(copy) not in (first, other)
     (copy / "tokenizer.json").unlink()
-    refused(lambda: folder(copy), "need a tokenizer.json")
+    with refused("need a tokenizer.json"):
+        folder(copy)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", *CHAT_FILES])
@@ -833,14 +799,14 @@ def test_a_tokenizer_of_strangers(tmp_path, name):
     (tmp_path / "secret").write_bytes((file.parent / name).read_bytes())
     (file.parent / name).unlink()
     (file.parent / name).symlink_to(tmp_path / "secret")
-    refused(
-        lambda: find_tokenizer(str(file.parent)), name, "is a link that leads out of the folder"
-    )
+    with refused(name, "is a link that leads out of the folder"):
+        find_tokenizer(str(file.parent))
     (file.parent / name).unlink()
     with open(file.parent / name, "wb") as sparse:
         sparse.truncate(1 << 30)
     for path in file.parent, file:
-        refused(lambda path=path: find_tokenizer(str(path)), name, "which is absurd")
+        with refused(name, "which is absurd"):
+            find_tokenizer(str(path))
 
 
 # ---- mistakes of users: one line each ------------------------------------------------------------
@@ -862,7 +828,8 @@ def test_a_tokenizer_of_strangers(tmp_path, name):
 )
 def test_bad_text(tmp_path, name, content, parts):
     (tmp_path / name).write_bytes(content)
-    refused(lambda: opened(tmp_path, name, seq_len=64), *parts)
+    with refused(*parts):
+        opened(tmp_path, name, seq_len=64)
 
 
 def test_line_numbers_count_from_the_start_of_the_file(tmp_path):
@@ -870,13 +837,8 @@ def test_line_numbers_count_from_the_start_of_the_file(tmp_path):
     lines[250] = "broken"
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     assert len(texts.cut_into_pieces([tmp_path / "a.jsonl"], "<|endoftext|>")) > 3
-    refused(lambda: opened(tmp_path, "a.jsonl", seq_len=64), "a.jsonl line 251:")
-
-
-def change_index(folder: Path, change):
-    index = json.loads((folder / "index.json").read_text())
-    change(index)
-    (folder / "index.json").write_text(json.dumps(index))
+    with refused("a.jsonl line 251:"):
+        opened(tmp_path, "a.jsonl", seq_len=64)
 
 
 OUTSIDE = [
@@ -916,9 +878,11 @@ def test_damaged_index(shards, tmp_path, change):
     folder = copy_of(shards, tmp_path)
     shutil.copy(folder / "train-00000.npy", tmp_path / "train-00000.npy")
     change_index(folder, change)
-    refused(lambda: TokenData(folder, 8), "index.json is damaged or old", "python data.py prepare")
+    with refused("index.json is damaged or old", "python data.py prepare"):
+        TokenData(folder, 8)
     (folder / "index.json").write_text("{")
-    refused(lambda: TokenData(folder, 8), "index.json is damaged or old", "python data.py prepare")
+    with refused("index.json is damaged or old", "python data.py prepare"):
+        TokenData(folder, 8)
     assert len(find_damage(folder)) == 1
 
 
@@ -940,25 +904,22 @@ def test_damaged_shards(shards, tmp_path, monkeypatch):
         *((content, "header") for content in changed),
     ]:
         shard.write_bytes(content)
-        refused(
-            lambda: TokenData(folder, 8).windows("train", [0]),
-            str(shard),
-            "make the shards again",
-            part,
-        )
+        with refused(str(shard), "make the shards again", part):
+            TokenData(folder, 8).windows("train", [0])
         assert any(str(shard) in line for line in find_damage(folder))
     # ids beyond the vocabulary never reach the model
     shard.write_bytes(whole[:128] + b"\xff" * (len(whole) - 128))
-    refused(
-        lambda: next(TokenData(folder, 8).batches(0, 1, 1, 0, 1, "cpu")), "65535", "data.py check"
-    )
+    with refused("65535", "data.py check"):
+        next(TokenData(folder, 8).batches(0, 1, 1, 0, 1, "cpu"))
     assert any("token id 65535" in line for line in find_damage(folder))
     shard.unlink()
-    refused(lambda: TokenData(folder, 8), str(shard), "missing")
+    with refused(str(shard), "missing"):
+        TokenData(folder, 8)
     # one rank of a machine looks at all files, the others at those that they open
     monkeypatch.setenv("LOCAL_RANK", "1")
     opened = TokenData(folder, 8)
-    refused(lambda: opened.windows("train", [0]), str(shard), "missing")
+    with refused(str(shard), "missing"):
+        opened.windows("train", [0])
     shard.write_bytes(whole)
     assert find_damage(folder) == []
 
@@ -989,10 +950,12 @@ def test_another_tokenizer_in_the_folder(shards, tmp_path):
     folder = copy_of(shards, tmp_path)
     tokenizer = folder / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text() + " ")
-    refused(lambda: TokenData(folder, 8), "tokenizer.json", "make the shards again")
+    with refused("tokenizer.json", "make the shards again"):
+        TokenData(folder, 8)
     tokenizer.unlink()
     bare = TokenData(folder, 8)
-    assert (bare.tokenizer_file, bare.token_bytes) == (None, None) and len(find_damage(folder)) == 1
+    assert (bare.tokenizer_file, bare.token_bytes) == (None, None)
+    assert len(find_damage(folder)) == 1
 
 
 # ---- the command line ----------------------------------------------------------------------------
@@ -1025,17 +988,6 @@ def test_a_full_disk_is_told_with_the_place(tmp_path, monkeypatch, capsys):
     assert f"error: {tmp_path}/new: No space" in call_cli(monkeypatch, capsys, *argv)[2]
 
 
-def call_cli(monkeypatch, capsys, *argv):
-    """(status, stdout, stderr) of main(), without the start of another process."""
-    monkeypatch.setattr(sys, "argv", ["data.py", *map(str, argv)])
-    try:
-        data_commands.main()
-        status = 0
-    except SystemExit as stop:
-        status = stop.code or 0
-    return status, *capsys.readouterr()
-
-
 @pytest.mark.slow
 def test_prepare_in_processes(corpus, shards, tmp_path):
     """Two worker processes write the same files as a single process; check and training accept
@@ -1050,20 +1002,23 @@ def test_prepare_in_processes(corpus, shards, tmp_path):
         shards / "tokenizer.json",
     ]
     done = run_cli(*argv, "--out", tmp_path / "two", "--workers", 2)
-    assert done.returncode == 0 and "train: " in done.stdout and done.stderr == "", done.stderr
+    assert done.returncode == 0, done.stderr
+    assert "train: " in done.stdout, done.stderr
+    assert done.stderr == "", done.stderr
     texts.build_shards(
         [corpus / "docs.jsonl", tmp_path / "a.txt"], find_tokenizer(str(shards)), tmp_path / "one"
     )
     files = sorted(path.name for path in (tmp_path / "one").iterdir())
     assert files == sorted(path.name for path in (tmp_path / "two").iterdir())
-    assert all(
-        (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
-        for name in files
-    )
+    for name in files:
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
     loaded = open_data(DataConfig(data=str(tmp_path / "two")), 16)
-    assert loaded.n_samples > open_corpus(corpus, 16).n_samples and loaded.n_val_samples > 1
+    assert loaded.n_samples > open_corpus(corpus, 16).n_samples
+    assert loaded.n_val_samples > 1
     check = run_cli("check", tmp_path / "two")
-    assert check.returncode == 0 and check.stdout == done.stdout and check.stderr == ""
+    assert check.returncode == 0
+    assert check.stdout == done.stdout
+    assert check.stderr == ""
 
 
 def test_prepare_again_keeps_what_is_intact(corpus, shards, tmp_path, monkeypatch, capsys):
@@ -1093,9 +1048,9 @@ def test_prepare_again_keeps_what_is_intact(corpus, shards, tmp_path, monkeypatc
     times = {name: (out / name).stat().st_mtime_ns for name in whole}
     # all intact: nothing is tokenized again, and nothing written
     assert call_cli(monkeypatch, capsys, *argv)[0] == 0
-    assert all(
-        (out / name).stat().st_mtime_ns == times[name] for name in whole if name.endswith(".npy")
-    )
+    for name in whole:
+        if name.endswith(".npy"):
+            assert (out / name).stat().st_mtime_ns == times[name]
 
 
 def test_prepare_in_shares(corpus, shards, tmp_path, monkeypatch, capsys):
@@ -1115,11 +1070,12 @@ def test_prepare_in_shares(corpus, shards, tmp_path, monkeypatch, capsys):
     ]
     assert call_cli(monkeypatch, capsys, *argv, tmp_path / "whole")[0] == 0
     out, encoded, real = tmp_path / "out", [], texts.read_documents
-    monkeypatch.setattr(
-        texts,
-        "read_documents",
-        lambda piece, *rest: encoded.append(piece.split) or real(piece, *rest),
-    )
+
+    def watched(piece, *rest):
+        encoded.append(piece.split)
+        return real(piece, *rest)
+
+    monkeypatch.setattr(texts, "read_documents", watched)
     for share, folder in ("0/3", out), ("0/3", out), ("1/3", tmp_path / "own"):
         assert (
             f"share {share} is in {folder};"
@@ -1127,18 +1083,20 @@ def test_prepare_in_shares(corpus, shards, tmp_path, monkeypatch, capsys):
         )
     shutil.copytree(tmp_path / "own", out, dirs_exist_ok=True)
     (out / "val-00002.npy").write_bytes(b"half")  # of a machine that died before its note
-    assert call_cli(monkeypatch, capsys, "check", out)[0] == 1 and encoded == ["hash", "train"]
+    assert call_cli(monkeypatch, capsys, "check", out)[0] == 1
+    assert encoded == ["hash", "train"]
     assert call_cli(monkeypatch, capsys, *argv, out, "--shard", "2/3")[0] == 0
-    assert call_cli(monkeypatch, capsys, *argv, out)[0] == 0 and encoded == ["hash", "train", "val"]
+    assert call_cli(monkeypatch, capsys, *argv, out)[0] == 0
+    assert encoded == ["hash", "train", "val"]
     assert {p.name: p.read_bytes() for p in out.iterdir()} == {
         p.name: p.read_bytes() for p in (tmp_path / "whole").iterdir()
     }
-    assert all(
-        "need I/N" in call_cli(monkeypatch, capsys, *argv, out, "--shard", wrong)[2]
-        for wrong in ("3/3", "1", "0/0")
-    )
+    for wrong in ("3/3", "1", "0/0"):
+        assert "need I/N" in call_cli(monkeypatch, capsys, *argv, out, "--shard", wrong)[2]
     status, _, err = call_cli(monkeypatch, capsys, *argv[:2], *argv[3:], out)  # other data
-    assert status == 2 and err.count("\n") == 1 and "new --out" in err
+    assert status == 2
+    assert err.count("\n") == 1
+    assert "new --out" in err
 
 
 def test_own_tokenizer(corpus, tmp_path, monkeypatch, capsys):
@@ -1154,7 +1112,8 @@ def test_own_tokenizer(corpus, tmp_path, monkeypatch, capsys):
         tmp_path / "x" / "own.json",
     ]
     status, out, _ = call_cli(monkeypatch, capsys, "tokenizer", *argv)
-    assert status == 0 and "own.json: 400 ids; train with --tokenizer" in out
+    assert status == 0
+    assert "own.json: 400 ids; train with --tokenizer" in out
     tokenizer = Tokenizer.from_file(str(tmp_path / "x" / "own.json"))
     assert len(tokenizer.encode(" zyzzyva").ids) == 1 < len(tokenizer.encode(" zyxwvu").ids)
     assert (
@@ -1166,8 +1125,10 @@ def test_own_tokenizer(corpus, tmp_path, monkeypatch, capsys):
         cache_dir=str(tmp_path),
     )
     loaded = open_data(cfg, 16)
-    assert loaded.vocab_size == 400 and tokenizer.id_to_token(loaded.eot) == "<|endoftext|>"
+    assert loaded.vocab_size == 400
+    assert tokenizer.id_to_token(loaded.eot) == "<|endoftext|>"
     (tmp_path / "tiny.txt").write_text("abc\n")
     argv = ["--input", tmp_path / "tiny.txt", "--out", tmp_path / "tiny.json"]
     status, out, _ = call_cli(monkeypatch, capsys, "tokenizer", *argv)
-    assert status == 0 and "tiny.json: 257 ids instead of 4,096" in out
+    assert status == 0
+    assert "tiny.json: 257 ids instead of 4,096" in out

@@ -130,7 +130,8 @@ def test_a_temperature_next_to_nothing_takes_the_likeliest_token(temperature):
     logits = torch.tensor([[2.0, 30.0, 0.0, -1.0, -50.0], [-900.0, -800.0, -9e9, 5.0, 4.9]])
     for top_k, top_p in ((0, 1.0), (3, 1.0), (0, 0.7)):
         token, logprob = decoding.draw(logits, torch.tensor([0.3, 0.99]), temperature, top_k, top_p)
-        assert token.flatten().tolist() == [1, 3] and logprob.flatten().tolist() == [0, 0]
+        assert token.flatten().tolist() == [1, 3]
+        assert logprob.flatten().tolist() == [0, 0]
 
 
 def test_samples_follow_the_distribution():
@@ -147,7 +148,10 @@ def test_samples_follow_the_distribution():
 
 def test_truncate():
     logits = torch.tensor([[0.5, 0.1, 0.3, 0.1]]).log()
-    kept = lambda k, p: decoding.truncate(logits, k, p).isfinite()[0].tolist()  # noqa: E731
+
+    def kept(k, p):
+        return decoding.truncate(logits, k, p).isfinite()[0].tolist()
+
     assert kept(2, 1.0) == [True, False, True, False]
     assert kept(0, 0.5) == [True, False, False, False]
     assert kept(0, 0.6) == [True, False, True, False]
@@ -163,17 +167,19 @@ def test_top_p_sorts_the_vocabulary_only_where_it_must(scale, top_p, sorts, monk
     summed up to top_p."""
     logits = torch.randn(4, 20_000, generator=torch.Generator().manual_seed(0)) * scale
     calls, keep_share = [], decoding.keep_share
-    monkeypatch.setattr(
-        decoding, "keep_share", lambda *args: calls.append(args[2]) or keep_share(*args)
-    )
+
+    def watched(*args):
+        calls.append(args[2])
+        return keep_share(*args)
+
+    monkeypatch.setattr(decoding, "keep_share", watched)
     got = decoding.truncate(logits, 0, top_p)
     assert calls == [decoding.CANDIDATES, 20_000][: 1 + sorts]
     ranked, order = logits.double().sort(dim=-1, descending=True)
     p = ranked.softmax(-1)
     want = torch.zeros_like(p).scatter(-1, order, (p.cumsum(-1) - p < top_p).double()).bool()
-    assert (got.isfinite() != want).sum() <= 4 and torch.equal(
-        got[got.isfinite()], logits[got.isfinite()]
-    )
+    assert (got.isfinite() != want).sum() <= 4
+    assert torch.equal(got[got.isfinite()], logits[got.isfinite()])
 
 
 def test_rows_end_at_eot_and_the_loop_ends_with_the_last_row(model):
@@ -183,9 +189,13 @@ def test_rows_end_at_eot_and_the_loop_ends_with_the_last_row(model):
     hook = model.register_forward_hook(lambda *_: forwards.append(1))
     new = generate(model, PROMPTS, 20, temperature=0, eot=eot)
     for row, ids in enumerate(greedy):
-        stop[row] = ids.index(eot) + 1 if eot in ids else 20
+        if eot in ids:
+            stop[row] = ids.index(eot) + 1
+        else:
+            stop[row] = 20
         assert new[row] == ids[: stop[row]]
-    assert stop[0] <= 5 and len(forwards) == max(stop.values())
+    assert stop[0] <= 5
+    assert len(forwards) == max(stop.values())
     forwards.clear()
     generate(model, PROMPTS[:1], 20, temperature=0, eot=eot)
     hook.remove()
@@ -307,7 +317,8 @@ def test_sample_at_the_end_of_a_run_goes_on_from_its_own_data(run_folder, tmp_pa
         assert (data.n_val_samples > 0) == (name == "a.txt")
         print_sample(str(run_folder), 1000, data)
         shown = capsys.readouterr().out
-        assert f"--prompt {shlex.quote(words)})" in shown and f"\n\n{words}" in shown
+        assert f"--prompt {shlex.quote(words)})" in shown
+        assert f"\n\n{words}" in shown
 
 
 def test_sample_at_the_end_of_a_run_never_fails_it(run_folder, capsys):

@@ -179,11 +179,10 @@ def code_rows(text: str) -> set[int]:
         tokenize.DEDENT,
         tokenize.ENDMARKER,
     }
-    tokens = [
-        token
-        for token in tokenize.generate_tokens(io.StringIO(text).readline)
-        if token.type not in silent
-    ]
+    tokens = []
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in silent:
+            tokens.append(token)
     return {row for token in tokens for row in range(token.start[0], token.end[0] + 1)} - documented
 
 
@@ -228,9 +227,8 @@ def test_benchmarks_find_the_house_from_any_folder(path):
             or isinstance(node, (ast.Assign, ast.Expr))
             and ast.unparse(node).startswith("sys.path")
         )
-        names = (
-            [alias.name for alias in node.names]
-            if isinstance(node, ast.Import)
-            else [getattr(node, "module", None) or ""]
-        )
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            names = [getattr(node, "module", None) or ""]
         assert ready or not {name.split(".")[0] for name in names} & ours, ast.unparse(node)

@@ -30,6 +30,7 @@ from layouts import (
     train,
 )
 from pool import pool
+from runs import column
 from tables import as_parameters
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -65,10 +66,16 @@ def shows(row) -> set[tuple]:
     _, flags, problem = row
     kind = problem.get("model", "llama3") + "_moe" * ("n_experts" in problem)
     axes = axes_of(row)
-    alone = {(kind, axis) for axis in axes} if len(axes) == 1 else set()
+    if len(axes) == 1:
+        alone = {(kind, axis) for axis in axes}
+    else:
+        alone = set()
     # a Qwen3 without experts is a Llama 3 with norms of heads, which meet all pairs of axes in the
     # rows with experts
-    pairs = {(kind, *pair) for pair in combinations(axes, 2)} if kind != "qwen3" else set()
+    if kind != "qwen3":
+        pairs = {(kind, *pair) for pair in combinations(axes, 2)}
+    else:
+        pairs = set()
     others = {item for item in flags.items() if item[0] not in (*AXES, "ep", "etp")}
     return (
         alone
@@ -101,10 +108,16 @@ def test_the_quick_layouts_have_every_axis_and_every_pair_of_axes_with_every_kin
     shown = shown_by(QUICK)
     assert shown == shown_by(LAYOUTS)
     for kind in ("llama3", "qwen3", "qwen3_moe", "deepseek"):
-        axes = [*AXES, "ep", "etp"] if kind in ("qwen3_moe", "deepseek") else AXES
+        if kind in ("qwen3_moe", "deepseek"):
+            axes = [*AXES, "ep", "etp"]
+        else:
+            axes = AXES
         # ep and etp borrow the ranks of another axis
         assert [axis for axis in AXES if (kind, axis) not in shown] == []
-        pairs = map(set, combinations(axes, 2)) if kind != "qwen3" else ()
+        if kind != "qwen3":
+            pairs = map(set, combinations(axes, 2))
+        else:
+            pairs = ()
         assert [
             pair for pair in pairs if not any(pair == set(x[1:]) for x in shown if x[0] == kind)
         ] == []
@@ -141,7 +154,8 @@ def test_bf16_compute_stays_near_fp32(processes, flags):
         for g, w in zip(got[:-1], want[:-1], strict=True):
             assert abs(g["loss"] - w["loss"]) < 4e-3 * w["loss"]
             assert abs(g["norm"] - w["norm"]) < 2e-2 * w["norm"]
-        assert all(weight.dtype == torch.float32 for weight in got[-1]["weights"].values())
+        for weight in got[-1]["weights"].values():
+            assert weight.dtype == torch.float32
         # it did compute in bf16
         assert any(g["loss"] != w["loss"] for g, w in zip(got[:-1], want[:-1], strict=True))
 
@@ -151,10 +165,9 @@ def test_two_runs_are_equal_to_the_last_bit():
     first, second = (
         pool(4).run(train, config(), dict(tp=2, deterministic=True), 8, 2)[0] for _ in range(2)
     )
-    assert [s["loss"] for s in first[:-1]] == [s["loss"] for s in second[:-1]]
-    assert all(
-        torch.equal(w, second[-1]["weights"][fqn]) for fqn, w in first[-1]["weights"].items()
-    )
+    assert column(first[:-1], "loss") == column(second[:-1], "loss")
+    for fqn, w in first[-1]["weights"].items():
+        assert torch.equal(w, second[-1]["weights"][fqn])
 
 
 def clipped(max_norm: float) -> tuple[float, float]:
@@ -171,7 +184,8 @@ def clipped(max_norm: float) -> tuple[float, float]:
 def test_gradients_are_scaled_down_to_max_norm(max_norm, is_scaled):
     """0 means never."""
     norm, after = pool(1).run(clipped, max_norm)[0]
-    assert norm > 0.2 and after == pytest.approx(max_norm if is_scaled else norm, rel=1e-5)
+    assert norm > 0.2
+    assert after == pytest.approx(max_norm if is_scaled else norm, rel=1e-5)
 
 
 # ---------------------------------------------------------------- gradients between micro-batches
@@ -181,12 +195,11 @@ def gradients_between(problem: dict, flags: dict, n: int, b: int):
     """(bytes of whole gradients, bytes of sharded ones) of this rank ahead of each micro-batch, the
     loss, the gradients."""
     stages, layout = build(config(**problem), flags, n, b)
-    groups = [
-        group
-        for module in stages[0].modules()
-        if isinstance(module, parallel.FSDPModule)
-        for group in module._get_fsdp_state()._fsdp_param_groups
-    ]
+    groups = []
+    for module in stages[0].modules():
+        if isinstance(module, parallel.FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                groups.append(group)
     seen = []
 
     def look(*args):
@@ -232,11 +245,16 @@ def test_gradients_that_are_reduced_after_every_micro_batch_are_never_whole(
     for a, z in zip(always, last, strict=True):
         held = a[3] + 4 * config(**problem).dim * 8  # FSDP pads what its ranks do not divide
         assert a[0][0] == z[0][0] == (0, 0)
-        assert all(whole == 0 and 0 < parts <= held for whole, parts in a[0][1:])
+        for whole, parts in a[0][1:]:
+            assert whole == 0
+            assert 0 < parts <= held
         # two ranks hold what each holds whole
-        assert all(whole >= 1.9 * a[3] and parts == 0 for whole, parts in z[0][1:])
+        for whole, parts in z[0][1:]:
+            assert whole >= 1.9 * a[3]
+            assert parts == 0
         assert a[1] == z[1]
-        assert all(layouts.relative(a[2][fqn], z[2][fqn]) < 1e-6 for fqn in z[2])
+        for fqn in z[2]:
+            assert layouts.relative(a[2][fqn], z[2][fqn]) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -337,9 +355,11 @@ def dtypes_of_a_step(problem: dict, flags: dict) -> tuple[dict, dict, dict]:
     off = {}
     with watch_dtypes(seen, off):
         parallel.forward_backward(stages, local_batch(global_batch(0, n, False), layout), layout)
-    grads = {
-        str(p.grad.dtype) for stage in stages for p in stage.parameters() if p.grad is not None
-    }
+    grads = set()
+    for stage in stages:
+        for p in stage.parameters():
+            if p.grad is not None:
+                grads.add(str(p.grad.dtype))
     return dict(seen), off, grads
 
 
@@ -538,10 +558,9 @@ ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 def test_ac_op_keeps_what_is_dear_to_compute_or_send_again(processes, flags, problem, kept):
     """Within the backward, these ops run as often as without checkpointing, where --ac full runs
     them again."""
-    steps = {
-        ac: pool(processes).run(step_with, flags | {"ac": ac}, problem)[0]
-        for ac in ("none", "op", "full")
-    }
+    steps = {}
+    for ac in ("none", "op", "full"):
+        steps[ac] = pool(processes).run(step_with, flags | {"ac": ac}, problem)[0]
     (none, loss), (op, op_loss), (full, full_loss) = steps.values()
     for name in kept:
         assert none.get(name, 0) == op.get(name, 0) < full[name], name
@@ -571,7 +590,10 @@ def where_it_fails(flags: dict) -> str:
     """A fork whose own style leaves a module as it is, with the shape of all heads."""
     plan = Fork.tp_plan
     styles = {"own": parallel.GatherSequence}
-    own = lambda self: plan(self) | {"blocks.*.attn.per_head": "own"}  # noqa: E731
+
+    def own(self):
+        return plan(self) | {"blocks.*.attn.per_head": "own"}
+
     with mock.patch.object(Fork, "tp_plan", own), mock.patch.dict(parallel.TP_STYLES, styles):
         stages, layout = build(ForkConfig(**layouts.SMALL), flags, 4, 4)
         try:

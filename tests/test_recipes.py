@@ -18,12 +18,25 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import MLA, MODEL, REPO, Job, ended, launch, metrics, run, train_lines
+from commands import commands_in, split_command
+from runs import (
+    MLA,
+    MODEL,
+    REPO,
+    Job,
+    as_json_lines,
+    column,
+    ended,
+    having,
+    launch,
+    metrics,
+    run,
+    train_lines,
+)
 
 from corpus.build import build_shards
 from corpus.special import find_tokenizer
 from data import DataConfig, open_data
-from distributed.layout import AXES
 from docs.flags import document
 from flags.config import field_comments, option_groups, override_fields, parse_config
 from models.llama3 import FLAVORS
@@ -57,24 +70,14 @@ VAL_KEYS = {"step", "val_loss", "val_bits_per_byte"}
 
 
 def tiny(script: str) -> list:
-    return (
-        SMALL
-        if script == "finetune.py"
-        else ["--model_args", MLA, *SMALL]
-        if "deepseek" in script
-        else TINY
-    )
+    if script == "finetune.py":
+        return SMALL
+    if "deepseek" in script:
+        return ["--model_args", MLA, *SMALL]
+    return TINY
 
 
 # ---------------------------------------------------------------- the command lines that we publish
-
-
-def commands_in(text: str) -> list[str]:
-    return [
-        line.strip()
-        for line in text.replace("\\\n", "").splitlines()
-        if re.match(r"\s*(python|torchrun) ", line)
-    ]
 
 
 def published() -> list[str]:
@@ -95,24 +98,6 @@ COMPILED = [command for command in COMMANDS if "--compile" in command]
 
 def name(command: str) -> str:
     return f"{COMMANDS.index(command)} {command[:70]}"
-
-
-def split_command(command: str) -> tuple[int, str, list[str]]:
-    """(processes, script, its arguments). Of more than four processes, only as many as the degrees
-    need, or two."""
-    program, *args = shlex.split(command)
-    if program == "python":
-        return 1, args[0], args[1:]
-    processes = int(args.pop(args.index("--nproc_per_node") + 1))
-    args.remove("--nproc_per_node")
-    if processes > 4:
-        processes = max(
-            2,
-            math.prod(
-                int(args[args.index(f"--{axis}") + 1]) for axis in AXES if f"--{axis}" in args
-            ),
-        )
-    return processes, args[0], args[1:]
 
 
 # The first command of each program; all others run in make test-slow. So do those of
@@ -141,15 +126,16 @@ def folder(tmp_path_factory) -> Path:
     (folder / "b.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     (folder / "book.txt").write_text("".join(lines[:100]))
     questions = [{"question": f"line {i} of", "answer": f"{i * i}"} for i in range(200)]
-    chats = [
-        {
-            "messages": [
-                {"role": "user", "content": q["question"]},
-                {"role": "assistant", "content": q["answer"]},
-            ]
-        }
-        for q in questions
-    ]
+    chats = []
+    for q in questions:
+        chats.append(
+            {
+                "messages": [
+                    {"role": "user", "content": q["question"]},
+                    {"role": "assistant", "content": q["answer"]},
+                ]
+            }
+        )
     choices = [q | {"choices": ["3", q["answer"]]} for q in questions[2:4]]
     for name, records in {
         "questions": questions[:20],
@@ -157,9 +143,7 @@ def folder(tmp_path_factory) -> Path:
         "choices": choices,
         "chat": chats,
     }.items():
-        (folder / f"{name}.jsonl").write_text(
-            "".join(json.dumps(record) + "\n" for record in records)
-        )
+        (folder / f"{name}.jsonl").write_text(as_json_lines(records))
     made = open_data(
         DataConfig(data=str(folder / "a.txt"), cache_dir=str(folder / "cache")), 32
     ).folder
@@ -254,23 +238,22 @@ def check_run_folder(out: Path, script: str):
     """DESIGN's contract of a run folder, after 4 steps that were all logged."""
     lines = metrics(out)
     train, val = (
-        [line for line in lines if "loss" in line],
-        [line for line in lines if "val_loss" in line],
+        having(lines, "loss"),
+        having(lines, "val_loss"),
     )
-    assert [line["step"] for line in train] == [1, 2, 3, 4] and [line["step"] for line in val] == [
-        4
-    ]
-    assert all(
-        math.isfinite(line["loss"]) and line["tokens"] == line["step"] * train[0]["tokens"]
-        for line in train
-    )
+    assert column(train, "step") == [1, 2, 3, 4]
+    assert column(val, "step") == [4]
+    for line in train:
+        assert math.isfinite(line["loss"])
+        assert line["tokens"] == line["step"] * train[0]["tokens"]
     Config = importlib.import_module(script.removesuffix(".py")).Config
     saved = json.loads((out / "config.json").read_text())
     keys = TRAIN_KEYS | (MOE_KEYS if saved["_run"]["model"].get("n_experts") else set())
     late = {"slowest_rank", "slowest_host", "slowest_by_s"}  # only in lines with a late rank
-    assert all(set(line) - late == keys for line in train) and all(
-        set(line) == VAL_KEYS for line in val
-    )
+    for line in train:
+        assert set(line) - late == keys
+    for line in val:
+        assert set(line) == VAL_KEYS
     assert set(saved) == {field.name for field in dataclasses.fields(Config)} | {"_run"}
     again = dataclasses.asdict(parse_config(Config, ["--config", str(out / "config.json")]))
     assert again == {k: v for k, v in saved.items() if k != "_run"}
@@ -296,43 +279,45 @@ def test_commands_were_found():
 def test_published_command(command, folder):
     script = split_command(command)[1]
     # minutes: test_published_command_compiled
-    compiled = ["--no-compile"] if "--compile" in command else []
+    if "--compile" in command:
+        compiled = ["--no-compile"]
+    else:
+        compiled = []
     stdout, out = run_published(command, folder, f"out/{COMMANDS.index(command)}", *compiled)
     if "--check_parity" in command:
         assert "check_parity: equal" in stdout
     elif "--dry_run" in command:
-        assert "fits" in stdout and "bubble" in stdout
+        assert "fits" in stdout
+        assert "bubble" in stdout
     elif script in TRAINING:
         check_run_folder(out, script)
-        assert (
-            "loss   . training" in stdout
-            and f"checkpoint: out/{COMMANDS.index(command)}/checkpoints/step-4" in stdout
-        )
+        assert "loss   . training" in stdout
+        assert f"checkpoint: out/{COMMANDS.index(command)}/checkpoints/step-4" in stdout
         assert "sample (" in stdout  # the curve, the checkpoint, a sample: how every run ends
     elif script == "grpo.py":
-        lines = [line for line in metrics(out) if "reward_mean" in line]
-        assert (
-            [line["step"] for line in lines] == [1, 2] == [line["policy_version"] for line in lines]
-        )
-        assert all(TRAIN_KEYS | {"logprob_max_diff", "logprob_k3"} <= set(line) for line in lines)
-        assert (
-            sum("eval_reward" in line for line in metrics(out)) == 2
-            and "reward   . training   o validation" in stdout
-        )
+        lines = having(metrics(out), "reward_mean")
+        assert column(lines, "step") == [1, 2] == column(lines, "policy_version")
+        for line in lines:
+            assert TRAIN_KEYS | {"logprob_max_diff", "logprob_k3"} <= set(line)
+        assert sum("eval_reward" in line for line in metrics(out)) == 2
+        assert "reward   . training   o validation" in stdout
         assert verify(out / "checkpoints" / "step-2")["step"] == 2
     elif script == "evaluate.py":
         assert re.search(r"(bits_per_byte|acc|exact_match) [\d.]+.* lines?, ", stdout)
     elif script == "generate.py":
-        prompts = [
-            b for a, b in zip(shlex.split(command), shlex.split(command)[1:]) if a == "--prompt"
-        ]
+        prompts = []
+        for a, b in zip(shlex.split(command), shlex.split(command)[1:]):
+            if a == "--prompt":
+                prompts.append(b)
         assert all(prompt in stdout for prompt in prompts) or "--chat" in command and stdout.strip()
     elif " tokenizer " in command:
         assert Path(f"{out}.json").is_file()
     elif " show " in command:
-        assert "with a loss (green)" in stdout and "line 0 of" in stdout
+        assert "with a loss (green)" in stdout
+        assert "line 0 of" in stdout
     elif script == "data.py":
-        assert re.search(r"train: [\d,]+ tokens", stdout) and "sha256" in stdout
+        assert re.search(r"train: [\d,]+ tokens", stdout)
+        assert "sha256" in stdout
         assert (out / "index.json").exists() or "prepare" not in command
     else:
         assert re.search(
@@ -364,7 +349,8 @@ def test_every_flag_has_a_help_text(script):
 def test_a_finished_run_says_why_it_exports_nothing(tmp_path):
     for folder, said in ((tmp_path, True), (tmp_path / "new", False)):
         text = list_warnings("runs/x", 10**6, 160, -1, 20, str(folder))
-        assert "is finished" in text and ("is there already: nothing is exported" in text) == said
+        assert "is finished" in text
+        assert ("is there already: nothing is exported" in text) == said
 
 
 # ---------------------------------------------------------------- whole runs
@@ -373,15 +359,13 @@ EXACT = ["--compute_dtype", "float32", "--local_batch_size", 2, "--global_batch_
 
 
 def assert_same_training(a: list[dict], b: list[dict]):
-    assert [line["step"] for line in a] == [line["step"] for line in b]
+    assert column(a, "step") == column(b, "step")
     for x, y in zip(a, b):
         assert {k: x[k] for k in ("tokens", "lr", "tokens_hash")} == {
             k: y[k] for k in ("tokens", "lr", "tokens_hash")
         }
-        assert (
-            abs(x["loss"] - y["loss"]) <= 1e-5
-            and abs(x["grad_norm"] - y["grad_norm"]) <= 1e-4 * y["grad_norm"]
-        )
+        assert abs(x["loss"] - y["loss"]) <= 1e-5
+        assert abs(x["grad_norm"] - y["grad_norm"]) <= 1e-4 * y["grad_norm"]
 
 
 @pytest.mark.slow
@@ -426,13 +410,15 @@ def test_stopped_by_sigterm_and_continued_by_two_processes(tmp_path, recipe):
 
     # a finished run: the same command says so, and changes nothing
     def files():
-        return [
-            (tmp_path / "whole" / name).read_bytes() for name in ("metrics.jsonl", "config.json")
-        ]
+        found = []
+        for name in ("metrics.jsonl", "config.json"):
+            found.append((tmp_path / "whole" / name).read_bytes())
+        return found
 
     before = files()
     assert f"is finished: {steps} of {steps} steps are done" in run([*whole, "--lr", "0.1"])
-    assert files() == before and os.listdir(tmp_path / "whole" / "checkpoints") == [f"step-{steps}"]
+    assert files() == before
+    assert os.listdir(tmp_path / "whole" / "checkpoints") == [f"step-{steps}"]
 
 
 @pytest.mark.slow
@@ -469,10 +455,9 @@ def test_other_data_in_the_middle_of_a_run(folder, tmp_path):
         folder,
     )
     assert f"step 0, with the weights of {source}/checkpoints/step-4" in stdout
-    tokenizers = [
-        path / "tokenizer.json"
-        for path in (source / "checkpoints" / "step-4", tmp_path / "new/checkpoints/step-2")
-    ]
+    tokenizers = []
+    for path in (source / "checkpoints" / "step-4", tmp_path / "new/checkpoints/step-2"):
+        tokenizers.append(path / "tokenizer.json")
     assert tokenizers[0].read_bytes() == tokenizers[1].read_bytes()
     assert train_lines(tmp_path / "new")[0]["loss"] < math.log(4096) + 0.1
 
@@ -501,23 +486,19 @@ def test_a_run_goes_on_with_other_rounding_and_processes_and_the_same_batch(tmp_
     ]
     run(launch(1, "train_llama3.py", *flags, "--steps", 4, "--optimizer", "adamw_sr"))
     stdout = run(launch(2, "train_llama3.py", *flags, "--steps", 8))
-    assert (
-        "the global batch stays 16 sequences" in stdout
-        and "--local_batch_size 16 becomes 8 on 2 data ranks" in stdout
-    )
-    assert (
-        "steps 4 -> 8" in stdout
-        and "local_batch_size 16 -> 8" in stdout
-        and "optimizer adamw_sr -> adamw" in stdout
-    )
+    assert "the global batch stays 16 sequences" in stdout
+    assert "--local_batch_size 16 becomes 8 on 2 data ranks" in stdout
+    assert "steps 4 -> 8" in stdout
+    assert "local_batch_size 16 -> 8" in stdout
+    assert "optimizer adamw_sr -> adamw" in stdout
     lines = train_lines(tmp_path)
     assert {line["tokens"] / line["step"] for line in lines} == {16 * 32}
-    assert len(lines) == 8 and lines[7]["loss"] < lines[4]["loss"] < lines[0]["loss"]
-    saved = [
-        json.loads(path.read_text())
-        for path in (tmp_path / "config.json", tmp_path / "checkpoints/step-8/config.json")
-    ]
-    assert [config["global_batch_size"] for config in saved] == [16, 16]
+    assert len(lines) == 8
+    assert lines[7]["loss"] < lines[4]["loss"] < lines[0]["loss"]
+    saved = []
+    for path in (tmp_path / "config.json", tmp_path / "checkpoints/step-8/config.json"):
+        saved.append(json.loads(path.read_text()))
+    assert column(saved, "global_batch_size") == [16, 16]
 
 
 @pytest.mark.slow

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 from chats import chat_folder, conversations
-from runs import MODEL
-from test_data import flat, refused, sentences, take
-from test_flags import observed
+from corpora import flat, sentences, take
+from observe import observed
+from runs import MODEL, as_json_lines
+from saves import refused
 
 import train_llama3
 from corpus.build import build_shards
@@ -61,10 +62,9 @@ def mixed(root, data="web={}/web:0.6,code={}/code:0.3,tiny={}/tiny:0.1", **flags
 
 
 def shares_of(words: random.Random) -> list[int]:
-    shares = [
-        words.randint(1, words.choice((3, 20, 300)))
-        for _ in range(words.choice((1, 2, 3, 5, 12, 40)))
-    ]
+    shares = []
+    for _ in range(words.choice((1, 2, 3, 5, 12, 40))):
+        shares.append(words.randint(1, words.choice((3, 20, 300))))
     shares[0] *= words.choice((1, 1, 30))
     return [share // math.gcd(*shares) for share in shares]
 
@@ -79,7 +79,10 @@ def test_shares_are_exact_at_any_prefix(seed):
     """At 50 random prefixes and more: of n sequences a part has given its share of n, within one;
     also after billions."""
     words = random.Random(seed)
-    shares = shares_of(words) if seed else UNEVEN
+    if seed:
+        shares = shares_of(words)
+    else:
+        shares = UNEVEN
     turns, total, weights = take_turns(shares), sum(shares), np.array(shares, object)
     for n in [
         *range(total + 2),
@@ -87,12 +90,12 @@ def test_shares_are_exact_at_any_prefix(seed):
         *(words.randrange(10 ** words.randint(1, 13)) for _ in range(50)),
     ]:
         counts = turns.counts(n)
-        assert (
-            counts.sum() == n and (abs(counts.astype(object) * total - n * weights) < total).all()
-        ), (shares, n)
+        assert counts.sum() == n, (shares, n)
+        assert (abs(counts.astype(object) * total - n * weights) < total).all(), (shares, n)
         (part,), (number,) = turns.at(np.array([n]))
         # a part's sequences come one by one
-        assert number == counts[part] and turns.counts(n + 1)[part] == number + 1
+        assert number == counts[part]
+        assert turns.counts(n + 1)[part] == number + 1
     seen = np.bincount(turns.at(np.arange(5 * total))[0], minlength=len(shares))
     assert (seen == 5 * np.array(shares)).all()
 
@@ -110,10 +113,8 @@ def test_weights_are_shares():
         "web=a b:c/web:14e9,code=stdlib:6e9",
     ):
         assert parse_mixture(same) == parts
-    assert (
-        parse_mixture("tokens/web") == parse_mixture("tokens/web")[:1]
-        and parse_mixture("tokens/web")[0].name == ""
-    )
+    assert parse_mixture("tokens/web") == parse_mixture("tokens/web")[:1]
+    assert parse_mixture("tokens/web")[0].name == ""
     assert sum(part.share for part in parse_mixture("a=a:0.12345,b=b:0.87655")) <= LONGEST_PERIOD
 
 
@@ -140,9 +141,8 @@ def test_each_part_has_its_own_order_and_epochs(sources):
     assert data.epochs(n) == {
         "data_epochs": {name: counts[name] / alone[name].n_samples for name in sorted(alone)}
     }
-    assert data.plan(n).count(
-        "\n"
-    ) == 3 and "web: 60 % of the sequences, 15,298 tokens, 0.282 epochs" in data.plan(n)
+    assert data.plan(n).count("\n") == 3
+    assert "web: 60 % of the sequences, 15,298 tokens, 0.282 epochs" in data.plan(n)
     # two parts of the same data do not go side by side
     assert TokenData(sources / "tiny", T).sequences(np.arange(5))[0].tolist() != (
         alone["tiny"].sequences(np.arange(5))[0].tolist()
@@ -156,10 +156,8 @@ def test_mixed_batches_are_the_same_in_every_layout_and_from_any_cursor(sources,
     straight = take(data.batches(0, 12, 12, 0, 1, "cpu"), 6)
     split = [take(data.batches(0, 12, 1, rank, 4, "cpu"), 6) for rank in range(4)]
     for step, one in enumerate(straight):
-        assert all(
-            torch.equal(flat([part[step] for part in split], name), flat([one], name))
-            for name in names
-        )
+        for name in names:
+            assert torch.equal(flat([part[step] for part in split], name), flat([one], name))
     for cursor, size in (12, 12), (7, 20), (61, 11):
         assert torch.equal(
             flat(take(data.batches(cursor, size, size, 0, 1, "cpu"), 1)),
@@ -193,43 +191,32 @@ def test_parts_are_what_data_accepts(sources, capsys):
     """A text beside shards gets the shards' tokenizer; several texts share the tokenizer of the
     first text."""
     data = mixed(sources, "text={}/text.jsonl:1,web={}/web:1")
-    assert {part.vocab_size for part in data.parts} == {
-        data.vocab_size
-    } and data.tokenizer_file == (data.parts[0].tokenizer_file)
+    assert {part.vocab_size for part in data.parts} == {data.vocab_size}
+    assert data.tokenizer_file == (data.parts[0].tokenizer_file)
     assert (
         data.parts[0].fingerprint["tokenizer_sha256"]
         == data.fingerprint["tokenizer_sha256"]
         == (mixed(sources).fingerprint["tokenizer_sha256"])
     )
     texts = mixed(sources, "a={}/text.jsonl:1,b={}/code.jsonl:1")
-    assert (
-        texts.fingerprint["tokenizer_sha256"] not in (data.fingerprint["tokenizer_sha256"], None)
-        and texts.first_words()
-    )
-    refused(
-        lambda: mixed(sources, "web={}/web:1,other={}/other:1"),
-        "--data other and --data web",
-        "different tokenizers",
-        "390 ids",
-        "719 ids",
-        "sha256",
-    )
-    refused(lambda: mixed(sources, "web={}/web:1,no={}/gone:1"), "gone: no such file; need .txt")
-    refused(lambda: mixed(sources, "web={}/web:1,none={}/none.txt:1"), "none.txt")
+    assert texts.fingerprint["tokenizer_sha256"] not in (data.fingerprint["tokenizer_sha256"], None)
+    assert texts.first_words()
+    with refused(
+        "--data other and --data web", "different tokenizers", "390 ids", "719 ids", "sha256"
+    ):
+        mixed(sources, "web={}/web:1,other={}/other:1")
+    with refused("gone: no such file; need .txt"):
+        mixed(sources, "web={}/web:1,no={}/gone:1")
+    with refused("none.txt"):
+        mixed(sources, "web={}/web:1,none={}/none.txt:1")
     (sources / "short.txt").write_text("a model reads.")
-    refused(
-        lambda: mixed(sources, "web={}/web:1,short={}/short.txt:1"),
-        "--data short=",
-        "training tokens",
-        "a longer text",
-    )
+    with refused("--data short=", "training tokens", "a longer text"):
+        mixed(sources, "web={}/web:1,short={}/short.txt:1")
 
 
 def test_conversations_beside_text(tmp_path):
     folder = chat_folder(tmp_path / "qwen", "qwen3")
-    (tmp_path / "a.jsonl").write_text(
-        "".join(json.dumps(c) + "\n" for c in conversations(120, seed=3, most_turns=2))
-    )
+    (tmp_path / "a.jsonl").write_text(as_json_lines(conversations(120, seed=3, most_turns=2)))
     (tmp_path / "b.txt").write_text(sentences(300, 3))
     data = mixed(
         tmp_path, "chat={}/a.jsonl:1,text={}/b.txt:1", tokenizer=str(folder), doc_mask=True
@@ -237,11 +224,9 @@ def test_conversations_beside_text(tmp_path):
     batch = take(data.batches(0, 8, 8, 0, 1, "cpu"), 1)[0]
     turn, _ = data.turns.at(np.arange(8))
     kept = (batch.labels[0] >= 0).float().mean(1)
-    assert (
-        sorted(turn) == [0] * 4 + [1] * 4
-        and (kept[turn == 0] < 0.95).all()
-        and (kept[turn == 1] > 0.95).all()
-    )
+    assert sorted(turn) == [0] * 4 + [1] * 4
+    assert (kept[turn == 0] < 0.95).all()
+    assert (kept[turn == 1] > 0.95).all()
     assert [len(found.val_sets(3)) for found in (data, *data.parts)] == [2, 1, 1]
 
 
@@ -251,9 +236,9 @@ def test_conversations_beside_text(tmp_path):
 def test_validation_of_a_mixture_has_its_shares(sources):
     data = mixed(sources)
     for n, ranks, local in (10, 1, 4), (10, 2, 3), (2, 3, 1), (10**6, 1, 8):
-        found = [
-            take(data.val_batches(n, local, rank, ranks, "cpu"), 10**6) for rank in range(ranks)
-        ]
+        found = []
+        for rank in range(ranks):
+            found.append(take(data.val_batches(n, local, rank, ranks, "cpu"), 10**6))
         assert len({len(batches) for batches in found}) == 1
         counts = np.minimum(data.turns.counts(n), [part.n_val_samples for part in data.parts])
         assert sum(batch.samples for batch in found[0]) == counts.sum()
@@ -279,25 +264,21 @@ def test_val_data_is_validated_whole(sources):
         ]
     )
     rows = {tuple(stream[i : i + T].tolist()) for i in range(0, len(stream) - T, T)}
-    assert rows <= {tuple(row) for row in windows.tolist()} and loaded.n_val_samples == -(
-        -(len(stream) - 1) // T
-    )
+    assert rows <= {tuple(row) for row in windows.tolist()}
+    assert loaded.n_val_samples == -(-(len(stream) - 1) // T)
     assert loaded.fingerprint == plain.fingerprint
     assert [b.hash for b in take(loaded.batches(0, 8, 8, 0, 1, "cpu"), 3)] == [
         b.hash for b in take(plain.batches(0, 8, 8, 0, 1, "cpu"), 3)
     ]
     both = mixed(sources, "{}/web", val_data=f"a={sources}/code:1,b={sources}/text.jsonl:1")
-    assert len(both.validation.val_sets(8)) == 2 and both.first_words() == plain.first_words()
-    refused(
-        lambda: mixed(sources, "{}/web", val_data=str(sources / "other")),
-        "--val_data",
-        "different tokenizers",
-    )
-    refused(
-        lambda: mixed(sources, "{}/web", val_data=str(sources / "gone.txt")),
-        "gone.txt: no such file",
-    )
-    refused(lambda: mixed(sources, "{}/web", val_data=f"a={sources}/code"), "--val_data", "lacks")
+    assert len(both.validation.val_sets(8)) == 2
+    assert both.first_words() == plain.first_words()
+    with refused("--val_data", "different tokenizers"):
+        mixed(sources, "{}/web", val_data=str(sources / "other"))
+    with refused("gone.txt: no such file"):
+        mixed(sources, "{}/web", val_data=str(sources / "gone.txt"))
+    with refused("--val_data", "lacks"):
+        mixed(sources, "{}/web", val_data=f"a={sources}/code")
 
 
 def test_validation_tells_each_part(sources, tmp_path):
@@ -326,12 +307,14 @@ def test_validation_tells_each_part(sources, tmp_path):
     assert [*parts] == [
         "code",
         "web",
-    ] and f"  code {parts['code']:.4f}  web {parts['web']:.4f}\n" in seen.printed
+    ]
+    assert f"  code {parts['code']:.4f}  web {parts['web']:.4f}\n" in seen.printed
     loaded, counts = mixed(sources, data), {}
     for batch in take(loaded.val_batches(8, 2, 0, 1, "cpu"), 100):
         counts[batch.part] = counts.get(batch.part, 0) + int((batch.labels >= 0).sum())
     mean = sum(parts[name] * n for name, n in counts.items()) / sum(counts.values())
-    assert line["val_loss"] == pytest.approx(mean, abs=1e-6) and parts["web"] != parts["code"]
+    assert line["val_loss"] == pytest.approx(mean, abs=1e-6)
+    assert parts["web"] != parts["code"]
     assert [line["data_epochs"].keys() for line in seen.lines] == [{"code", "web"}] * 2
     alone = observed(
         "train_llama3",
@@ -339,16 +322,17 @@ def test_validation_tells_each_part(sources, tmp_path):
     )
     assert not any("val_loss_by_part" in line or "data_epochs" in line for line in alone.log)
     four = TokenData(sources / "web", T)  # the mixture takes the first four sequences of the part
-    rows = [
-        flat(
-            [
-                batch
-                for batch in take(x.val_batches(n, 2, 0, 1, "cpu"), 9)
-                if batch.part in ("", "web")
-            ]
+    rows = []
+    for x, n in ((loaded, 8), (four, 4)):
+        rows.append(
+            flat(
+                [
+                    batch
+                    for batch in take(x.val_batches(n, 2, 0, 1, "cpu"), 9)
+                    if batch.part in ("", "web")
+                ]
+            )
         )
-        for x, n in ((loaded, 8), (four, 4))
-    ]
     assert torch.equal(*rows)
 
 

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
+from runs import column
 
 import corpus.build
 from corpus.build import build_shards
@@ -21,10 +22,10 @@ WORDS = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu".spl
 def stories(n: int, seed: int) -> list[str]:
     """Texts that no other text contains: each word has a number."""
     draw = random.Random(seed)
-    return [
-        " ".join(f"{draw.choice(WORDS)}{seed}{i}" for _ in range(draw.randint(3, 30)))
-        for i in range(n)
-    ]
+    found = []
+    for i in range(n):
+        found.append(" ".join(f"{draw.choice(WORDS)}{seed}{i}" for _ in range(draw.randint(3, 30))))
+    return found
 
 
 def write_jsonl(path: Path, texts: list[str]):
@@ -44,7 +45,8 @@ def check_every_label(data, files, text_of_place) -> int:
         [window] = data.windows("train", [number])
         spans = spans_of(data, number)
         ends = [0, *(span.end for span in spans)]
-        assert [span.start for span in spans] == ends[:-1] and ends[-1] == data.seq_len
+        assert [span.start for span in spans] == ends[:-1]
+        assert ends[-1] == data.seq_len
         for span in spans:
             ids = window[span.start + 1 : span.end + 1]
             text = decode(ids[ids != data.eot].tolist())
@@ -56,7 +58,10 @@ def check_every_label(data, files, text_of_place) -> int:
 
 
 def lines_of(file: str) -> list[str]:
-    read = gzip.open if file.endswith(".gz") else open
+    if file.endswith(".gz"):
+        read = gzip.open
+    else:
+        read = open
     with read(file, "rt") as lines:
         return lines.read().split("\n")
 
@@ -79,7 +84,7 @@ def test_lines_of_json(tmp_path, monkeypatch, name):
     pieces = len(data.entries["train"])
     assert (pieces > 3) == (name == "many.jsonl")
     found = check_every_label(data, files_of_parts(cfg.data, cfg.cache_dir)[""], text_of_line)
-    assert found == sum(entry["documents"] for entry in data.entries["train"])
+    assert found == sum(column(data.entries["train"], "documents"))
 
 
 def test_lines_of_text(tmp_path, monkeypatch):
@@ -122,7 +127,8 @@ def test_parts_of_a_mixture_and_shards(tmp_path):
     documents = [text for text in documents if text]
 
     def in_shard(file, place):
-        assert file == "second.jsonl" and place.endswith("shards/train-00000.npy)"), place
+        assert file == "second.jsonl", place
+        assert place.endswith("shards/train-00000.npy)"), place
         return documents[int(place.split()[1]) - 1]
 
     check_every_label(shards, files["b"], in_shard)
@@ -136,4 +142,5 @@ def test_a_file_with_other_documents_today_has_no_line(tmp_path):
     [span, *_] = spans_of(data, 0)
     write_jsonl(path, stories(50, seed=5))
     origin = find_origin(data, span, files_of_parts(cfg.data, cfg.cache_dir)[""])
-    assert origin.file == str(path) and "the file has other documents today" in origin.place
+    assert origin.file == str(path)
+    assert "the file has other documents today" in origin.place

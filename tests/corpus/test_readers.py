@@ -5,13 +5,14 @@ import gzip
 import json
 import sys
 
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
 from chats import chat_folder, conversations
-from test_data import call_cli, refused, sentences
+from corpora import call_cli, sentences, tokens
+from runs import as_json_lines
+from saves import refused
 
 from corpus import build as texts
 from corpus.build import build_shards
@@ -54,17 +55,6 @@ def tokenizer(tmp_path_factory):
     )
 
 
-def tokens(folder) -> dict:
-    """{split: all its tokens}"""
-    index = json.loads((folder / "index.json").read_text())
-    return {
-        split: np.concatenate(
-            [[], *(np.load(folder / entry["name"]) for entry in entries)]
-        ).tolist()
-        for split, entries in index["splits"].items()
-    }
-
-
 @pytest.mark.parametrize("n", [300, 100, 40, 1])
 def test_every_format_holds_the_same_documents(tmp_path, tokenizer, n):
     """Many documents are split by hash, of few the last are for validation; a single document is
@@ -83,10 +73,10 @@ def test_every_format_holds_the_same_documents(tmp_path, tokenizer, n):
         tokens(tmp_path / f"of {name}")
         for name in ("a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet")
     )
-    assert packed == [plain, plain] and (len(plain["val"]) > 0) == (n > 1)
-    assert rows["train"] + rows["val"] == plain["train"] + plain["val"] and (
-        len(rows["val"]) > 0
-    ) == (n > 1)
+    assert packed == [plain, plain]
+    assert (len(plain["val"]) > 0) == (n > 1)
+    assert rows["train"] + rows["val"] == plain["train"] + plain["val"]
+    assert (len(rows["val"]) > 0) == (n > 1)
     assert rows == plain or n == 40  # the last twentieth: of the bytes, or of the rows
 
 
@@ -102,9 +92,8 @@ def test_packed_text_is_the_text(tmp_path, tokenizer):
     plain, *packed = (
         tokens(tmp_path / f"of {name}") for name in ("a.txt", "a.txt.gz", "a.txt.zst")
     )
-    assert (
-        packed == [plain, plain] and len(list((tmp_path / "of a.txt.gz").glob("train-*.npy"))) > 1
-    )
+    assert packed == [plain, plain]
+    assert len(list((tmp_path / "of a.txt.gz").glob("train-*.npy"))) > 1
 
 
 def test_conversations_in_every_format(tmp_path):
@@ -114,25 +103,23 @@ def test_conversations_in_every_format(tmp_path):
         for c in conversations(400, seed=3, most_turns=2)
         if all(m.keys() == {"role", "content"} for m in c["messages"])
     ][:120]
-    text = "".join(json.dumps(chat) + "\n" for chat in chats).encode()
+    text = as_json_lines(chats).encode()
     (tmp_path / "a.jsonl").write_bytes(text)
     (tmp_path / "a.jsonl.gz").write_bytes(gzipped(text))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(chats), tmp_path / "a.parquet")
-    cfgs = [
-        DataConfig(data=str(tmp_path / name), tokenizer=str(folder), cache_dir=str(tmp_path))
-        for name in ("a.jsonl", "a.jsonl.gz", "a.parquet")
-    ]
+    cfgs = []
+    for name in ("a.jsonl", "a.jsonl.gz", "a.parquet"):
+        cfgs.append(
+            DataConfig(data=str(tmp_path / name), tokenizer=str(folder), cache_dir=str(tmp_path))
+        )
     plain, *others = (tokens(open_data(cfg, 256, Chats=ChatData).folder) for cfg in cfgs)
-    assert others == [plain, plain] and len(plain["train"]) > 1000
+    assert others == [plain, plain]
+    assert len(plain["train"]) > 1000
     (tmp_path / "b.txt").write_text("so it is")
-    refused(
-        lambda: build_shards(
+    with refused("a.jsonl holds conversations", "b.txt text", "name=path:weight"):
+        build_shards(
             [tmp_path / "a.jsonl", tmp_path / "b.txt"], find_tokenizer(str(folder)), tmp_path / "x"
-        ),
-        "a.jsonl holds conversations",
-        "b.txt text",
-        "name=path:weight",
-    )
+        )
 
 
 @pytest.mark.parametrize(
@@ -179,7 +166,8 @@ def test_damaged_files(tmp_path, tokenizer, name, change, parts):
     else:
         path.write_bytes((gzipped if path.suffix == ".gz" else zstd)(jsonl(DOCUMENTS)))
     path.write_bytes(change(path.read_bytes()))
-    refused(lambda: build_shards([path], tokenizer, tmp_path / "out"), str(path), *parts)
+    with refused(str(path), *parts):
+        build_shards([path], tokenizer, tmp_path / "out")
 
 
 @pytest.mark.parametrize("name, package", [("a.jsonl.zst", "zstandard"), ("a.parquet", "pyarrow")])
@@ -187,11 +175,8 @@ def test_a_package_that_is_missing(tmp_path, tokenizer, monkeypatch, name, packa
     (tmp_path / name).write_bytes(b"x" * 50)
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setitem(sys.modules, f"{package}.parquet", None)
-    refused(
-        lambda: build_shards([tmp_path / name], tokenizer, tmp_path / "out"),
-        name,
-        f"pip install {package}",
-    )
+    with refused(name, f"pip install {package}"):
+        build_shards([tmp_path / name], tokenizer, tmp_path / "out")
 
 
 def test_columns(tmp_path, tokenizer):
@@ -200,26 +185,20 @@ def test_columns(tmp_path, tokenizer):
     for name in ("a.parquet", "a.jsonl.gz"):
         build_shards([tmp_path / name], tokenizer, tmp_path / f"of {name}", text_column="content")
     assert tokens(tmp_path / "of a.parquet") == tokens(tmp_path / "of a.jsonl.gz")
-    refused(
-        lambda: open_data(
-            DataConfig(data=str(tmp_path / "a.parquet"), cache_dir=str(tmp_path)), 16
-        ),
+    with refused(
         "no column 'text'",
         "but id, content",
         "data.py prepare --input",
         "--text_column NAME",
         "--data FOLDER",
-    )
+    ):
+        open_data(DataConfig(data=str(tmp_path / "a.parquet"), cache_dir=str(tmp_path)), 16)
     for name, part in (
         ("a.parquet", 'row 1: need a JSON object with a string "id"'),
         ("a.jsonl.gz", "line 1: need a JSON"),
     ):
-        refused(
-            lambda name=name: build_shards(
-                [tmp_path / name], tokenizer, tmp_path / "x", text_column="id"
-            ),
-            part,
-        )
+        with refused(part):
+            build_shards([tmp_path / name], tokenizer, tmp_path / "x", text_column="id")
 
 
 def test_rows_of_nulls_are_left_out_and_counted(tmp_path, tokenizer, capsys):
@@ -238,11 +217,8 @@ def test_rows_of_nulls_are_left_out_and_counted(tmp_path, tokenizer, capsys):
         assert said == "3 lines or rows have null for a text and are left out\n"
     # a key that is missing is another fault
     (tmp_path / "b.jsonl").write_text('{"text": "so it is"}\n{"txt": "no"}\n')
-    refused(
-        lambda: build_shards([tmp_path / "b.jsonl"], tokenizer, tmp_path / "x"),
-        "b.jsonl line 2",
-        "KeyError('text')",
-    )
+    with refused("b.jsonl line 2", "KeyError('text')"):
+        build_shards([tmp_path / "b.jsonl"], tokenizer, tmp_path / "x")
 
 
 def test_conversations_with_nulls(tmp_path, capsys):
@@ -256,7 +232,8 @@ def test_conversations_with_nulls(tmp_path, capsys):
         build_shards([tmp_path / name], chat, tmp_path / f"of {name}")
         assert "2 lines or rows have null for a text" in capsys.readouterr().out
         index = json.loads((tmp_path / f"of {name}" / "index.json").read_text())
-        assert sum(index["documents"].values()) == 2 and index["version"] == 3
+        assert sum(index["documents"].values()) == 2
+        assert index["version"] == 3
 
 
 BINARY = [pyarrow.binary(), pyarrow.large_binary(), pyarrow.binary_view(), pyarrow.string_view()]
@@ -283,11 +260,8 @@ def test_rows_that_are_not_utf8(tmp_path, tokenizer):
     for name, column in (("binary", whole), ("string", trusted)):
         path = tmp_path / f"{name}.parquet"
         pyarrow.parquet.write_table(pyarrow.table({"text": column}), path)
-        refused(
-            lambda path=path: build_shards([path], tokenizer, tmp_path / "x"),
-            f"{path} row 251: byte 3 of a text is not UTF-8",
-            "write the file again",
-        )
+        with refused(f"{path} row 251: byte 3 of a text is not UTF-8", "write the file again"):
+            build_shards([path], tokenizer, tmp_path / "x")
     pictures = {"text": ["so it is"] * 3, "picture": [b"\xff\xd8", b"plain", None]}
     pyarrow.parquet.write_table(pyarrow.table(pictures), tmp_path / "p.parquet")
     rows = b"".join(unpacked(tmp_path / "p.parquet", "")).splitlines()
@@ -328,7 +302,8 @@ ENGLISH = "".join(DOCUMENTS[:30])
 def test_text_in_another_encoding(tmp_path, tokenizer, name, content, parts):
     path = tmp_path / name
     path.write_bytes(content)
-    refused(lambda: build_shards([path], tokenizer, tmp_path / "out"), str(path), *parts)
+    with refused(str(path), *parts):
+        build_shards([path], tokenizer, tmp_path / "out")
 
 
 def test_empty_files_among_others(tmp_path, tokenizer, capsys):
@@ -344,13 +319,16 @@ def test_empty_files_among_others(tmp_path, tokenizer, capsys):
     assert left_out == {root / "empty.jsonl": "empty"}
     build_shards(files, tokenizer, tmp_path / "out")
     said = capsys.readouterr().out
-    assert "packed.jsonl.gz" in said and "rows.parquet is empty and left out" in said
+    assert "packed.jsonl.gz" in said
+    assert "rows.parquet is empty and left out" in said
     build_shards([root / "a.jsonl"], tokenizer, tmp_path / "one")
     assert tokens(tmp_path / "out") == tokens(tmp_path / "one")
-    refused(lambda: text_files(str(root / "empty.jsonl")), "empty.jsonl is empty")
+    with refused("empty.jsonl is empty"):
+        text_files(str(root / "empty.jsonl"))
     (root / "a.jsonl").write_bytes(b"")
     for what in (root / "*.jsonl", root / "[ae]*"):
-        refused(lambda what=what: text_files(str(what)), "a.jsonl is empty")
+        with refused("a.jsonl is empty"):
+            text_files(str(what))
 
 
 def test_folders_and_globs(tmp_path, tokenizer, capsys):
@@ -372,12 +350,14 @@ def test_folders_and_globs(tmp_path, tokenizer, capsys):
     ]
     contents = {}
     for i, name in enumerate(places):
-        text = (
-            jsonl(DOCUMENTS[30 * i : 30 * i + 30])
-            if "json" in name
-            else "".join(DOCUMENTS[30 * i : 30 * i + 30]).encode()
-        )
-        contents[name] = gzip.compress(text, mtime=0) if name.endswith("gz") else text
+        if "json" in name:
+            text = jsonl(DOCUMENTS[30 * i : 30 * i + 30])
+        else:
+            text = "".join(DOCUMENTS[30 * i : 30 * i + 30]).encode()
+        if name.endswith("gz"):
+            contents[name] = gzip.compress(text, mtime=0)
+        else:
+            contents[name] = text
     parquet(tmp_path / "Z.parquet", DOCUMENTS[:30])
     contents["Z.parquet"] = (tmp_path / "Z.parquet").read_bytes()
     prints = []
@@ -402,10 +382,8 @@ def test_folders_and_globs(tmp_path, tokenizer, capsys):
         )
         prints.append(open_data(cfg, 16).fingerprint)
         said = capsys.readouterr().out
-        assert (
-            "4 files, without " in said
-            and ", without LICENSE, notes.me, meta.json (no text)" in said
-        )
+        assert "4 files, without " in said
+        assert ", without LICENSE, notes.me, meta.json (no text)" in said
         assert "README.md, a/License" not in said
         assert "(no data beside .jsonl or .parquet; to train on it, name the file)" in said
     assert prints[0] == prints[1]
@@ -416,13 +394,11 @@ def test_folders_and_globs(tmp_path, tokenizer, capsys):
         (f"{root}/m*", "meta.json: need .txt, .md, .jsonl"),
         (f"{root}/no.txt", "no such file"),
     ):
-        refused(lambda what=what: text_files(what), part)
+        with refused(part):
+            text_files(what)
     (tmp_path / "empty").mkdir()
-    refused(
-        lambda: open_data(DataConfig(data=str(tmp_path / "empty")), 16),
-        "no index.json",
-        "data.py prepare",
-    )
+    with refused("no index.json", "data.py prepare"):
+        open_data(DataConfig(data=str(tmp_path / "empty")), 16)
 
 
 def test_texts_alone_are_all_read(tmp_path):
@@ -482,7 +458,8 @@ def test_linked_folders(tmp_path):
     files = text_files(f"{data}/**/*.jsonl")[0]
     assert sorted(file.name for file in files) == ["a.jsonl", "b.jsonl", "c.jsonl"]
     (data / "lost").symlink_to("/no/disk")
-    refused(lambda: text_files(str(data)), "lost is a link to /no/disk, which is not there")
+    with refused("lost is a link to /no/disk, which is not there"):
+        text_files(str(data))
 
 
 def test_prepare_again_keeps_what_is_packed(tmp_path, tokenizer, monkeypatch, capsys):
@@ -503,19 +480,23 @@ def test_prepare_again_keeps_what_is_packed(tmp_path, tokenizer, monkeypatch, ca
     assert call_cli(monkeypatch, capsys, *argv)[0] == 0
     (tmp_path / "out" / "index.json").unlink()
     read, real = [], texts.read_documents
-    monkeypatch.setattr(
-        texts,
-        "read_documents",
-        lambda piece, *rest: read.append(piece.path.name) or real(piece, *rest),
-    )
-    assert call_cli(monkeypatch, capsys, *argv)[0] == 0 and read == []
+
+    def watched(piece, *rest):
+        read.append(piece.path.name)
+        return real(piece, *rest)
+
+    monkeypatch.setattr(texts, "read_documents", watched)
+    assert call_cli(monkeypatch, capsys, *argv)[0] == 0
+    assert read == []
     (tmp_path / "out" / "index.json").unlink()
     parquet(tmp_path / "in" / "b.parquet", ["other", *DOCUMENTS[1:]])
-    assert call_cli(monkeypatch, capsys, *argv)[0] == 0 and read == ["b.parquet"]
+    assert call_cli(monkeypatch, capsys, *argv)[0] == 0
+    assert read == ["b.parquet"]
     status, _, err = call_cli(
         monkeypatch, capsys, "show", tmp_path / "out", "--tokenizer", tokenizer[0]
     )
-    assert status == 2 and "these are token shards; show the text" in err
+    assert status == 2
+    assert "these are token shards; show the text" in err
 
 
 @pytest.mark.parametrize("suffix", [".txt.zst", pytest.param(".parquet", marks=pytest.mark.slow)])
@@ -528,7 +509,5 @@ def test_what_unpacks_to_a_thousand_times_its_size_is_refused(tmp_path, suffix):
     else:
         packer = zstandard.ZstdCompressor(level=19).compressobj()
         path.write_bytes(b"".join(packer.compress(million) for _ in range(300)) + packer.flush())
-    refused(
-        lambda: [None for _ in unpacked(path)],
-        "unpacks to more than 268,435,456 bytes, 1000 times its size",
-    )
+    with refused("unpacks to more than 268,435,456 bytes, 1000 times its size"):
+        [None for _ in unpacked(path)]

@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 from chats import chat_folder
-from test_data import call_cli, refused, sentences
-from test_readers import tokens
+from corpora import call_cli, sentences, tokens
+from saves import refused
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, trainers
 from tokenizers import normalizers as norm
 from tokenizers import pre_tokenizers as pre
@@ -166,23 +166,33 @@ def test_a_loss_is_warned_of_and_refused(tmp_path, monkeypatch, capsys):
             data=str(tmp_path / f"{name}.txt"), tokenizer=str(folder), cache_dir=str(tmp_path)
         )
         if name == "many":
-            assert status == 2 and stderr.startswith(f"error: {line}") and "--max_lost 21" in stderr
-            refused(lambda cfg=cfg: open_data(cfg, 16), line, "data.py prepare", "--max_lost 21")
+            assert status == 2
+            assert stderr.startswith(f"error: {line}")
+            assert "--max_lost 21" in stderr
+            with refused(line, "data.py prepare", "--max_lost 21"):
+                open_data(cfg, 16)
             argv += [tmp_path / "many.txt", "--out", out, "--max_lost"]
             assert call_cli(monkeypatch, capsys, *argv, 21)[0] == 0
             cfg = DataConfig(data=str(out))
         else:
-            assert status == 0 and f"\n{said}{line}" in stdout and "'\u00e9'" in stdout
+            assert status == 0
+            assert f"\n{said}{line}" in stdout
+            assert "'\u00e9'" in stdout
         status, stdout, _ = call_cli(monkeypatch, capsys, "check", out)
-        warned = "warning: " if name != "rare" else ""
-        assert status == 0 and f"\n{warned}{line}" in stdout
+        if name != "rare":
+            warned = "warning: "
+        else:
+            warned = ""
+        assert status == 0
+        assert f"\n{warned}{line}" in stdout
         for _ in range(2):  # also when the shards are there already
             open_data(cfg, 16)
             assert (f"warning: --data {cfg.data}: {line}" in capsys.readouterr().out) == bool(
                 warned
             )
     status, _, stderr = call_cli(monkeypatch, capsys, *argv, 101)
-    assert status == 2 and "--max_lost 101" in stderr
+    assert status == 2
+    assert "--max_lost 101" in stderr
     # shards of before do not tell
     index = json.loads((out / "index.json").read_text())
     del index["lost"]
@@ -199,10 +209,8 @@ def test_conversations_are_counted(tmp_path):
     (folder / "tokenizer.json").write_text(json.dumps(rules))
     turns = [{"role": "user", "content": "\u5317?"}, {"role": "assistant", "content": "caf\u00e9"}]
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
-    refused(
-        lambda: build_shards([tmp_path / "a.jsonl"], find_tokenizer(str(folder)), tmp_path / "x"),
-        "cannot spell 2 of 6 characters (33.33 %)",
-    )
+    with refused("cannot spell 2 of 6 characters (33.33 %)"):
+        build_shards([tmp_path / "a.jsonl"], find_tokenizer(str(folder)), tmp_path / "x")
 
 
 # ---- seams

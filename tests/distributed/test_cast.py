@@ -83,7 +83,9 @@ def everything_of_two_steps(
         shard(stage, *args)
 
     def forward(x, *args, usual):
-        return x.clone() if next(numbers) in skipping else usual(x, *args)
+        if next(numbers) in skipping:
+            return x.clone()
+        return usual(x, *args)
 
     flags = dict(flags)
     parts = mock.patch.dict(PARTS, cpu=flags.pop("parts", 1))
@@ -110,7 +112,8 @@ def everything_of_two_steps(
                 stages, local_batch(global_batch(step, n, False), layout), layout
             )
             loss, _ = parallel.reduce_loss(loss, layout)
-            assert all(p is params[fqn] for fqn, p in stages[0].named_parameters())
+            for fqn, p in stages[0].named_parameters():
+                assert p is params[fqn]
             grads = {fqn: full(p.grad) for fqn, p in params.items() if p.grad is not None}
             norm = parallel.clip_grad_norm(stages, 0.5, layout)
             optimizer.step()
@@ -135,7 +138,9 @@ def test_one_process_equals_fsdp_to_the_last_bit(case):
     ours, fsdps = (
         pool(1).run(everything_of_two_steps, under_fsdp, *case)[0] for under_fsdp in (False, True)
     )
-    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(ours, fsdps, strict=True))
+    for a, b in zip(ours, fsdps, strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
 
 
 # --ep over all ranks: no other rank has a rank's experts, and FSDP wraps only the rest
@@ -162,9 +167,9 @@ def test_experts_that_no_other_rank_has_equal_fsdp_to_the_last_bit(case):
         pool(2).run(everything_of_two_steps, under_fsdp, *case) for under_fsdp in (False, True)
     )
     for mine, theirs in zip(ours, fsdps, strict=True):
-        assert all(
-            a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(mine, theirs, strict=True)
-        )
+        for a, b in zip(mine, theirs, strict=True):
+            assert a.dtype == b.dtype
+            assert torch.equal(a, b)
 
 
 def memory_of_casts(flags: dict) -> list:
@@ -179,9 +184,11 @@ def memory_of_casts(flags: dict) -> list:
         units.append(unit)
 
     def look(*args):
-        storages = {
-            cast.untyped_storage() for unit in units if unit.params for cast, _ in unit.copies
-        }
+        storages = set()
+        for unit in units:
+            if unit.params:
+                for cast, _ in unit.copies:
+                    storages.add(cast.untyped_storage())
         seen.append(sum(storage.nbytes() for storage in storages))
 
     with mock.patch.object(CastUnit, "__init__", make):
@@ -191,7 +198,9 @@ def memory_of_casts(flags: dict) -> list:
         block.attn.register_full_backward_pre_hook(look)
     parallel.forward_backward(stages, local_batch(global_batch(0, 2, False), layout), layout)
     look()
-    whole = [2 * sum(p.numel() for p in unit.params) for unit in units]
+    whole = []
+    for unit in units:
+        whole.append(2 * sum(p.numel() for p in unit.params))
     return seen, whole[:4], sum(whole[4:]) - whole[4]
 
 
@@ -201,6 +210,5 @@ def test_the_casts_of_a_block_are_there_while_it_computes():
     # the head's are freed by its gradient, first of all
     assert seen == [rest + one] * 4 + [one] * 4 + [0]
     seen, blocks, rest = pool(1).run(memory_of_casts, dict(reshard_after_forward="never"))[0]
-    assert seen[3] > rest + 4 * one and seen[4:] == [seen[3] - rest - i * one for i in range(4)] + [
-        0
-    ]
+    assert seen[3] > rest + 4 * one
+    assert seen[4:] == [seen[3] - rest - i * one for i in range(4)] + [0]

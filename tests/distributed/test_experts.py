@@ -48,7 +48,7 @@ def test_grouped_equals_loop(use_kernel, used, monkeypatch):
     results = []
 
     def ours(e, x, index, w):
-        return apply_experts(e, x, index, lambda: w, torch.bincount(index.flatten(), minlength=8))  # noqa: E731
+        return apply_experts(e, x, index, lambda: w, torch.bincount(index.flatten(), minlength=8))
 
     for function in (ours, loop):
         leaves = [
@@ -106,10 +106,12 @@ def test_tokens_travel_as_with_plain_indexing(monkeypatch, dtype, k):
         ),
     )
     for was, cpu, gpu in zip(before, ours, results(apply_experts), strict=True):
-        assert cpu.dtype == gpu.dtype == was.dtype and (
-            dtype == torch.bfloat16 or torch.equal(cpu, was)
-        )
-        close = dict(atol=1e-5, rtol=1e-5) if dtype == torch.float32 else dict(atol=0.03, rtol=0.02)
+        assert cpu.dtype == gpu.dtype == was.dtype
+        assert dtype == torch.bfloat16 or torch.equal(cpu, was)
+        if dtype == torch.float32:
+            close = dict(atol=1e-5, rtol=1e-5)
+        else:
+            close = dict(atol=0.03, rtol=0.02)
         torch.testing.assert_close(cpu, was, **close)
         torch.testing.assert_close(gpu, cpu, **close)
 
@@ -131,10 +133,8 @@ def test_scores_from_bf16_are_those_of_fp32(monkeypatch):
     assert got.dtype == want.dtype == torch.float32
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-6)
     for ours, theirs in zip(torch.autograd.grad(got, leaves, up), grads, strict=True):
-        assert (
-            ours.dtype == torch.bfloat16
-            and (ours.float() - theirs.float()).norm() < 0.01 * theirs.float().norm()
-        )
+        assert ours.dtype == torch.bfloat16
+        assert (ours.float() - theirs.float()).norm() < 0.01 * theirs.float().norm()
 
 
 @pytest.mark.parametrize("use_kernel", [True, False])
@@ -242,7 +242,10 @@ def test_load_is_counted_once():
     x = torch.randn(2, 10, 32, requires_grad=True)
     for recompute in (False, True):
         layer.balance.load = None
-        out = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
+        if recompute:
+            out = checkpoint(layer, x, use_reentrant=False)
+        else:
+            out = layer(x)
         out.sum().backward()
         assert layer.balance.load.sum() == 2 * 10 * 2
     layer.balance.load = None
@@ -316,7 +319,8 @@ def test_check_parity_gives_one_process_no_expert_axis(tmp_path):
     stdout = run(
         launch(1, *recipe, "--check_parity", "--ep", 2, "--local_batch_size", 2, "--out", tmp_path)
     )
-    assert "4 steps on layout (2 processes)" in stdout and "check_parity: equal" in stdout
+    assert "4 steps on layout (2 processes)" in stdout
+    assert "check_parity: equal" in stdout
 
 
 def test_compiled_experts_are_the_experts_with_one_graph_for_all_numbers_of_tokens():
@@ -324,9 +328,9 @@ def test_compiled_experts_are_the_experts_with_one_graph_for_all_numbers_of_toke
     torch._dynamo.reset()
     counters.clear()
     shapes = [(4, 24, 16), (4, 16, 24), (4, 24, 16)]
-    weights = [
-        torch.randn(shape, dtype=torch.bfloat16).mul(0.3).requires_grad_() for shape in shapes
-    ]
+    weights = []
+    for shape in shapes:
+        weights.append(torch.randn(shape, dtype=torch.bfloat16).mul(0.3).requires_grad_())
     compiled = partial(
         compiled_experts,
         torch.compile(swiglu_experts, backend="aot_eager", fullgraph=True),
@@ -342,7 +346,8 @@ def test_compiled_experts_are_the_experts_with_one_graph_for_all_numbers_of_toke
             results.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
         for ours, want in zip(*results, strict=True):
             torch.testing.assert_close(ours, want)
-    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
 
 
 def graphs_by_step(name, problem, flags) -> list[tuple[int, int]]:

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from pool import forkserver
 from programs import REPO, free_port
-from runs import Job
+from runs import Job, column, having
 from torch.distributed.run import get_args_parser
 
 import train_llama3
@@ -94,11 +94,10 @@ def text(tmp_path_factory):
 
 
 def launch(processes, torchrun, script, out, *flags) -> list:
-    launcher = (
-        ["-m", "torch.distributed.run", "--nproc_per_node", processes, *torchrun]
-        if processes > 1 or torchrun
-        else []
-    )
+    if processes > 1 or torchrun:
+        launcher = ["-m", "torch.distributed.run", "--nproc_per_node", processes, *torchrun]
+    else:
+        launcher = []
     return [sys.executable, *launcher, script, *FLAGS, *DATA, "--out", out, *flags]
 
 
@@ -148,16 +147,18 @@ def assert_same_run(out, other, tolerance=None):
         [{key: line[key] for key in SAME} for line in read_lines(f"{run}/metrics.jsonl")]
         for run in (out, other)
     )
-    assert [line["step"] for line in ours] == list(range(1, len(theirs) + 1))
+    assert column(ours, "step") == list(range(1, len(theirs) + 1))
     if tolerance is None:
         assert ours == theirs
         (step, path), (other_step, other_path) = (
             step_folders(str(out))[0],
             step_folders(str(other))[0],
         )
-        assert step == other_step == len(ours) and diff(path, other_path) == 0
+        assert step == other_step == len(ours)
+        assert diff(path, other_path) == 0
     for a, b in zip(ours, theirs):
-        assert all(a[key] == b[key] for key in ("tokens_hash", "tokens", "lr"))
+        for key in ("tokens_hash", "tokens", "lr"):
+            assert a[key] == b[key]
         assert abs(a["loss"] - b["loss"]) <= (tolerance or 0)
     assert all_good(out) == len(ours)
     assert [
@@ -168,7 +169,10 @@ def assert_same_run(out, other, tolerance=None):
 def all_good(out) -> int:
     """The newest step (0: none). Every checkpoint must be as it was written; what is none, the next
     start will clean up."""
-    names = os.listdir(f"{out}/checkpoints") if os.path.isdir(f"{out}/checkpoints") else []
+    if os.path.isdir(f"{out}/checkpoints"):
+        names = os.listdir(f"{out}/checkpoints")
+    else:
+        names = []
     assert [
         name for name in names if not STEP_FOLDER.fullmatch(name) and not LEFTOVER.fullmatch(name)
     ] == []
@@ -231,11 +235,13 @@ def test_a_slow_rank_is_named(tmp_path, start):
     script.write_text(script.read_text().replace("for step in", slow, 1))
     assert start(tmp_path / "run", 2, "--steps", 4, script=script).end() == 0
     # not in a slow first step
-    late = [line for line in read_lines(f"{tmp_path}/run/metrics.jsonl") if "slowest_rank" in line]
-    assert len(late) >= 2 and {(line["slowest_rank"], line["slowest_host"]) for line in late} == {
+    late = having(read_lines(f"{tmp_path}/run/metrics.jsonl"), "slowest_rank")
+    assert len(late) >= 2
+    assert {(line["slowest_rank"], line["slowest_host"]) for line in late} == {
         (1, socket.gethostname())
     }
-    assert all(0.3 < line["slowest_by_s"] < line["step_time_s"] for line in late)
+    for line in late:
+        assert 0.3 < line["slowest_by_s"] < line["step_time_s"]
 
 
 @pytest.mark.slow
@@ -277,7 +283,8 @@ def test_a_run_that_always_fails_at_the_same_step_ends(tmp_path, start):
         "step 5: gradient norm nan, weights unchanged by it, noticed after step 5; last checkpoint:"
     )
     assert f"{said} {job.out}/checkpoints/step-4" in job.text()
-    assert all_good(job.out) == 4 and sorted(os.listdir(job.out / "checkpoints")) == [
+    assert all_good(job.out) == 4
+    assert sorted(os.listdir(job.out / "checkpoints")) == [
         "step-2",
         "step-4",
     ]
@@ -314,7 +321,8 @@ def test_chaos(tmp_path, start):
         saved = all_good(job.out)
         reached = max(reached, job.last_step())
         print(f"kill {kill + 1} at step {reached}: the newest checkpoint is that of step {saved}")
-        assert saved >= before and continued in ([], [str(before)])
+        assert saved >= before
+        assert continued in ([], [str(before)])
     job = start(tmp_path / "run", 2, *steps)
     assert job.end() == 0
     assert f"/step-{saved} (written by 2 rank(s))" in job.text()
@@ -328,12 +336,14 @@ def test_a_second_start_in_the_same_folder(tmp_path, start):
     first.launcher.send_signal(signal.SIGSTOP)  # it would take a core for these 30 seconds
     began = time.monotonic()
     second = start(tmp_path / "run", 1)
-    assert second.end() == 2 and time.monotonic() - began > 30
+    assert second.end() == 2
+    assert time.monotonic() - began > 30
     assert (
         f"error: {second.out} is in use by process {first.worker(0) or first.launcher.pid} on "
         in second.text()
     )
-    assert first.launcher.poll() is None and not (second.out / "checkpoints").exists()
+    assert first.launcher.poll() is None
+    assert not (second.out / "checkpoints").exists()
 
 
 def test_each_attempt_has_a_name_of_its_own():
@@ -387,8 +397,10 @@ def test_on_nan_skip(tmp_path):
     text = finish(out, 2, "--on_nan", "skip", "--steps", 7, "--checkpoint_every", 1, script=script)
     assert text.count("step 5: the gradient norm is nan; step skipped") == 1
     lines = list(read_lines(f"{out}/metrics.jsonl"))
-    assert [line["step"] for line in lines if line["grad_norm"] is None] == [5] and len(lines) == 7
-    assert len({line["tokens_hash"] for line in lines}) == 7 and lines[-1]["tokens"] == 7 * 64
+    assert [line["step"] for line in lines if line["grad_norm"] is None] == [5]
+    assert len(lines) == 7
+    assert len(set(column(lines, "tokens_hash"))) == 7
+    assert lines[-1]["tokens"] == 7 * 64
     steps = [path for _, path in reversed(step_folders(str(out)))]
     differ = [diff(a, b) for a, b in itertools.pairwise(steps)]
     assert differ == [1, 1, 1, 0, 1, 1]  # step-4 and step-5 hold the same weights and moments
@@ -465,7 +477,8 @@ def test_ctrl_c_twice(tmp_path, start):
         job.launcher.send_signal(signal.SIGINT)
         assert time.monotonic() - began < 30
         time.sleep(0.1)
-    assert job.end() == 130 and time.monotonic() - began > 2
+    assert job.end() == 130
+    assert time.monotonic() - began > 2
     assert all_good(job.out) == 4
 
 
@@ -540,7 +553,8 @@ def test_a_node_is_replaced(tmp_path, start, undisturbed):
     nodes.second.launcher.kill()
     nodes.second.end(within=5)
     replacement = nodes.start()
-    assert replacement.end() == 0 and nodes.first.end() == 0
+    assert replacement.end() == 0
+    assert nodes.first.end() == 0
     assert_same_run(nodes.out, undisturbed)
 
 
@@ -575,9 +589,8 @@ def test_a_node_is_lost_and_comes_back(tmp_path, start, undisturbed):
     replacement.launcher.kill()
     assert nodes.first.end() == 0
     said = nodes.first.text()
-    assert (
-        said.count("SIGTERM: stopped after step") == 1 and said.count("(written by 2 rank(s))") == 2
-    )
+    assert said.count("SIGTERM: stopped after step") == 1
+    assert said.count("(written by 2 rank(s))") == 2
     assert_same_run(nodes.out, undisturbed, tolerance=1e-4)
 
 
@@ -589,7 +602,8 @@ def test_the_node_with_the_rendezvous_is_lost(tmp_path, start, undisturbed):
     nodes.first.launcher.kill()
     assert nodes.second.end(within=60) == 1
     again = Nodes(start, tmp_path / "run", "2")
-    assert again.first.end() == 0 and again.second.end() == 0
+    assert again.first.end() == 0
+    assert again.second.end() == 0
     assert_same_run(again.out, undisturbed)
 
 
@@ -684,17 +698,21 @@ def test_machines_that_differ_do_not_train_together(tmp_path, start, port, what,
             file.write("NEW = 1\n")
     elif what == "flag":
         flags = ["--weight_decay", 0.2]
-    script = other / RECIPE.name if what == "code" else RECIPE
-    there = other if what == "out" else tmp_path
+    if what == "code":
+        script = other / RECIPE.name
+    else:
+        script = RECIPE
+    if what == "out":
+        there = other
+    else:
+        there = tmp_path
     first = by_hand(start, tmp_path, 0, port, LOCAL_RANK="0")
     second = by_hand(
         start, there, 1, port, *flags, script=script, LOCAL_RANK="0", PYTHONPATH=str(script.parent)
     )
     assert first.end(within=60) == second.end(within=60) == 1
-    assert (
-        re.search(told, first.text() + second.text())
-        and not (tmp_path / "run" / "metrics.jsonl").exists()
-    )
+    assert re.search(told, first.text() + second.text())
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 @pytest.fixture
@@ -713,12 +731,11 @@ def test_an_error_is_told_once_by_a_rank_that_has_it(tmp_path, start, port, fail
     """,
     )
     jobs = [by_hand(start, tmp_path, rank, port, script=script) for rank in (0, 1)]
-    assert jobs[1].end(within=60) == 1 and jobs[0].end(within=60) == 1
+    assert jobs[1].end(within=60) == 1
+    assert jobs[0].end(within=60) == 1
     told = f"error on rank {failing[0]} ({socket.gethostname()}): ValueError: a bad record"
-    assert (
-        told in jobs[failing[0]].text()
-        and sum(job.text().count("ValueError: a bad record") for job in jobs) == 1
-    )
+    assert told in jobs[failing[0]].text()
+    assert sum(job.text().count("ValueError: a bad record") for job in jobs) == 1
 
 
 def count_sockets(rank: int, ranks: int, port: int, found):
@@ -741,7 +758,10 @@ def count_sockets(rank: int, ranks: int, port: int, found):
     dist.all_reduce(torch.ones(1))
     links = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
     store = dist.distributed_c10d._get_default_store().underlying_store.underlying_store
-    stored = sum(len(key) + len(store.get(key)) for key in store.list_keys()) if rank == 0 else 0
+    if rank == 0:
+        stored = sum(len(key) + len(store.get(key)) for key in store.list_keys())
+    else:
+        stored = 0
     found.put((rank, sum("socket:" in link for link in links), stored))
     disconnect()
     os._exit(0)
@@ -755,18 +775,21 @@ def test_sockets_do_not_grow_with_the_ranks(port):
     are one neighbour more for one rank of a broadcast's tree; the mean is two."""
     for ranks in (4, 8, 16, 32):
         found = forkserver.Queue()
-        workers = [
-            forkserver.Process(target=count_sockets, args=(rank, ranks, port, found))
-            for rank in range(ranks)
-        ]
+        workers = []
+        for rank in range(ranks):
+            workers.append(
+                forkserver.Process(target=count_sockets, args=(rank, ranks, port, found))
+            )
         for worker in workers:
             worker.start()
         (_, first, stored), *others = sorted(found.get(timeout=300) for _ in workers)
         for worker in workers:
             worker.join()
         sockets = [number for _, number, _ in others]
-        assert sum(sockets) / len(sockets) < 16.5 and max(sockets) <= 14 + ranks.bit_length()
-        assert first <= 12 + 2 * ranks and stored < 1800 * ranks
+        assert sum(sockets) / len(sockets) < 16.5
+        assert max(sockets) <= 14 + ranks.bit_length()
+        assert first <= 12 + 2 * ranks
+        assert stored < 1800 * ranks
 
 
 @pytest.mark.slow
@@ -785,7 +808,8 @@ def test_a_wait_for_others_ends(tmp_path, start, port):
         assert job.end(within=20) != 0
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         job = by_hand(start, tmp_path, 1, stranger.getsockname()[1], "--init_timeout_s", 2)
-        assert job.end(within=60) == 1 and "within --init_timeout_s 2" in job.text()
+        assert job.end(within=60) == 1
+        assert "within --init_timeout_s 2" in job.text()
     dies = tmp_path / "dies.py"
     dies.write_text(
         "import os\nimport train_llama3 as recipe\nrecipe.Checkpoints = lambda *args, **more: "
@@ -810,7 +834,8 @@ def test_the_files_for_kubernetes_and_skypilot(tmp_path):
         )
     )
     pod = job["spec"]["template"]["spec"]
-    assert job["kind"] == "Job" and pod["restartPolicy"] == "Never"  # podFailurePolicy needs it
+    assert job["kind"] == "Job"
+    assert pod["restartPolicy"] == "Never"  # podFailurePolicy needs it
     script = f"torchrun() {{ printf '%s\\n' \"$@\"; }}\n{task['run']}"
     env = {
         "NUM_NODES": "2",
@@ -826,7 +851,8 @@ def test_the_files_for_kubernetes_and_skypilot(tmp_path):
     assert started[started.index("--rdzv_endpoint") + 1] == "10.0.0.1:29500"
     for words in (pod["containers"][0]["command"][1:], started):
         asked = get_args_parser().parse_args(words)
-        assert asked.training_script == "train_llama3.py" and asked.nproc_per_node == "8"
+        assert asked.training_script == "train_llama3.py"
+        assert asked.nproc_per_node == "8"
         assert (
             parse_config(train_llama3.Config, asked.training_script_args).out == "/shared/runs/8B"
         )
@@ -867,9 +893,9 @@ def test_slurm_script(tmp_path, start):
         )
 
     def requeued():
-        return (
-            (tmp_path / "requeued").read_text().split() if (tmp_path / "requeued").exists() else []
-        )
+        if (tmp_path / "requeued").exists():
+            return (tmp_path / "requeued").read_text().split()
+        return []
 
     job = submit("1.sh", *ENDLESS, "--checkpoint_every", 1_000_000)
     job.until_step(3)
@@ -879,14 +905,18 @@ def test_slurm_script(tmp_path, start):
         if b"torch.distributed.run" in Path(f"/proc/{pid}/cmdline").read_bytes()
     )
     os.kill(torchrun, signal.SIGUSR1)
-    assert job.end() == 1 and requeued() == ["77"]
+    assert job.end() == 1
+    assert requeued() == ["77"]
     stopped = all_good(out)
     assert f"SIGUSR1: stopped after step {stopped}" in job.text()
 
     job = submit("2.sh", "--lr", "nonsense", SLURM_RESTART_COUNT="1")
-    assert job.end() == 1 and requeued() == ["77"]  # no progress
+    assert job.end() == 1
+    assert requeued() == ["77"]  # no progress
 
     # what --load_step says is for the first start
     job = submit("3.sh", "--steps", stopped + 3, "--load_step", 1, SLURM_RESTART_COUNT="1")
-    assert job.end() == 0 and requeued() == ["77"]
-    assert f"/step-{stopped} (written by 2 rank(s))" in job.text() and all_good(out) == stopped + 3
+    assert job.end() == 0
+    assert requeued() == ["77"]
+    assert f"/step-{stopped} (written by 2 rank(s))" in job.text()
+    assert all_good(out) == stopped + 3

@@ -7,10 +7,10 @@ import shlex
 
 import pytest
 from bugs import BUGS
+from commands import commands_in, split_command
 from course import COURSE
 from layouts import Flags
 from runs import MODEL, REPO, launch, run
-from test_recipes import commands_in, split_command
 
 from flags.config import parse_config
 from parallel import sequence_index
@@ -34,7 +34,8 @@ def numbers(word: str) -> list[int]:
 
 
 def test_every_exercise_and_every_bug_has_its_lecture():
-    assert sorted(numbers("exercises")) == list(COURSE) and sorted(numbers("bugs")) == list(BUGS)
+    assert sorted(numbers("exercises")) == list(COURSE)
+    assert sorted(numbers("bugs")) == list(BUGS)
 
 
 def test_what_is_projected_is_there():
@@ -54,9 +55,11 @@ def test_what_is_projected_is_there():
 
 def test_answers_of_the_quiz():
     held = sequence_index(8, 2, 0).tolist()
-    assert f"7. {', '.join(map(str, held))}." in TEXT and sum(i + 1 for i in held) == 18
+    assert f"7. {', '.join(map(str, held))}." in TEXT
+    assert sum(i + 1 for i in held) == 18
     idle = bubble(simulate(rows_of(Flags(pp=4, pp_schedule="1F1B"), 4, 8, 4)))
-    assert math.isclose(idle, 3 / 11, rel_tol=1e-6) and "= 27 %" in TEXT
+    assert math.isclose(idle, 3 / 11, rel_tol=1e-6)
+    assert "= 27 %" in TEXT
 
 
 @pytest.mark.slow
@@ -70,7 +73,10 @@ def test_command_of_a_lecture(command, tmp_path):
         return
     if "--dry_run" not in args:
         deep = {"--pp", "--explain"} & set(args)  # layers for every stage, and three for --explain
-        model = MODEL.replace("n_layers=2", "n_layers=12") if deep else MODEL
+        if deep:
+            model = MODEL.replace("n_layers=2", "n_layers=12")
+        else:
+            model = MODEL
         args += ["--model_args", model, "--seq_len", "32"]
     if script == "train_llama3.py" and processes > 1:
         args += ["--steps", "2", "--device", "cpu"]

@@ -2,7 +2,6 @@
 pass, and a typical wrong one is told what is wrong. The answers are in tests/answers/."""
 
 import importlib
-import json
 import re
 import sys
 from pathlib import Path
@@ -12,9 +11,9 @@ import feedback
 import pytest
 from bugs import BUGS, planted_bug
 from course import COURSE, functions, original, source_of, with_blanks
-from runs import MODEL, REPO, ended, launch
+from mistakes import changed_functions
+from runs import MODEL, REPO, column, ended, json_lines, launch
 from submission import plant
-from test_mutants import changed_functions
 from tried import answers, table
 
 
@@ -39,7 +38,8 @@ def check(number: int, answer=None):
 )
 def test_an_exercise_knows_right_from_wrong(number):
     given = answers(number)
-    assert given.RIGHT and given.WRONG
+    assert given.RIGHT
+    assert given.WRONG
     check(number)
     with pytest.raises(Exception, match=f"exercise {number}: .* is still a blank"):
         check(number, blanks(number))
@@ -63,10 +63,13 @@ def test_list_has_a_line_for_each():
 @pytest.mark.parametrize("number", COURSE)
 def test_a_page_says_what_to_do(number):
     task, hints = COURSE[number].page()
-    assert task.startswith(f"# {number} ") and len(task) > 1000 and len(hints) >= 2
+    assert task.startswith(f"# {number} ")
+    assert len(task) > 1000
+    assert len(hints) >= 2
     for file, names in COURSE[number].blanks.items():
         for name in names:
-            assert f"`{name.split('.')[0]}" in task and f"`{file}`" in task, name
+            assert f"`{name.split('.')[0]}" in task, name
+            assert f"`{file}`" in task, name
             assert functions(original(file).read_text())[name].body[0].value.value, (
                 f"{name} has no docstring"
             )
@@ -98,9 +101,8 @@ def test_a_student_starts_checks_asks_and_solves(tmp_path):
     first = "    for "
     path.write_text(path.read_text().replace(first, "    while True:\n        pass\n" + first, 1))
     said = " ".join(run("check", folder, "--limit", 40, status=1).split())
-    assert (
-        "No rank waits for another: the answer still computes" in said and "hand01.py, in" in said
-    )
+    assert "No rank waits for another: the answer still computes" in said
+    assert "hand01.py, in" in said
     assert "is there already" in run("start", 1, "--out", folder, status=2)
 
 
@@ -110,12 +112,10 @@ def test_an_answer_that_fails_is_shown_where_it_does(tmp_path):
     path = tmp_path / "a" / "hand01.py"
     path.write_text(path.read_text().replace("loss.backward()", "loss.backwards()"))
     said = run("check", tmp_path / "a", "--limit", 500, status=1)
-    assert (
-        "hand01.py" in said
-        and "loss.backwards()" in said
-        and "AttributeError" in said
-        and len(said.splitlines()) < 8
-    )
+    assert "hand01.py" in said
+    assert "loss.backwards()" in said
+    assert "AttributeError" in said
+    assert len(said.splitlines()) < 8
 
 
 @pytest.mark.slow
@@ -124,9 +124,9 @@ def test_a_file_that_cannot_be_imported_is_named(tmp_path):
     path = tmp_path / "a b" / "parallel.py"
     path.write_text(path.read_text() + "def (\n")
     said = run("check", tmp_path / "a b", "--limit", 500, status=1)
-    assert (
-        "SyntaxError: parallel.py, line" in said and "def (" in said and len(said.splitlines()) < 8
-    )
+    assert "SyntaxError: parallel.py, line" in said
+    assert "def (" in said
+    assert len(said.splitlines()) < 8
     path.unlink()
     assert "parallel.py cannot be read: No such file" in run("check", tmp_path / "a b", status=1)
     (tmp_path / "a b" / "exercise.json").write_text("[1]")
@@ -150,7 +150,8 @@ def test_a_file_that_cannot_be_imported_is_named(tmp_path):
 )
 def test_wrong_usage_is_one_line(argv, words, tmp_path):
     said = run(*[str(tmp_path / "new") if word == "{}" else word for word in argv], status=2)
-    assert words in said and len(said.splitlines()) == 1
+    assert words in said
+    assert len(said.splitlines()) == 1
 
 
 BODY = "    n = T // (2 * cp)\n"  # the first line of exercise 7's right answer
@@ -209,14 +210,12 @@ def test_a_class_is_graded_unattended(tmp_path):
         for file, text in files.items():
             (folder / file).write_text(text)
     run("grade", tmp_path / "class", "--json", tmp_path / "out.jsonl", "--limit", 300)
-    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert [row["verdict"] for row in rows] == [verdict for *_, verdict, _ in SUBMISSIONS], rows
-    assert all(
-        words in row["message"] for row, (*_, words) in zip(rows, SUBMISSIONS, strict=True)
-    ), rows
-    assert [row["student"] for row in rows] == [f"{i:02}" for i in range(len(rows))] and rows[0][
-        "exercise"
-    ] == 7
+    rows = json_lines(tmp_path / "out.jsonl")
+    assert column(rows, "verdict") == [verdict for *_, verdict, _ in SUBMISSIONS], rows
+    for row, (*_, words) in zip(rows, SUBMISSIONS, strict=True):
+        assert words in row["message"], rows
+    assert column(rows, "student") == [f"{i:02}" for i in range(len(rows))]
+    assert rows[0]["exercise"] == 7
     # natural_order is right in all; a submission that is refused has no points
     points = {"solved": 2, "refused": 0}
     assert [(row["points"], row["of"]) for row in rows[:-1]] == [
@@ -233,7 +232,8 @@ def test_a_copy_does_not_hold_the_answer(tmp_path):
     """Nor does a mistake that a lecturer plants say where it is."""
     run("start", 7, "--out", tmp_path / "a")
     text = (tmp_path / "a/docs/parallelism.md").read_text()
-    assert "chunks[2 * cp - 1 - rank]" not in text and "left out of your copy" in text
+    assert "chunks[2 * cp - 1 - rank]" not in text
+    assert "left out of your copy" in text
     assert "import parallel" in (tmp_path / "a/play.py").read_text()
     (tmp_path / "my.diff").write_text(
         "--- a/parallel.py\n+++ b/parallel.py\n@@ -1 +1 @@\n-    dist.all_reduce(squares)\n+   "

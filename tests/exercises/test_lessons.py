@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from course import COURSE as EXERCISES
 from course import functions
-from dry import REPO, report_of
+from dry import REPO, collectives_of, report_of
 from pool import pool
 
 from distributed.layout import AllGather, AllToAll, ReduceScatter
@@ -76,10 +76,14 @@ def test_the_collectives_are_drawn_as_they_are():
         return 10.0 ** int(piece[1]) * (10 if piece[0] == "Σ" else 1 + "ABCD".index(piece[0]))
 
     before = {op: pictures.before(op) for op in pictures.MEANING}
-    numbers = {op: [[value(piece) for piece in row] for row in rows] for op, rows in before.items()}
+    numbers = {}
+    for op, rows in before.items():
+        numbers[op] = [[value(piece) for piece in row] for row in rows]
     real = pool(4).run(collected, numbers)
     for op, rows in before.items():
-        drawn = [[value(piece) for piece in row] for row in pictures.after(op, rows)]
+        drawn = []
+        for row in pictures.after(op, rows):
+            drawn.append([value(piece) for piece in row])
         assert drawn == [real[rank][op] for rank in range(4)], op
 
 
@@ -93,10 +97,11 @@ def test_the_code_of_the_course_is_the_code():
         at = 0
         for piece in re.split(r"^ *\.\.\.\n", block, flags=re.M):
             # the piece, indented as the file has it
-            found = [
-                source.find("\n" + textwrap.indent(textwrap.dedent(piece), " " * n), at)
-                for n in (0, 4, 8, 12)
-            ]
+            found = []
+            for n in (0, 4, 8, 12):
+                found.append(
+                    source.find("\n" + textwrap.indent(textwrap.dedent(piece), " " * n), at)
+                )
             assert max(found) >= 0, f"{file} has no such lines, or not in this order:\n{piece}"
             at = max(found)
         assert 2 <= len(block.splitlines()) <= 26, block
@@ -118,7 +123,8 @@ def test_what_an_exercise_asks_for_is_folded_away():
         "13",
     }
     # without the empty line GitHub shows no code
-    assert all(block.startswith("\n\n```python\n") for _, block in folded)
+    for _, block in folded:
+        assert block.startswith("\n\n```python\n")
     seen = re.sub(r"<details>.*?</details>", "", COURSE, flags=re.S)
     blocks = re.findall(r"```python\n# (\S+)\n(.*?)```", seen, re.S)
     assert blocks
@@ -129,12 +135,11 @@ def test_what_an_exercise_asks_for_is_folded_away():
                 blank = "".join(
                     ast.get_source_segment(source, functions(source)[name]) for name in names
                 )
-                shown = [
-                    line.strip()
-                    for where, block in blocks
-                    if where == file
-                    for line in block.splitlines()
-                ]
+                shown = []
+                for where, block in blocks:
+                    if where == file:
+                        for line in block.splitlines():
+                            shown.append(line.strip())
                 assert not [line for line in shown if len(line) > 20 and line in blank], (
                     exercise.name
                 )
@@ -153,9 +158,9 @@ def test_every_exercise_has_its_chapter():
 
 
 def test_every_chapter_has_all_its_parts():
-    chapters = {
-        part.splitlines()[0]: part for part in re.split(r"^## (?=\d)", COURSE, flags=re.M)[1:]
-    }
+    chapters = {}
+    for part in re.split(r"^## (?=\d)", COURSE, flags=re.M)[1:]:
+        chapters[part.splitlines()[0]] = part
     assert len(chapters) == 17
     for title, text in chapters.items():
         wanted = [
@@ -207,7 +212,7 @@ def test_the_memory_of_the_example(flags):
     shown = " ".join(f"--{name} {n}" for name, n in flags.items())
     assert f"| `{shown}` | {' | '.join(cells)} |" in COURSE
     if flags == dict(dp_replicate=2, dp_shard=4):
-        counts = dryrun.totals({key[1:]: n for key, n in rank.step.items() if key[0] == "moved"})
+        counts = collectives_of(rank.step)
         number, size = counts["dp_replicate", "all_reduce"]
         assert f"{number} all-reduces of {dryrun.format_bytes(size)} in a step" in COURSE
 

@@ -107,7 +107,10 @@ def test_layout_equals_one_process(model, row):
     and so no ep."""
     n, flags, problem = row
     number = list(LAYOUTS.values()).index(row)
-    more = {"moe_every": 1 + number % 2} if model == "llama4" else {}
+    if model == "llama4":
+        more = {"moe_every": 1 + number % 2}
+    else:
+        more = {}
     flags = {name: value for name, value in flags.items() if name != "ep" or model != "olmo3"}
     assert compare(n, flags, problem | more | {"model": model}) == ""
 
@@ -213,7 +216,8 @@ def test_published_experts_of_four_bits_are_read(tmp_path):
     names = ours.hf_keys()
     weights = dict(ours.named_parameters())
     found = {names[fqn]: p for fqn, p in weights.items() if names[fqn] in meant}
-    assert found.keys() == meant.keys() and len(meant) == 6
+    assert found.keys() == meant.keys()
+    assert len(meant) == 6
     for name, p in found.items():
         assert torch.equal(p, meant[name]), name
     for shards in pool(2).run(read_shards, config, tmp_path):

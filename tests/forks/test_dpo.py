@@ -16,7 +16,7 @@ from policy import (
     trainer_of,
 )
 from pool import pool
-from runs import REPO, launch, run, train_lines
+from runs import REPO, column, launch, run, train_lines
 from saves import refuses
 
 from forks.train_dpo import split_pair, update_policy
@@ -64,15 +64,15 @@ def test_loss_and_gradient_are_the_formula(n, flags):
     torch.stack(losses).mean().backward()
     want = {fqn: p.grad for fqn, p in policy.named_parameters()}
     for found, grads in pool(n).run(ours, flags, pairs):
-        assert (
-            found["loss"] == pytest.approx(sum(losses).item() / 5, rel=1e-5)
-            and found["loss_max"] > 1.1 * found["loss"]
-        )
+        assert found["loss"] == pytest.approx(sum(losses).item() / 5, rel=1e-5)
+        assert found["loss_max"] > 1.1 * found["loss"]
         assert_close(grads, want, 1e-4)
 
 
 def test_pairs():
-    say = lambda *words: [{"role": "user", "content": word} for word in words]  # noqa: E731
+    def say(*words):
+        return [{"role": "user", "content": word} for word in words]
+
     assert split_pair(dict(prompt="a", chosen="b", rejected="c")) == ("a", "b", "c")
     assert split_pair(dict(chosen=say("a", "b"), rejected=say("a", "c"))) == (
         say("a"),
@@ -92,14 +92,15 @@ def test_runs(tmp_path):
     """Of messages, with adapters on two processes, and with all weights on one, continued: the
     right answers win."""
     hf_folder(tmp_path / "hf", "qwen3")
-    lines = [
-        dict(
-            prompt=[dict(role="user", content=f"{i}?")],
-            chosen=[dict(role="assistant", content="yes")],
-            rejected=[dict(role="assistant", content="no no")],
+    lines = []
+    for i in range(12):
+        lines.append(
+            dict(
+                prompt=[dict(role="user", content=f"{i}?")],
+                chosen=[dict(role="assistant", content="yes")],
+                rejected=[dict(role="assistant", content="no no")],
+            )
         )
-        for i in range(12)
-    ]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
     common = [
         "--init_from",
@@ -138,9 +139,8 @@ def test_runs(tmp_path):
             )
             said = run(command, env=ENV)
         found = train_lines(tmp_path / name)
-        assert [line["step"] for line in found] == [*range(1, 9)] and "accuracy 1.000" in said
-        assert (
-            found[0]["loss"] == pytest.approx(0.6931472, abs=1e-5)
-            and found[-1]["loss"] < 0.6
-            and found[-1]["margin"] > 0.1
-        )
+        assert column(found, "step") == [*range(1, 9)]
+        assert "accuracy 1.000" in said
+        assert found[0]["loss"] == pytest.approx(0.6931472, abs=1e-5)
+        assert found[-1]["loss"] < 0.6
+        assert found[-1]["margin"] > 0.1

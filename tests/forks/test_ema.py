@@ -5,9 +5,9 @@ from functools import partial
 
 import pytest
 import torch
-from runs import ENV, MODEL, REPO, launch, metrics, run, train_lines
+from guide import write_copy
+from runs import ENV, MODEL, REPO, column, having, launch, metrics, run, train_lines
 from saves import trained
-from test_guarded import write_copy
 
 from forks.ema import Ema
 from storage.dcp import read_table, read_tensors
@@ -50,9 +50,8 @@ def test_an_average_by_hand():
     torch.testing.assert_close(ema.state[net.last.weight]["ema"], by_hand)
     before = net.last.weight.detach().clone()
     with ema.in_place_of_weights():
-        assert torch.equal(net.last.weight, ema.state[net.last.weight]["ema"]) and not torch.equal(
-            net.last.weight, before
-        )
+        assert torch.equal(net.last.weight, ema.state[net.last.weight]["ema"])
+        assert not torch.equal(net.last.weight, before)
     assert torch.equal(net.last.weight, before)
 
 
@@ -87,16 +86,17 @@ def test_continued_on_another_layout_the_average_is_that_of_an_uninterrupted_run
         )
     one = averages(tmp_path / "one")
     two = averages(tmp_path / "two")
-    assert one.keys() == two.keys() and len(one) == 2 * 21
+    assert one.keys() == two.keys()
+    assert len(one) == 2 * 21
     torch.testing.assert_close(two, one, atol=2e-5, rtol=1e-4)
     train(launch(1, REPO / "train_llama3.py", *FLAGS, "--out", "plain"))
-    losses = [[line["loss"] for line in train_lines(tmp_path / out)] for out in ("plain", "one")]
+    losses = [column(train_lines(tmp_path / out), "loss") for out in ("plain", "one")]
     assert losses[0] == losses[1]
-    vals = [
-        [line["val_loss"] for line in metrics(tmp_path / out) if "val_loss" in line]
-        for out in ("plain", "one", "two")
-    ]
-    assert vals[1] == pytest.approx(vals[2], abs=1e-5) and abs(vals[0][-1] - vals[1][-1]) > 1e-3
+    vals = []
+    for out in ("plain", "one", "two"):
+        vals.append(column(having(metrics(tmp_path / out), "val_loss"), "val_loss"))
+    assert vals[1] == pytest.approx(vals[2], abs=1e-5)
+    assert abs(vals[0][-1] - vals[1][-1]) > 1e-3
     assert "check_parity: equal" in train(
         launch(1, "train_ema.py", *FLAGS, *EMA, "--tp", 2, "--check_parity")
     )

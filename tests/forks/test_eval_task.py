@@ -4,17 +4,16 @@ and training as without."""
 import json
 
 import pytest
-from runs import ENV, MODEL, REPO, launch, metrics, run, train_lines
-from test_guarded import FLAGS, write_copy
+from guide import FLAGS, write_copy
+from runs import ENV, MODEL, REPO, as_json_lines, column, having, launch, metrics, run, train_lines
 
 
 @pytest.mark.slow
 def test_a_task_in_training_has_the_numbers_of_evaluate(tmp_path):
-    lines = [
-        {"question": f"{i} + {i}?", "choices": [str(2 * i), "no"], "answer": i % 2}
-        for i in range(7)
-    ]
-    (tmp_path / "task.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = []
+    for i in range(7):
+        lines.append({"question": f"{i} + {i}?", "choices": [str(2 * i), "no"], "answer": i % 2})
+    (tmp_path / "task.jsonl").write_text(as_json_lines(lines))
     write_copy(tmp_path / "copy.py", "A benchmark in training")
     flags = [
         *FLAGS[:-2],
@@ -51,11 +50,11 @@ def test_a_task_in_training_has_the_numbers_of_evaluate(tmp_path):
             *layout.split(),
             *["--eval_task", "task.jsonl"] * len(task),
         )
-        losses.append([line["loss"] for line in train_lines(tmp_path / out)])
-        found += [[line for line in metrics(tmp_path / out) if "eval_acc" in line]] * len(task)
-    assert losses[0] == losses[1] and all(
-        losses[0] == pytest.approx(of_layout, rel=1e-5) for of_layout in losses[2:]
-    )
+        losses.append(column(train_lines(tmp_path / out), "loss"))
+        found += [having(metrics(tmp_path / out), "eval_acc")] * len(task)
+    assert losses[0] == losses[1]
+    for of_layout in losses[2:]:
+        assert losses[0] == pytest.approx(of_layout, rel=1e-5)
     for step, *numbers in zip((2, 4), *found, strict=True):
         call(
             1,
@@ -74,7 +73,5 @@ def test_a_task_in_training_has_the_numbers_of_evaluate(tmp_path):
         want = json.loads((tmp_path / f"{step}.jsonl").read_text().splitlines()[-1])["summary"] | {
             "step": step
         }
-        assert all(
-            line == pytest.approx({name: want[name.removeprefix("eval_")] for name in line})
-            for line in numbers
-        )
+        for line in numbers:
+            assert line == pytest.approx({name: want[name.removeprefix("eval_")] for name in line})

@@ -2,7 +2,7 @@
 variable."""
 
 import pytest
-from runs import REPO, launch, run, train_lines
+from runs import REPO, column, launch, run, train_lines
 
 SMALL = [
     "--steps",
@@ -48,8 +48,9 @@ def test_a_fork_trains_exports_continues_and_speaks(tmp_path, fork, sizes, layou
     common = [*SMALL, "--model_args", sizes, "--out", out]
     said = run(launch(2, script, *common, *layout, "--export_hf", tmp_path / "hf"), tmp_path)
     assert "sample (" in said
-    losses = [line["loss"] for line in train_lines(out)]
-    assert len(losses) == 4 and losses[-1] < losses[0]
+    losses = column(train_lines(out), "loss")
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
     # a later flag wins
     run(launch(1, script, *common, "--steps", 5, "--global_batch_size", 4), tmp_path)
     assert len(train_lines(out)) == 5

@@ -22,7 +22,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from programs import free_port
-from runs import REPO, Job, launch, run, train_lines
+from runs import REPO, Job, column, launch, run, train_lines
 from saves import refuses
 
 from data import Batch
@@ -149,7 +149,8 @@ def test_gradients_are_weighted_by_tokens():
         patch.setattr(ft.dist, "all_reduce", lambda tensor: None)
         assert groups.sum_gradients([stage], loss, batch)
         assert torch.equal(stage.weight.grad, torch.full((2, 2), 0.75 * 4 + 0.25 * 8))
-        assert loss.tolist() == [0.75 * 2 + 0.25 * 8, 5.0] and batch.hash == f"{2:012x}"
+        assert loss.tolist() == [0.75 * 2 + 0.25 * 8, 5.0]
+        assert batch.hash == f"{2:012x}"
         others = iter([torch.tensor([2, 3, 0])])
         groups.has_stepped = False
         refuses("other flags", groups.sum_gradients, [stage], loss, batch)
@@ -229,7 +230,8 @@ def test_two_groups_equal_one_layout(tmp_path):
         for line in found:
             assert [line[key] for key in ("step", "tokens", "tokens_hash")] == [
                 expected[key] for key in ("step", "tokens", "tokens_hash")
-            ] and line["groups"] == 2
+            ]
+            assert line["groups"] == 2
             assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
             assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
 
@@ -242,16 +244,13 @@ def test_the_death_of_the_lighthouse_is_one_line(tmp_path):
         job.until_step(3)
         w.lighthouse.kill_everything()
         assert job.end() != 0
-        lines = [
-            line
-            for line in job.text().splitlines()
-            if "lighthouse" in line and not line.startswith("flags:")
-        ]
-        assert (
-            len(lines) == 1
-            and " is gone, after step " in lines[0]
-            and "start it again (torchft_lighthouse" in lines[0]
-        )
+        lines = []
+        for line in job.text().splitlines():
+            if "lighthouse" in line and not line.startswith("flags:"):
+                lines.append(line)
+        assert len(lines) == 1
+        assert " is gone, after step " in lines[0]
+        assert "start it again (torchft_lighthouse" in lines[0]
 
 
 def steps_saved(job: Job) -> set[int]:
@@ -265,9 +264,8 @@ def longest_pause(job: Job, done, timeout=180) -> float:
     written = path.stat().st_mtime_ns
     longest = 0.0
     while not done():
-        assert job.launcher.poll() is None and time.monotonic() < begin + timeout, job.text()[
-            -3000:
-        ]
+        assert job.launcher.poll() is None, job.text()[-3000:]
+        assert time.monotonic() < begin + timeout, job.text()[-3000:]
         time.sleep(0.02)
         now = path.stat().st_mtime_ns
         longest = max(longest, (now - written) / 1e9)
@@ -325,10 +323,9 @@ def test_killed_groups_come_back(tmp_path):
 
     # losses: each step is in at least one log, and equals a run on one process with as many
     # sequences
-    logs = [
-        {line["step"]: line for line in read_lines(str(job.out / "metrics.jsonl"))}
-        for job in w.jobs.values()
-    ]
+    logs = []
+    for job in w.jobs.values():
+        logs.append({line["step"]: line for line in read_lines(str(job.out / "metrics.jsonl"))})
     keys = ("loss", "grad_norm", "tokens", "tokens_hash", "groups")
     for step in logs[0].keys() & logs[1].keys():
         assert [logs[0][step][key] for key in keys] == [logs[1][step][key] for key in keys], step
@@ -361,10 +358,11 @@ def test_killed_groups_come_back(tmp_path):
         f"{len(logs[0].keys() & logs[1].keys())} are in both logs; losses differ from one process "
         f"by up to {max(far):.1e}"
     )
-    assert [line["tokens_hash"] for line in expected] == [
+    assert column(expected, "tokens_hash") == [
         merged[line["step"]]["tokens_hash"] for line in expected
     ]
-    assert sizes.count(4) and max(far) < 1e-5
+    assert sizes.count(4)
+    assert max(far) < 1e-5
     assert redone <= 2 * kills
 
 
@@ -375,18 +373,15 @@ def test_a_group_that_comes_back_when_the_run_is_finished(tmp_path, capsys):
         (tmp_path / "group-0" / "checkpoints" / f"step-{step}").mkdir(parents=True)
     ft.look_beside(cfg)
     out = capsys.readouterr().out
-    assert (
-        "group 0 has done step 40" in out and "this group has step 0: if no group is alive" in out
-    )
+    assert "group 0 has done step 40" in out
+    assert "this group has step 0: if no group is alive" in out
     (tmp_path / "group-1" / "checkpoints" / "step-45").mkdir(parents=True)
     ft.look_beside(cfg)
     assert capsys.readouterr().out == ""
     (tmp_path / "group-0" / "checkpoints" / "step-50").mkdir()
     with pytest.raises(SystemExit) as end:
         ft.check_groups(cfg)
-    assert (
-        end.value.code == 0
-        and "step-50); the run is finished, and nothing is trained" in capsys.readouterr().out
-    )
+    assert end.value.code == 0
+    assert "step-50); the run is finished, and nothing is trained" in capsys.readouterr().out
     ft.look_beside(replace(cfg, steps=60))
     assert "this group has step 45" in capsys.readouterr().out

@@ -4,31 +4,12 @@ quiet run is as without."""
 import re
 
 import pytest
+from guide import FLAGS, write_copy
 from programs import run_program
-from runs import ENV, MODEL, REPO, launch, train_lines
+from runs import ENV, REPO, column, launch, train_lines
 
 from storage.commands import diff
 
-FLAGS = [
-    "--steps",
-    24,
-    "--model_args",
-    MODEL,
-    "--seq_len",
-    32,
-    "--local_batch_size",
-    2,
-    "--log_every",
-    4,
-    "--val_every",
-    0,
-    "--compute_dtype",
-    "float32",
-    "--device",
-    "cpu",
-    "--dp_shard",
-    2,
-]
 GUARDS = ["--on_spike", "skip", "--replay_every", 10]
 # what is planted, and before which line
 SPIKE = (
@@ -41,25 +22,6 @@ FLIP = (
             stages[0].norm.weight.grad.to_local().view(torch.int32)[3] ^= 1
 """,
 )
-
-
-def write_copy(path, heading: str, *planted, original="train_llama3.py") -> None:
-    """A copy of a recipe with the lines under a heading of docs/fork_me.md."""
-    text = (REPO / original).read_text()
-    block = re.search(
-        rf"## {heading}\n.*?```diff\n(.*?)```", (REPO / "docs/fork_me.md").read_text(), re.S
-    )[1]
-    for hunk in block.strip("\n").split("\n\n"):
-        old, new = (
-            "".join(line[1:] + "\n" for line in hunk.split("\n") if line[0] == sign)
-            for sign in "-+"
-        )
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    for line, code in planted:
-        assert text.count(line) == 1, line
-        text = text.replace(line, code + line)
-    path.write_text(text)
 
 
 @pytest.mark.slow
@@ -78,18 +40,20 @@ def test_a_spike_and_a_flipped_bit_are_caught_and_a_quiet_run_is_the_same(tmp_pa
         return done.returncode, done.stdout + done.stderr
 
     status, said = train("quiet")
-    assert status == 0 and "step skipped" not in said, said[-2000:]
+    assert status == 0, said[-2000:]
+    assert "step skipped" not in said, said[-2000:]
     assert train("plain", flags=[])[0] == 0
-    losses = [
-        [line["loss"] for line in train_lines(tmp_path / name)] for name in ("plain", "quiet")
-    ]
+    losses = [column(train_lines(tmp_path / name), "loss") for name in ("plain", "quiet")]
     steps = [str(tmp_path / name / "checkpoints/step-24") for name in ("plain", "quiet")]
-    assert losses[0] == losses[1] and diff(*steps) == 0
+    assert losses[0] == losses[1]
+    assert diff(*steps) == 0
     status, said = train("spike", SPIKE)
-    assert status == 0 and said.count("step skipped") == 1, said[-2000:]
+    assert status == 0, said[-2000:]
+    assert said.count("step skipped") == 1, said[-2000:]
     assert re.search(r"step 20: the gradient norm is \S+, above \S+: a spike; step skipped", said)
     status, said = train("flip", FLIP)
-    assert status == 1 and re.search(
+    assert status == 1, said[-2000:]
+    assert re.search(
         r"step 10, computed twice, differs on 1 of 2 ranks: on rank 1 \(\S+\) in the gradient of "
         "norm.weight and 0 more",
         said,

@@ -50,7 +50,10 @@ def sizes_of(model, tokens) -> dict[str, float]:
     hooks = []
     for fqn, module in model.named_modules():
         if fqn.startswith("blocks.") and fqn.split(".")[-1] in (*"012", "attn", "ffn"):
-            keep = lambda m, args, out, fqn=fqn: found.update({fqn: out.abs().mean().item()})  # noqa: E731
+
+            def keep(m, args, out, fqn=fqn):
+                found[fqn] = out.abs().mean().item()
+
             hooks.append(module.register_forward_hook(keep))
     with torch.no_grad():
         found["logits"] = model(tokens).abs().mean().item()
@@ -172,4 +175,6 @@ def test_a_run_on_four_processes_is_that_of_one(tmp_path):
         assert math.isclose(a["loss"], b["loss"], abs_tol=1e-5)
         assert math.isclose(a["grad_norm"], b["grad_norm"], rel_tol=1e-4)
     model, state = load_model(str(tmp_path / "4"))
-    assert type(model) is MupLlama3 and model.norm.multiplier == 0.5 and state["step"] == 6
+    assert type(model) is MupLlama3
+    assert model.norm.multiplier == 0.5
+    assert state["step"] == 6

@@ -5,12 +5,12 @@ from functools import partial
 
 import pytest
 import torch
+from guide import FLAGS, write_copy
 from layouts import build, config, full, global_batch, local_batch, on_meta, relative
+from muon import EXPERTS, OPTIONS, steps
 from pool import pool
 from runs import ENV, MLA, REPO, launch, run, train_lines
 from saves import refuses
-from test_guarded import FLAGS, write_copy
-from test_optim import EXPERTS, OPTIONS, steps
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from forks.normuon import NorMuon
@@ -28,7 +28,12 @@ def test_normuon_is_the_formula(monkeypatch):
     params = [torch.nn.Parameter(t.clone()) for t in begin]
     state = {}
     optimizer = NorMuon(params, **OPTIONS)
-    was = [m for t in begin for m in (t if t.dim() == 3 else [t])]
+    was = []
+    for t in begin:
+        if t.dim() == 3:
+            was.extend(t)
+        else:
+            was.append(t)
     want = list(was)
     for _ in range(3):
         for p in params:
@@ -48,10 +53,14 @@ def test_normuon_is_the_formula(monkeypatch):
                 - 0.01 * 0.2 * max(o.shape) ** 0.5 * rows * o.norm() / rows.norm()
             )
         optimizer.step()
-    found = [m for p in params for m in (p if p.dim() == 3 else [p])]
-    assert all(
-        relative(a.detach() - c, b - c) < 2e-3 for a, b, c in zip(found, want, was, strict=True)
-    )
+    found = []
+    for p in params:
+        if p.dim() == 3:
+            found.extend(p)
+        else:
+            found.append(p)
+    for a, b, c in zip(found, want, was, strict=True):
+        assert relative(a.detach() - c, b - c) < 2e-3
     assert [optimizer.state[p]["row_squares"].shape for p in params[1:]] == [(24,), (8,), (3, 8)]
 
 
@@ -82,17 +91,19 @@ def test_polar_express_makes_singular_values_equal():
 )
 def test_normuon_continues_on_another_layout(tmp_path, a, layout_a, b, layout_b, problem):
     whole = pool(1).run(steps, {}, 4, problem, NorMuon)[0]
-    saved = {
-        key: t
-        for part in pool(a).run(steps, layout_a, 4, problem, NorMuon, tmp_path, 0, 2)
-        for key, t in part.items()
-    }
+    saved = {}
+    for part in pool(a).run(steps, layout_a, 4, problem, NorMuon, tmp_path, 0, 2):
+        for key, t in part.items():
+            saved[key] = t
     for loaded, third in zip(
         *(pool(b).run(steps, layout_b, 4, problem, NorMuon, tmp_path, 2, last) for last in (2, 3))
     ):
         assert any("row_squares" in key for key in loaded)
-        assert all(torch.equal(t, saved[key]) and t.any() for key, t in loaded.items())
-        assert all(relative(t, whole[key]) < 3e-3 for key, t in third.items())
+        for key, t in loaded.items():
+            assert torch.equal(t, saved[key])
+            assert t.any()
+        for key, t in third.items():
+            assert relative(t, whole[key]) < 3e-3
 
 
 LATENT = dict(model="deepseek", n_layers=3, n_dense_layers=2, mtp_depth=1)
@@ -111,9 +122,11 @@ def clipped(flags, problem, tau, norm=1.0):
     batch = local_batch(global_batch(0, 4, True), layout)
     found = []
     names = ("wq.weight", "wq_b.weight", "wkv_b.weight")
-    params = {
-        fqn: p for stage in stages for fqn, p in stage.named_parameters() if fqn.endswith(names)
-    }
+    params = {}
+    for stage in stages:
+        for fqn, p in stage.named_parameters():
+            if fqn.endswith(names):
+                params[fqn] = p
     for fqn, p in params.items():
         p.detach().mul_(1 if "wkv_b" in fqn else 40)
     evaluate(stages, [batch], layout)
@@ -133,7 +146,8 @@ def clipped(flags, problem, tau, norm=1.0):
 
 def test_qk_clip_brings_the_largest_logit_of_each_head_to_tau():
     (before, logits, largest), (after, later, _) = pool(1).run(clipped, {}, {}, 1.2)[0]
-    assert largest == logits.max() and 0 < (logits[0] > 1.2).sum() < logits.shape[1]
+    assert largest == logits.max()
+    assert 0 < (logits[0] > 1.2).sum() < logits.shape[1]
     # a later layer also sees other activations
     torch.testing.assert_close(later[0], logits[0].clamp(max=1.2))
     (k, v), kv = (
@@ -149,7 +163,8 @@ def test_qk_clip_brings_the_largest_logit_of_each_head_to_tau():
     # above all logits, and in a step that is skipped
     for kept, norm in ((2.0, 1.0), (1.2, float("inf"))):
         (before, *_), (after, *_) = pool(1).run(clipped, {}, {}, kept, norm)[0]
-        assert all(torch.equal(after[fqn], before[fqn]) for fqn in before)
+        for fqn in before:
+            assert torch.equal(after[fqn], before[fqn])
 
 
 @pytest.mark.parametrize(
@@ -169,7 +184,8 @@ def test_qk_clip_brings_the_largest_logit_of_each_head_to_tau():
 )
 def test_qk_clip_is_the_same_on_layouts(processes, flags, problem):
     (before, _, largest), (whole, *_) = pool(1).run(clipped, {}, problem, 1.1)[0]
-    assert not any(torch.equal(whole[fqn], before[fqn]) for fqn in whole)
+    for fqn in whole:
+        assert not torch.equal(whole[fqn], before[fqn])
     for (_, _, here), (after, *_) in pool(processes).run(clipped, flags, problem, 1.1):
         assert here == pytest.approx(largest)
         for fqn, weight in after.items():
@@ -191,4 +207,5 @@ def test_recipes_are_equal_on_layouts(tmp_path):
     for argv in [*muon, "--dp_shard", 2], [*clip, "--tp", 2, "--pp", 2]:
         assert "check_parity: equal" in call(tmp_path, 1, *argv, *flags, "--check_parity")
     call(tmp_path, 1, *clip, *flags, "--out", "run")
-    assert all(line["max_logit"] > 0.01 for line in train_lines(tmp_path / "run"))
+    for line in train_lines(tmp_path / "run"):
+        assert line["max_logit"] > 0.01

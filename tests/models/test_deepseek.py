@@ -16,6 +16,7 @@ from layouts import config, equals_transformers, global_batch, on_meta, random_t
 from pieces import in_pieces
 from safetensors.torch import load_file, save_file
 from saves import refuses
+from their_models import DEEPSEEK, YARN
 
 from models.attention import causal_attention, sdpa
 from models.deepseek import FLAVORS, DeepSeek, DeepSeekConfig, MoE
@@ -40,41 +41,6 @@ def tiny(**changes) -> DeepSeekConfig:
 
 # ---------------------------------------------------------------- transformers
 
-COMMON = dict(
-    hidden_size=64,
-    intermediate_size=96,
-    moe_intermediate_size=32,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-    n_shared_experts=1,
-    n_routed_experts=8,
-    routed_scaling_factor=2.5,
-    kv_lora_rank=32,
-    q_lora_rank=24,
-    qk_rope_head_dim=16,
-    qk_nope_head_dim=16,
-    v_head_dim=24,
-    n_group=4,
-    topk_group=2,
-    num_experts_per_tok=3,
-    first_k_dense_replace=1,
-    norm_topk_prob=True,
-    vocab_size=101,
-    max_position_embeddings=256,
-    rms_norm_eps=1e-6,
-    attn_implementation="eager",
-)
-YARN = dict(
-    rope_type="yarn",
-    rope_theta=10000.0,
-    factor=8.0,
-    beta_fast=32,
-    beta_slow=1,
-    original_max_position_embeddings=32,
-    mscale=0.707,
-    mscale_all_dim=0.707,
-)
 V2 = dict(norm_topk_prob=False, topk_method="greedy")
 VARIANTS = {
     "v3": {},
@@ -111,7 +77,7 @@ def theirs(tmp_path_factory):
         kind = f"Deepseek{variant[:2].upper()}"
         Config = getattr(transformers, f"{kind}Config")
         Model = getattr(transformers, f"{kind}ForCausalLM")
-        model = normal(Model(Config(**COMMON | VARIANTS[variant])).float().eval())
+        model = normal(Model(Config(**DEEPSEEK | VARIANTS[variant])).float().eval())
         folder = str(tmp_path_factory.mktemp(variant))
         model.save_pretrained(folder)
         return model, folder
@@ -278,7 +244,10 @@ def test_sequence_wise_loss_against_a_loop(case):
         P = [0.0] * E
         for token in sequence:
             logits = layer.router.weight @ token
-            s = logits.sigmoid() if c.score_func == "sigmoid" else logits.softmax(0)
+            if c.score_func == "sigmoid":
+                s = logits.sigmoid()
+            else:
+                s = logits.softmax(0)
             best = (
                 (s if c.score_func == "sigmoid" else layer.best_groups(s[None])[0])
                 .topk(k)
@@ -355,7 +324,10 @@ def mtp_losses(model, tokens, labels, doc_ids):
     embed = model.tok_embeddings.weight
     first = 0.0
     second = 0.0
-    rms = lambda x, norm: x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight  # noqa: E731
+
+    def rms(x, norm):
+        return x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight
+
     w_embed = mtp.eh_proj.weight[:, :D]
     w_h = mtp.eh_proj.weight[:, D:]
     for row, label, docs in zip(tokens, labels, doc_ids):
@@ -399,14 +371,18 @@ def test_loss_and_gradients_of_multi_token_prediction(documents):
     loss.backward()
     got = {fqn: p.grad.clone() for fqn, p in model.named_parameters()}
     model.zero_grad()
-    docs = torch.zeros_like(b.tokens) if b.doc_ids is None else b.doc_ids
+    if b.doc_ids is None:
+        docs = torch.zeros_like(b.tokens)
+    else:
+        docs = b.doc_ids
     first, second = mtp_losses(model, b.tokens, b.labels, docs)
     # what is reported is the next token's
     torch.testing.assert_close(loss, first / denom, atol=1e-6, rtol=1e-6)
     assert second > 0.3 * first
     ((first + 0.7 * second) / denom).backward()
     for fqn, p in model.named_parameters():
-        assert p.grad.norm() > 0 and (got[fqn] - p.grad).norm() <= 1e-4 * p.grad.norm(), fqn
+        assert p.grad.norm() > 0, fqn
+        assert (got[fqn] - p.grad).norm() <= 1e-4 * p.grad.norm(), fqn
     assert model.mtp.block.moe.balance.load.sum() > 0
 
 
@@ -425,7 +401,10 @@ def published_tensors(model) -> dict:
     state = dict([*model.named_parameters(), *model.named_buffers()])
     found = {}
     for fqn, names in model.hf_keys().items():
-        parts = [state[fqn]] if isinstance(names, str) else state[fqn]
+        if isinstance(names, str):
+            parts = [state[fqn]]
+        else:
+            parts = state[fqn]
         found |= {
             n: t.detach().clone()
             for n, t in zip([names] if isinstance(names, str) else names, parts)
@@ -453,13 +432,12 @@ def test_layers_of_multi_token_prediction_in_files(tmp_path, capsys):
         "mlp.shared_experts.up_proj.weight",
         "mlp.experts.7.down_proj.weight",
     }
-    copies = {
-        f"model.layers.4.{n}": tensors[m].clone()
-        for n, m in (
-            ("embed_tokens.weight", "model.embed_tokens.weight"),
-            ("shared_head.head.weight", "lm_head.weight"),
-        )
-    }
+    copies = {}
+    for n, m in (
+        ("embed_tokens.weight", "model.embed_tokens.weight"),
+        ("shared_head.head.weight", "lm_head.weight"),
+    ):
+        copies[f"model.layers.4.{n}"] = tensors[m].clone()
     full = write(tmp_path / "full", c, tensors | copies)
     without = write(tmp_path / "without", c, {n: t for n, t in tensors.items() if n not in mtp})
 
@@ -480,25 +458,24 @@ def test_layers_of_multi_token_prediction_in_files(tmp_path, capsys):
     plain = normal(DeepSeek(replace(c, mtp_depth=0)), seed=5)
     assert hf.load_hf(plain, full) == []
     line = said()
-    assert (
-        f"without what the model lacks: {min(mtp)}"[:40] in line
-        and "more" in line
-        and torch.equal(plain(tokens), want)
-    )
+    assert f"without what the model lacks: {min(mtp)}"[:40] in line
+    assert "more" in line
+    assert torch.equal(plain(tokens), want)
 
     fresh = normal(DeepSeek(c), seed=5)
     before = fresh.mtp.eh_proj.weight.clone()
     absent = hf.load_hf(fresh, without)
     assert "without what the files lack: mtp." in said()
     assert set(absent) == {fqn for fqn in fresh.hf_keys() if fqn.startswith("mtp.")}
-    assert torch.equal(fresh(tokens), want) and torch.equal(fresh.mtp.eh_proj.weight, before)
+    assert torch.equal(fresh(tokens), want)
+    assert torch.equal(fresh.mtp.eh_proj.weight, before)
 
     # config.json says that there is a layer, and no file has it: not a model with an empty one
     dropped, _ = hf.load_hf_model(without)
     assert "without multi-token prediction: the files lack model.layers.4.*" in said()
-    assert (
-        dropped.config.mtp_depth == 0 and dropped.mtp is None and torch.equal(dropped(tokens), want)
-    )
+    assert dropped.config.mtp_depth == 0
+    assert dropped.mtp is None
+    assert torch.equal(dropped(tokens), want)
 
     half = write(tmp_path / "half", c, {n: t for n, t in tensors.items() if "hnorm" not in n})
     refuses("missing: model.layers.4.hnorm.weight$", hf.load_hf_model, half)
@@ -506,9 +483,9 @@ def test_layers_of_multi_token_prediction_in_files(tmp_path, capsys):
     out = str(tmp_path / "out")
     hf.save_hf(model, out, torch.float32)
     saved = load_file(f"{out}/model.safetensors")
-    assert saved.keys() == tensors.keys() and all(
-        torch.equal(saved[n], t) for n, t in tensors.items()
-    )
+    assert saved.keys() == tensors.keys()
+    for n, t in tensors.items():
+        assert torch.equal(saved[n], t)
     assert json.loads(Path(out, "config.json").read_text())["num_nextn_predict_layers"] == 1
     opened = DeepseekV3ForCausalLM.from_pretrained(out).float()
     with torch.no_grad():
@@ -553,18 +530,24 @@ def test_fp8_blocks_of_all_linear_weights(tmp_path):
         n_quantised += 1
         n_edges += bool(rows % 128 or columns % 128)
     # attention, dense, routed and shared experts
-    assert n_quantised == 3 * 5 + 3 + 2 * (8 + 1) * 3 and n_edges == n_quantised
+    assert n_quantised == 3 * 5 + 3 + 2 * (8 + 1) * 3
+    assert n_edges == n_quantised
     folder = write(
         tmp_path / "in", model.config, files, quantization_config=PUBLISHED["quantization_config"]
     )
     for dtype in (torch.float32, None):
         ours, _ = hf.load_hf_model(folder, dtype=dtype)
         for n, t in published_tensors(ours).items():
-            kind = torch.float32 if dtype or n.endswith("bias") else torch.bfloat16
-            assert t.dtype == kind and torch.equal(t, want[n].to(kind)), n
+            if dtype or n.endswith("bias"):
+                kind = torch.float32
+            else:
+                kind = torch.bfloat16
+            assert t.dtype == kind, n
+            assert torch.equal(t, want[n].to(kind)), n
     hf.save_hf(ours, str(tmp_path / "out"), torch.bfloat16)
     saved = load_file(tmp_path / "out" / "model.safetensors")
-    assert not any("scale_inv" in n for n in saved)
+    for n in saved:
+        assert "scale_inv" not in n
     # the biases are compared with scores in their seventh digit: they stay fp32
     for n, t in want.items():
         assert torch.equal(saved[n], t if n.endswith("bias") else t.bfloat16()), n
@@ -579,11 +562,12 @@ def test_the_kernel_gets_heads_of_one_size(monkeypatch):
     compared as they are."""
     seen = []
     usual = F.scaled_dot_product_attention
-    monkeypatch.setattr(
-        F,
-        "scaled_dot_product_attention",
-        lambda q, k, v, **o: seen.append(v.shape[-1]) or usual(q, k, v, **o),
-    )
+
+    def watched(q, k, v, **o):
+        seen.append(v.shape[-1])
+        return usual(q, k, v, **o)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
     for K, U in ((192, 128), (128, 128), (576, 512)):
         out = sdpa(*(torch.randn(1, 2, 3, size) for size in (K, K, U)))
         assert out.shape[-1] == U

@@ -132,7 +132,8 @@ def test_parameter_counts(name):
 )
 def test_debug_flavors_can_be_split(module, flavor):
     c = module.FLAVORS[flavor]
-    assert c.n_layers >= 6 and c.n_heads % 4 == c.n_kv_heads % 4 == c.ffn_dim % 4 == 0
+    assert c.n_layers >= 6
+    assert c.n_heads % 4 == c.n_kv_heads % 4 == c.ffn_dim % 4 == 0
     assert getattr(c, "n_experts", 0) % 8 == getattr(c, "moe_ffn_dim", 0) % 4 == 0
 
 
@@ -177,7 +178,10 @@ def test_initial_weights_are_those_of_earlier_versions(flavor, changes):
         if "norm" in fqn.split(".")[-2]:
             assert (p == 1).all()
             continue
-        size = 1 if p.dim() == 3 else 1024
+        if p.dim() == 3:
+            size = 1
+        else:
+            size = 1024
         draws = []
         for b in range(-(-len(p) // size)):
             seed = int.from_bytes(hashlib.sha256(f"3/{fqn}/{b}".encode()).digest()[:7], "little")
@@ -188,13 +192,16 @@ def test_initial_weights_are_those_of_earlier_versions(flavor, changes):
                     generator=torch.Generator().manual_seed(seed),
                 )
             )
-        std = (
-            0.02 / math.sqrt(6) if fqn.endswith(("wo.weight", "w2.weight", "experts.w2")) else 0.02
-        )
+        if fqn.endswith(("wo.weight", "w2.weight", "experts.w2")):
+            std = 0.02 / math.sqrt(6)
+        else:
+            std = 0.02
         # tests/layouts.py gives routers a larger one
-        std = model.init_std(fqn) if "router" in fqn else std
+        if "router" in fqn:
+            std = model.init_std(fqn)
         assert torch.equal(p, torch.cat(draws) * std), fqn
-    assert all((b == 0).all() for b in model.buffers())
+    for b in model.buffers():
+        assert (b == 0).all()
 
 
 def test_blocks_are_drawn_side_by_side(monkeypatch):
@@ -288,18 +295,16 @@ def test_a_forks_own_parameters_start_as_its_model_says(cls):
     )
     got = initialised(model).blocks["0"]
     for name in norms:
-        assert (getattr(got, name).weight == 1).all() and (getattr(got, name).bias == 0).all()
-    assert (
-        (got.batch.running_var == 1).all()
-        and (got.batch.running_mean == 0).all()
-        and got.batch.num_batches_tracked == 0
-    )
-    assert (
-        got.gain.scale.tolist() == pytest.approx([0.2])
-        and (got.zero.weight == 0).all()
-        and (got.slopes.slopes == 3).all()
-    )
-    assert (got.linear.bias == 0).all() and abs(got.linear.weight.std() - 0.02) < 0.002
+        assert (getattr(got, name).weight == 1).all()
+        assert (getattr(got, name).bias == 0).all()
+    assert (got.batch.running_var == 1).all()
+    assert (got.batch.running_mean == 0).all()
+    assert got.batch.num_batches_tracked == 0
+    assert got.gain.scale.tolist() == pytest.approx([0.2])
+    assert (got.zero.weight == 0).all()
+    assert (got.slopes.slopes == 3).all()
+    assert (got.linear.bias == 0).all()
+    assert abs(got.linear.weight.std() - 0.02) < 0.002
     assert abs(got.table.codes.std() - 0.5) < 0.02
 
 
@@ -370,11 +375,10 @@ def test_what_cannot_fit_memory_is_refused_with_the_numbers(
     degrees = {a: max(getattr(cfg, a), 1) for a in AXES}
     degrees["dp_shard"] *= world // math.prod(degrees.values())
     layout = Layout(**degrees, global_batch_size=world)
-    matrices = [
-        p.numel()
-        for fqn, p in model.named_parameters()
-        if p.dim() in (2, 3) and fqn.startswith("blocks.")
-    ]
+    matrices = []
+    for fqn, p in model.named_parameters():
+        if p.dim() in (2, 3) and fqn.startswith("blocks."):
+            matrices.append(p.numel())
     needs = sum(p.numel() for p in model.parameters()) * per_parameter - 4 * sum(matrices) * (
         cfg.optimizer == "muon"
     )
@@ -423,15 +427,19 @@ def test_attention_has_a_first_kernel_and_compiles_into_one_graph(monkeypatch):
     seen = []
     q, k, v = (torch.randn(2, heads, 8, 16, requires_grad=True) for heads in (4, 2, 2))
     with monkeypatch.context() as patch:
-        patch.setattr(
-            F, "scaled_dot_product_attention", lambda *a, **b: seen.append(order()) or real(*a, **b)
-        )
+
+        def watched(*a, **b):
+            seen.append(order())
+            return real(*a, **b)
+
+        patch.setattr(F, "scaled_dot_product_attention", watched)
         out = sdpa(q, k, v, is_causal=True)
-    assert seen[0][0] == SDPBackend.CUDNN_ATTENTION and len(seen[0]) == 4 and order() == before
+    assert seen[0][0] == SDPBackend.CUDNN_ATTENTION
+    assert len(seen[0]) == 4
+    assert order() == before
     compiled = torch.compile(sdpa, fullgraph=True)(q, k, v, is_causal=True)
-    assert torch.equal(compiled, out) and torch.equal(
-        *(torch.autograd.grad(x.sum(), q)[0] for x in (compiled, out))
-    )
+    assert torch.equal(compiled, out)
+    assert torch.equal(*(torch.autograd.grad(x.sum(), q)[0] for x in (compiled, out)))
 
 
 def slow_attention(q, k, v, may_look, scale=None):
@@ -453,10 +461,10 @@ def slow_attention(q, k, v, may_look, scale=None):
 
 def random_qkv(H, G, T=11, S=11, B=2, K=6):
     g = torch.Generator().manual_seed(1)
-    return [
-        torch.randn(B, n, length, K, generator=g, dtype=torch.float64)
-        for n, length in ((H, T), (G, S), (G, S))
-    ]
+    found = []
+    for n, length in ((H, T), (G, S), (G, S)):
+        found.append(torch.randn(B, n, length, K, generator=g, dtype=torch.float64))
+    return found
 
 
 DOC_IDS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 4], [0] * 11])
@@ -470,11 +478,10 @@ DOC_IDS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 4], [0] * 11])
 )
 def test_causal_attention(H, G, scale, doc_ids):
     q, k, v = random_qkv(H, G)
-    same = (
-        torch.ones(2, 11, 11, dtype=torch.bool)
-        if doc_ids is None
-        else doc_ids[:, :, None] == doc_ids[:, None, :]
-    )
+    if doc_ids is None:
+        same = torch.ones(2, 11, 11, dtype=torch.bool)
+    else:
+        same = doc_ids[:, :, None] == doc_ids[:, None, :]
     wanted = slow_attention(q, k, v, lambda b, t, s: s <= t and same[b, t, s], scale)
     torch.testing.assert_close(
         causal_attention(torch.arange(11)[None], doc_ids)(q, k, v, scale=scale), wanted
@@ -549,7 +556,8 @@ def test_what_the_padding_holds_never_matters(changes):
     tokens = random_tokens(2, 12)
     rows = [tokens[0].tolist(), tokens[1, :7].tolist()]
     logits = [in_pieces(model, rows, [1, 3], filler)[0] for filler in (0, 41)]
-    assert all(torch.equal(a, b) for a, b in zip(*logits))
+    for a, b in zip(*logits):
+        assert torch.equal(a, b)
     with torch.no_grad():
         torch.testing.assert_close(logits[0][1], model(tokens[1:, :7])[0], atol=2e-5, rtol=1e-4)
 
@@ -563,7 +571,10 @@ def test_what_the_padding_holds_never_matters(changes):
 def test_rope_is_that_of_transformers(name, head_dim, factor):
     """To the bit: an angle is position x frequency, so at position 131,000 the last bit of a
     frequency is 0.01 radians."""
-    scaling = scaled(factor) if factor else None
+    if factor:
+        scaling = scaled(factor)
+    else:
+        scaling = None
     parameters = dict(rope_theta=500000.0, rope_type="llama3" if factor else "default") | (
         scaling or {}
     )
@@ -581,11 +592,9 @@ def test_rope_is_that_of_transformers(name, head_dim, factor):
     if factor:  # all three branches of the rule are used: kept, interpolated, stretched
         plain = rope_frequencies(Llama3Config(head_dim=head_dim), head_dim, "cpu")
         ratio = plain / ours
-        assert (
-            ratio[0] == 1
-            and abs(ratio[-1] - factor) < 1e-4
-            and ((ratio > 1.01) & (ratio < factor - 0.1)).any()
-        )
+        assert ratio[0] == 1
+        assert abs(ratio[-1] - factor) < 1e-4
+        assert ((ratio > 1.01) & (ratio < factor - 0.1)).any()
 
     positions = torch.tensor([[0, 1, 8191, 8192, 20000, 131071]])  # trained on 8192
     q, k = torch.randn(2, 1, 4, 6, head_dim, generator=torch.Generator().manual_seed(0))
@@ -749,7 +758,8 @@ def test_documents_do_not_leak():
     model = tiny()
     (a, positions, doc_ids), (b, _, _) = two_documents(1), two_documents(2)
     second = doc_ids == 1
-    assert torch.equal(a[second], b[second]) and not torch.equal(a, b)
+    assert torch.equal(a[second], b[second])
+    assert not torch.equal(a, b)
     with torch.no_grad():
         masked = [model(x, positions=positions, doc_ids=doc_ids) for x in (a, b)]
         open_ = [model(x) for x in (a, b)]
@@ -794,9 +804,9 @@ def test_loss_equals_cross_entropy(monkeypatch, N, denom):
     labels[0] = 3
     expected = plain_loss(h, weight, labels, 1 if denom is None else denom)
     loss = linear_cross_entropy(h, weight, labels, denom)
-    assert (
-        loss.dtype == torch.float32 and loss.dim() == 0 and abs(loss - expected) < 1e-6 * expected
-    )
+    assert loss.dtype == torch.float32
+    assert loss.dim() == 0
+    assert abs(loss - expected) < 1e-6 * expected
     # times -3: the gradient that comes in scales those that go out
     for got, want in zip(*(torch.autograd.grad(x * -3, (h, weight)) for x in (loss, expected))):
         assert off(got, want) < 1e-5
@@ -853,17 +863,22 @@ def test_loss_of_a_batch_of_sequences_and_without_gradients():
     # a frozen head
     (dh,) = torch.autograd.grad(linear_cross_entropy(h, weight.detach(), labels, 5), h)
     (dw,) = torch.autograd.grad(linear_cross_entropy(h.detach(), weight, labels, 5), weight)
-    assert off(dh, want[0]) < 1e-5 and off(dw, want[1]) < 1e-5
+    assert off(dh, want[0]) < 1e-5
+    assert off(dw, want[1]) < 1e-5
 
 
 def test_loss_of_nothing_is_zero_and_of_huge_logits_finite():
     h, weight, labels = loss_problem()
     loss = linear_cross_entropy(h, weight, torch.full_like(labels, IGNORE), 1)
-    assert loss == 0 and not any(g.any() for g in torch.autograd.grad(loss, (h, weight)))
+    assert loss == 0
+    for g in torch.autograd.grad(loss, (h, weight)):
+        assert not g.any()
     loss = linear_cross_entropy(h * 1e4, weight, labels, 1)
     expected = plain_loss(h * 1e4, weight, labels, 1)
-    assert loss.isfinite() and abs(loss - expected) < 1e-5 * expected
-    assert all(g.isfinite().all() for g in torch.autograd.grad(loss, (h, weight)))
+    assert loss.isfinite()
+    assert abs(loss - expected) < 1e-5 * expected
+    for g in torch.autograd.grad(loss, (h, weight)):
+        assert g.isfinite().all()
 
 
 def test_loss_in_bf16_is_as_near_to_the_truth_as_the_plain_one(monkeypatch):
@@ -876,9 +891,12 @@ def test_loss_in_bf16_is_as_near_to_the_truth_as_the_plain_one(monkeypatch):
     got = torch.autograd.grad(loss, (h, weight))
     plain = torch.autograd.grad(plain_loss(h, weight, labels, 2400), (h, weight))
     # the sum is fp32, the logits are not
-    assert loss.dtype == torch.float32 and abs(loss - truth) < 1e-3 * truth
+    assert loss.dtype == torch.float32
+    assert abs(loss - truth) < 1e-3 * truth
     for g, w, p, what in zip(got, want, plain, "hw"):
-        assert g.dtype == torch.bfloat16 and off(g, w) < 0.005 and off(g, w) < 1.5 * off(p, w), what
+        assert g.dtype == torch.bfloat16, what
+        assert off(g, w) < 0.005, what
+        assert off(g, w) < 1.5 * off(p, w), what
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -898,7 +916,9 @@ def test_vocab_parallel_loss(monkeypatch, dtype):
             meeting.wait()
             both = torch.stack(offered)
             meeting.wait()
-            return both.amax(0) if op == "max" else both.sum(0)
+            if op == "max":
+                return both.amax(0)
+            return both.sum(0)
 
         own_h = h.detach().clone().requires_grad_()
         own_w = weight.detach()[r * 166 : (r + 1) * 166].clone().requires_grad_()
@@ -909,8 +929,12 @@ def test_vocab_parallel_loss(monkeypatch, dtype):
         list(threads.map(rank, range(2)))
     whole = linear_cross_entropy(h, weight, labels, 500)
     dh, dw = torch.autograd.grad(whole, (h, weight))
-    tolerance = 1e-5 if dtype == torch.float32 else 0.01
-    assert torch.equal(*losses) and abs(losses[0] - whole) < 1e-6 * whole
+    if dtype == torch.float32:
+        tolerance = 1e-5
+    else:
+        tolerance = 0.01
+    assert torch.equal(*losses)
+    assert abs(losses[0] - whole) < 1e-6 * whole
     # each rank has a summand of the gradient of h
     assert off(grads[0][0] + grads[1][0], dh) < tolerance
     assert off(torch.cat([grads[0][1], grads[1][1]]), dw) < tolerance
@@ -938,7 +962,10 @@ def test_norm_and_rotation_equal_torch(dtype):
     """Written by hand for few operators: against torch's own forms and what autograd makes of them,
     in fp64 and in dtype."""
     generator = torch.Generator().manual_seed(0)
-    drawn = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+
+    def drawn(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
     x, grad, weight = drawn(2, 3, 5, 8), drawn(2, 3, 5, 8), drawn(8)
     angle = drawn(2, 1, 5, 4)
 
@@ -965,7 +992,8 @@ def test_norm_and_rotation_equal_torch(dtype):
             [(w.grad, w_exact.grad)] if w is not None else []
         )
         for a, b in pairs:
-            assert a.dtype == dtype and off(a, b) < (1e-6 if dtype == torch.float32 else 6e-3)
+            assert a.dtype == dtype
+            assert off(a, b) < (1e-6 if dtype == torch.float32 else 6e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -104,13 +104,14 @@ def answer() -> None:
         def answered(self):
             values = known(self)
             if self.is_cuda and self.dtype == torch.int64 and self.dim() in (1, 3):
-                n = self[0].numel() if self.dim() == 3 else len(self)
+                if self.dim() == 3:
+                    n = self[0].numel()
+                else:
+                    n = len(self)
                 even = torch.tensor([rows[0] // n + (i < rows[0] % n) for i in range(n)])
-                return (
-                    even.tolist()
-                    if self.dim() == 1
-                    else [known(even.view(self.shape[1:]))] * len(self)
-                )
+                if self.dim() == 1:
+                    return even.tolist()
+                return [known(even.view(self.shape[1:]))] * len(self)
             # forks/once_per_rank.py: (rows, rows, copies) of each rank
             if self.is_cuda and self.dim() == 2 and len(self) == 3:
                 return [[rows[0] // self.shape[1] // n] * self.shape[1] for n in (2, 2, 1)]
@@ -327,7 +328,8 @@ def program(argv: list[str], options: dict):
         runpy.run_path("benchmarks/changed.py")["CHANGES"][change]()
     file = os.path.abspath(argv[0])
     folder, name = os.path.split(file.removesuffix(".py"))
-    name = f"forks.{name}" if os.path.basename(folder) == "forks" else name
+    if os.path.basename(folder) == "forks":
+        name = f"forks.{name}"
     sys.argv[:] = [file, *argv[1:]]
     module = importlib.import_module(name)
     if options.get("world"):

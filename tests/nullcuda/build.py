@@ -56,11 +56,10 @@ def do_nothing(defined: set[str], headers: Path) -> str:
     names |= driver | {f"{name}_v2" for name in driver}  # asked for by name: cuGetProcAddress
     lines = ["void null_blas(const char*);"]
     for name in sorted(names - defined):
-        says = (
-            f'null_blas("{name}"); '
-            if name.startswith("cublas") and PRODUCT.search(name) and "Lt" not in name
-            else ""
-        )
+        if name.startswith("cublas") and PRODUCT.search(name) and "Lt" not in name:
+            says = f'null_blas("{name}"); '
+        else:
+            says = ""
         lines.append(f"int {name}() {{ {says}return 0; }}")
     return 'extern "C" {\n' + "\n".join(lines) + "\n}\n"
 

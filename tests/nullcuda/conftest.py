@@ -14,13 +14,12 @@ from build import environment, has_cuda_build
 from programs import Server, ask
 
 HERE = Path(__file__).parent
-MISSING = (
-    "needs the CUDA build of torch: make test-cuda"
-    if not has_cuda_build()
-    else "needs g++ and nm, to build the null device"
-    if not (shutil.which("g++") and shutil.which("nm"))
-    else ""
-)
+if not has_cuda_build():
+    MISSING = "needs the CUDA build of torch: make test-cuda"
+elif not (shutil.which("g++") and shutil.which("nm")):
+    MISSING = "needs g++ and nm, to build the null device"
+else:
+    MISSING = ""
 
 
 def pytest_collection_modifyitems(items):
@@ -85,7 +84,10 @@ class Device:
         self.server = self.server or Server(HERE / "run.py", "--serve")
         argv = [str(HERE.parent.parent / recipe), *map(str, [*brief, *flags])]
         argv += ["--out", f"{out}/run"] * (recipe != "generate.py")
-        logs = f"{out}/log" if log else ""
+        if log:
+            logs = f"{out}/log"
+        else:
+            logs = ""
         done = Done(**ask(self.server.path, argv=argv, log=logs, **options), logs=[])
         if status is not None:
             failed = [rank for rank, s in enumerate(done.statuses) if s != status]

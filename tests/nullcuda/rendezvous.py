@@ -82,7 +82,10 @@ def add_call(unit: Unit, line: str, call: re.Match, meetings: Counter) -> None:
     op, comm, size, rank, peer, count, dtype = call[1], *map(int, call.groups()[1:7])
     unit.lines.append(line)
     if op in ("send", "recv"):
-        way = (rank, peer) if op == "send" else (peer, rank)
+        if op == "send":
+            way = (rank, peer)
+        else:
+            way = (peer, rank)
         meetings[comm, op, way] += 1
         unit.calls.append((2, (comm, way, meetings[comm, op, way]), (count, dtype)))
     else:

@@ -71,7 +71,10 @@ def run(device, tmp_path, row: str, *more, **options):
         recipe = [f"{name}.py", "--checkpoint", base_folder("lora", f"{tmp_path}/base")]
         brief = []
     else:
-        sequences = 4 if "--pp" in flags else 2
+        if "--pp" in flags:
+            sequences = 4
+        else:
+            sequences = 2
         recipe = MODELS["lora" if name in BASES else name]
         brief = device.BRIEF + ["--seq_len", 256, "--local_batch_size", sequences]
     if name in BASES:

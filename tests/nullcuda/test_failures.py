@@ -22,15 +22,16 @@ DENSE = ("train_llama3.py", "--local_batch_size", 2, "--model_args", WIDE)
 
 def test_float8_under_tp_sends_nothing_for_scales(device, tmp_path):
     """As many all-reduces as in bf16: torchao, given DTensors, sends 28 more per layer and step."""
-    sent = [
-        sum(
-            "AllReduce" in line
-            for line in device.run(
-                tmp_path / kind, *DENSE, "--tp", 2, "--float8", kind, nproc=2, no_waiting=True
-            ).logs[0]
+    sent = []
+    for kind in ("off", "rowwise"):
+        sent.append(
+            sum(
+                "AllReduce" in line
+                for line in device.run(
+                    tmp_path / kind, *DENSE, "--tp", 2, "--float8", kind, nproc=2, no_waiting=True
+                ).logs[0]
+            )
         )
-        for kind in ("off", "rowwise")
-    ]
     assert sent[0] == sent[1]
 
 
@@ -140,7 +141,8 @@ def program(text: str, *argv, log=""):
 def test_a_token_is_one_cuda_graph():
     """Twice four samples, in two buckets of keys; each graph is compared once with launched
     kernels. A model that asks the device for a number has no graph, and it is said once."""
-    assert program(REPLAYS, "experts") == [2, 2 * 149 + 2, 0] and program(REPLAYS, "asks") == [
+    assert program(REPLAYS, "experts") == [2, 2 * 149 + 2, 0]
+    assert program(REPLAYS, "asks") == [
         0,
         0,
         1,

@@ -40,17 +40,19 @@ def start(folder, *flags, **options) -> subprocess.Popen:
 def report(folder, *flags, **options) -> dict[str, dict]:
     """{name: row}"""
     start(folder, *flags, **options).communicate()
-    return {
-        row["name"]: row
-        for row in json.loads((folder / "report" / "report.json").read_text())["rows"]
-    }
+    found = {}
+    for row in json.loads((folder / "report" / "report.json").read_text())["rows"]:
+        found[row["name"]] = row
+    return found
 
 
 def test_rows_on_two_gpus(tmp_path):
     rows = report(tmp_path, "--only", "links", devices=2, gib=12)
-    assert rows["links"]["status"] == "ok" and "| 2 neighbours |" in rows["links"]["text"], rows
+    assert rows["links"]["status"] == "ok", rows
+    assert "| 2 neighbours |" in rows["links"]["text"], rows
     rows = report(tmp_path, "--only", "eager", devices=1, gib=12)
-    assert rows["eager"]["status"] == "ok" and rows["eager"]["metrics"]["memory_gib"] > 1, rows
+    assert rows["eager"]["status"] == "ok", rows
+    assert rows["eager"]["metrics"]["memory_gib"] > 1, rows
     assert "| eager |" in (tmp_path / "report" / "report.md").read_text()
 
 
@@ -60,7 +62,8 @@ def test_a_recipe_with_nccls_memory(device, tmp_path):
         tmp_path, "train_llama3.py", nproc=2, empty_weights=True, change="nccl_memory"
     )
     made = [i for i, line in enumerate(done.logs[0]) if line.startswith("nccl mem_alloc")]
-    assert made and max(made) < done.logs[0].index("mark step 2")
+    assert made
+    assert max(made) < done.logs[0].index("mark step 2")
 
 
 def test_a_recipe_whose_experts_wait(device, tmp_path):
@@ -94,7 +97,8 @@ def test_ctrl_c(tmp_path):
         assert program.poll() is None
         time.sleep(0.1)
     program.send_signal(signal.SIGINT)
-    assert "interrupted" in program.communicate()[0] and program.returncode == 130
+    assert "interrupted" in program.communicate()[0]
+    assert program.returncode == 130
     rows = json.loads((tmp_path / "report" / "report.json").read_text())["rows"]
     assert [row["status"] for row in rows] == ["interrupted", "not run"]
 

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from adapters import ALL, LORA, MLA
 from layouts import KINDS, MODELS, Flags, build, config, full, initialised, random_tokens
 from pool import pool
 from saves import path, refuses
-from test_lora import ALL, LORA, MLA, MOE
 
 from checkpoint import CheckpointConfig, Checkpoints
 from evaluate import read_checkpoint
@@ -26,6 +26,7 @@ from storage.loading import load_weights
 from storage.resume import check_run
 from storage.saved import load_model
 
+MOE = KINDS["qwen3_moe"]
 DS = dict(model="deepseek", n_layers=2)
 WITHOUT_FFN = MLA | dict(lora_on=MLA["lora_on"][:-1])
 SMALL = {
@@ -48,9 +49,10 @@ def flags_of(lora: dict, **more) -> SimpleNamespace:
 def identity_of(model_config, cfg) -> dict:
     Model = MODELS[type(model_config)]
     about = {"module": Model.__module__, "class": Model.__name__, **asdict(model_config)}
-    lora = {}
     if cfg.lora_rank:
-        lora["lora"] = claim_adapters(cfg, Model, model_config)
+        lora = {"lora": claim_adapters(cfg, Model, model_config)}
+    else:
+        lora = {}
     return {"model": about, "data": {}, "optimizer": {}} | lora
 
 
@@ -138,10 +140,8 @@ def test_an_adapter_of_peft_is_read_as_peft_merges_it(tmp_path):
     read = hf.load_hf_model(adapter)[0]
     torch.testing.assert_close(read(tokens).log_softmax(-1), expected, rtol=0, atol=1e-4)
     for weights in pool(2).run(merged_weights, adapter, problem, dict(tp=2)):
-        assert all(
-            torch.allclose(weight, read.get_parameter(fqn), rtol=0, atol=1e-6)
-            for fqn, weight in weights.items()
-        )
+        for fqn, weight in weights.items():
+            assert torch.allclose(weight, read.get_parameter(fqn), rtol=0, atol=1e-6)
     config_file = tmp_path / "adapter/adapter_config.json"
     about = json.loads(config_file.read_text())
     for change, words in [
@@ -199,7 +199,10 @@ def saved_and_hashed(
     else:
         stages, _ = build(config(**problem), flags, 4, 1, seed)
     trained = [p for s in stages for p in s.parameters() if p.requires_grad]
-    optimizer = [torch.optim.AdamW(trained, lr=0.1)] if trained else []
+    if trained:
+        optimizer = [torch.optim.AdamW(trained, lr=0.1)]
+    else:
+        optimizer = []
     run = open_run(
         out, stages, config(**problem), flags_of(LORA, init_from=base, out=str(out)), optimizer
     )
@@ -251,9 +254,10 @@ def test_a_run_goes_on_in_another_layout_with_the_same_base(layouts, tmp_path):
         )
         for (base_is, now, others), (also, loaded, _) in zip(found, again, strict=True):
             hashes |= {base_is, also}
-            assert (
-                others == [] and now and all(torch.equal(t, loaded[fqn]) for fqn, t in now.items())
-            )
+            assert others == []
+            assert now
+            for fqn, t in now.items():
+                assert torch.equal(t, loaded[fqn])
             assert not before or any(not torch.equal(t, before[fqn]) for fqn, t in now.items())
         merged, _ = hf.load_hf_model(f"{tmp_path}/run-merged-{step}")
         weights = dict(load_model(f"{tmp_path}/run")[0].named_parameters())
@@ -265,7 +269,8 @@ def test_a_run_goes_on_in_another_layout_with_the_same_base(layouts, tmp_path):
             for fqn, weight in other.items():
                 torch.testing.assert_close(weight, weights[fqn], rtol=0, atol=1e-7)
         before = {fqn: t for _, now, _ in found for fqn, t in now.items()}
-    assert len(hashes) == 1 and len(before) == 2 * 4 * 4
+    assert len(hashes) == 1
+    assert len(before) == 2 * 4 * 4
 
 
 def test_a_checkpoint_holds_the_adapters_alone_and_knows_its_base(tmp_path):
@@ -274,11 +279,12 @@ def test_a_checkpoint_holds_the_adapters_alone_and_knows_its_base(tmp_path):
     saved_and_hashed(tmp_path / "run", base, {}, LORA, 5, 1, True)
     table = json.loads((tmp_path / "run/checkpoints/step-1/tensors.json").read_text())["tensors"]
     names = {key.split(".", 1)[1] for key in table}
-    assert all(is_adapter(name) for name in names) and len(table) == 16 * 2 * (1 + 3)
+    for name in names:
+        assert is_adapter(name)
+    assert len(table) == 16 * 2 * (1 + 3)
     about = json.loads((tmp_path / "run/checkpoints/step-1/state.json").read_text())
-    assert about["base"]["folder"] == base and about["identity"]["lora"] == dict(
-        rank=4, alpha=6, on=["wq*", "w[kv]*", "wo"]
-    )
+    assert about["base"]["folder"] == base
+    assert about["identity"]["lora"] == dict(rank=4, alpha=6, on=["wq*", "w[kv]*", "wo"])
     with pytest.raises(
         ValueError,
         match=f"holds adapters of {base}, whose hash was .* now; give the weights of the training",
@@ -367,4 +373,5 @@ def test_the_hash_of_a_base_is_that_of_its_bits_and_their_places():
             model.weight[0, 0].clone(),
         )
     exchanged = base_hash([model])
-    assert exchanged != before and base_hash([model.bfloat16()]) == exchanged
+    assert exchanged != before
+    assert base_hash([model.bfloat16()]) == exchanged

@@ -8,6 +8,7 @@ import pytest
 import torch.distributed as dist
 from chats import chat_folder
 from policy import TINY, hf_folder, run, steps_of
+from runs import json_lines
 from saves import refuses
 
 import evaluate
@@ -90,7 +91,8 @@ def test_values_of_a_template():
     assert read_values("a=true,b = FALSE, c=3,d=-2.5,e=1e3,f=no,g=") == dict(
         a=True, b=False, c=3, d=-2.5, e=1e3, f="no", g=""
     )
-    assert type(read_values("c=3")["c"]) is int and read_values("") == {}
+    assert type(read_values("c=3")["c"]) is int
+    assert read_values("") == {}
 
 
 @pytest.mark.parametrize(
@@ -228,7 +230,10 @@ def test_the_programs_ask_as_their_flags_say(program, tmp_path, capsys, monkeypa
 def test_samples_are_made_with_it(tmp_path):
     """A batch sampled with other chat options is sampled again; with the same options the batch is
     kept."""
-    cfg = lambda **flags: grpo.Config(init_from="hf", **flags)  # noqa: E731
+
+    def cfg(**flags):
+        return grpo.Config(init_from="hf", **flags)
+
     ((name, content),) = rollouts.pack_batches([{"samples": []}], cfg(system="a")).items()
     (tmp_path / name).write_bytes(content)
     assert rollouts.reuse_batches({"ahead": 1}, str(tmp_path), cfg(system="a"), True) == [
@@ -259,20 +264,17 @@ def test_a_run_with_chat_options_is_continued_without_them(tmp_path):
     asked = ["--system", "Be brief.", "--template_args", OFF, "--async_steps", 1]
     run(1, *flags, *asked, "--steps", 2, "--checkpoint_every", 1)
     said = run(1, *flags, *asked[4:], "--no-chat", "--load_step", 1, "--steps", 3)
-    assert (
-        "the batch in the checkpoint was made with other flags" in said
-        and "--system Be brief. -> " in said
-    )
-    shown = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").open()]
-    prompts = {step: {s["prompt"] for s in shown if s["step"] == step} for step in (1, 2, 3)}
-    assert all(
-        re.fullmatch(
+    assert "the batch in the checkpoint was made with other flags" in said
+    assert "--system Be brief. -> " in said
+    shown = json_lines(tmp_path / "run" / "samples.jsonl")
+    prompts = {}
+    for step in (1, 2, 3):
+        prompts[step] = {s["prompt"] for s in shown if s["step"] == step}
+    for prompt in prompts[1]:
+        assert re.fullmatch(
             r"<\|im_start\|>system\nBe brief.<\|im_end\|>\n<\|im_start\|>user\n(?s:.*)</think>\n\n",
             prompt,
         )
-        for prompt in prompts[1]
-    )
-    assert (
-        all(re.fullmatch(r"\d+>", prompt) for prompt in prompts[2] | prompts[3])
-        and len(steps_of(tmp_path / "run")) == 3
-    )
+    for prompt in prompts[2] | prompts[3]:
+        assert re.fullmatch(r"\d+>", prompt)
+    assert len(steps_of(tmp_path / "run")) == 3

@@ -19,9 +19,9 @@ from chats import (
     judged,
     with_marks,
 )
-from runs import REPO
+from corpora import call_cli
+from runs import REPO, as_json_lines
 from saves import refuses
-from test_data import call_cli
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
@@ -79,12 +79,15 @@ def told(folder, record, template=None) -> list[str]:
         ours(folder, record, template),
         chat_tokenizer(folder / "tokenizer.json"),
     )
-    return [
-        tokenizer.decode(
-            [i for i, bit in zip(ids, mask, strict=True) if bit == want], skip_special_tokens=False
+    found = []
+    for want in (1, 0):
+        found.append(
+            tokenizer.decode(
+                [i for i, bit in zip(ids, mask, strict=True) if bit == want],
+                skip_special_tokens=False,
+            )
         )
-        for want in (1, 0)
-    ]
+    return found
 
 
 @pytest.mark.parametrize(
@@ -319,10 +322,8 @@ def test_thoughts_under_every_name(tmp_path, name):
         record["messages"], return_dict=True
     )["input_ids"]
     ids, _ = ours(folder, record)
-    assert (
-        ids == list(theirs)
-        and chat_tokenizer(folder / "tokenizer.json").decode(ids) == "useruassistant(why|why)a"
-    )
+    assert ids == list(theirs)
+    assert chat_tokenizer(folder / "tokenizer.json").decode(ids) == "useruassistant(why|why)a"
 
 
 def test_a_token_at_the_border_counts_as_in_transformers(tmp_path):
@@ -379,7 +380,8 @@ def test_masks_where_the_tokenizer_puts_in_a_blank_of_its_own(tmp_path, kind):
         if kind == "deepseek":
             record.pop("tools", None)
         ids, mask = ours(folder, record)
-        assert (ids, mask) == judged(theirs, record) and sum(mask) > 0
+        assert (ids, mask) == judged(theirs, record)
+        assert sum(mask) > 0
 
 
 @pytest.mark.parametrize(
@@ -447,10 +449,9 @@ def test_a_template_that_fails_or_never_ends_is_named_with_the_line(tmp_path, mo
 
 
 def test_rules_of_a_tokenizer_that_grow_a_text_absurdly_are_refused(tmp_path):
-    rules = [
-        {"type": "Replace", "pattern": {"String": a}, "content": b * 99}
-        for a, b in ("ab", "bc", "cd")
-    ]
+    rules = []
+    for a, b in ("ab", "bc", "cd"):
+        rules.append({"type": "Replace", "pattern": {"String": a}, "content": b * 99})
     for part in "normalizer", "decoder":
         made = json.loads(bpe("abc", 300).to_str()) | {
             part: {"type": "Sequence", f"{part}s": rules}
@@ -521,7 +522,7 @@ def test_show(tmp_path, folders, monkeypatch, capsys):
     """Only the assistant's text is green; what would command the terminal is not printed."""
     folder, judge = folders["llama3"]
     records = conversations(5, seed=3, beside=False)
-    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (tmp_path / "chat.jsonl").write_text(as_json_lines(records))
     assert [*map(tuple, documents_of(tmp_path / "chat.jsonl", folder / "tokenizer.json", 0))] == [
         *map(judge, records)
     ]
@@ -565,7 +566,8 @@ def test_show_of_text(tmp_path, folders, name, text):
     ((ids, mask),) = documents_of(
         tmp_path / name, folder / "tokenizer.json", tokenizer.token_to_id("<|end_of_text|>")
     )
-    assert mask == [1] * len(ids) and tokenizer.token_to_id("<|eot_id|>") not in ids
+    assert mask == [1] * len(ids)
+    assert tokenizer.token_to_id("<|eot_id|>") not in ids
     assert tokenizer.decode(ids, skip_special_tokens=False) == "x = <|eot_id|><|end_of_text|>"
 
 
@@ -583,7 +585,8 @@ def test_show_ends_when_nobody_reads_on(tmp_path, folders):
     shown = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert shown.stdout.read(8) == b"--- docu"
     shown.stdout.close()
-    assert shown.stderr.read() == b"" and shown.wait() == 0
+    assert shown.stderr.read() == b""
+    assert shown.wait() == 0
 
 
 def text_of(folders, kind, *messages) -> list[str]:
@@ -601,7 +604,9 @@ def test_content_in_parts_is_one_text_and_messages_without_weight_have_no_loss(f
     assert text_of(folders, kind, *in_parts) == text_of(folders, kind, *plain)
     for off in (dict(weight=0), dict(train=False)):
         trained, rest = text_of(folders, kind, plain[0], ("assistant", "answer", off), *plain[2:])
-        assert "more" in trained and "answer" not in trained and "answer" in rest
+        assert "more" in trained
+        assert "answer" not in trained
+        assert "answer" in rest
     assert text_of(
         folders, kind, plain[0], ("assistant", "answer", dict(weight=1, train=True)), *plain[2:]
     ) == text_of(folders, kind, *plain)

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 from chats import chat_folder, conversations, judged
+from corpora import call_cli, change_index, copy_of, take
 from layouts import Flags, drawn, initialised
-from runs import MODEL, launch, metrics, run, train_lines
-from saves import tokenizer_of
-from test_data import call_cli, change_index, copy_of, refused, take
+from runs import MODEL, as_json_lines, column, having, launch, metrics, run, train_lines
+from saves import refused, tokenizer_of
 from transformers import AutoTokenizer
 
 import data
@@ -49,7 +49,8 @@ def chats(tmp_path_factory):
         ids, mask = judged(theirs, record)
         n, document = len(ids), (record, ids, mask)
         (short if n <= T // 2 else long if n > T + 1 else []).append(document)
-    assert len(short) >= 200 and len(long) >= 20
+    assert len(short) >= 200
+    assert len(long) >= 20
     chosen = short[:200] + long[:20]
     (root / "chat.jsonl").write_text("".join(json.dumps(record) + "\n" for record, _, _ in chosen))
     return root, [(tuple(ids[: T + 1]), tuple(mask[: T + 1])) for _, ids, mask in chosen]
@@ -104,12 +105,11 @@ def test_sequences_hold_every_conversation_once(chats):
     expected = {(ids, (0, *mask[1:])) for ids, mask in chats[1] if any(mask[1:])}
     # ends with the row, without a label at the end
     last = {(ids[:-1], mask[:-1]) for ids, mask in expected if not mask[-1]}
-    assert (
-        set(found) <= expected | last
-        and len(found) + n_val
-        == len(chats[1]) - loaded.packing["train"].n_left_out - (loaded.packing["val"].n_left_out)
-        and 5 < n_val < 40
+    assert set(found) <= expected | last
+    assert len(found) + n_val == len(chats[1]) - loaded.packing["train"].n_left_out - (
+        loaded.packing["val"].n_left_out
     )
+    assert 5 < n_val < 40
     assert sum(sum(mask) for _, mask in found) == sum(
         int((b.labels >= 0).sum()) for b in epoch(loaded)
     )
@@ -128,16 +128,16 @@ def test_nothing_predicts_how_a_conversation_begins(tmp_path):
         [("assistant", "think"), ("user", " so")],
         [("assistant", "<|eot_id|>"), ("user", " think so")],
     ] * 10
-    lines = [
-        {"messages": [{"role": role, "content": content} for role, content in turns]}
-        for turns in said
-    ]
-    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = []
+    for turns in said:
+        lines.append({"messages": [{"role": role, "content": content} for role, content in turns]})
+    (tmp_path / "chat.jsonl").write_text(as_json_lines(lines))
     loaded = opened((tmp_path,), seq_len=64, doc_mask=True, tokenizer=str(folder))
     train = loaded.packing["train"]
     ids, masks = zip(*documents_of(tmp_path / "chat.jsonl", folder / "tokenizer.json", 0))
     assert sum(masks[1]) == masks[1][0] == 1 == masks[0][0] < sum(masks[0])
-    assert train.n_left_out in (9, 10) and {n for _, _, n in train.documents} == {len(ids[0])}
+    assert train.n_left_out in (9, 10)
+    assert {n for _, _, n in train.documents} == {len(ids[0])}
     labels = sum(int((row.labels >= 0).sum()) for row in epoch(loaded))
     assert labels == len(train.documents) * sum(masks[0][1:])
 
@@ -148,9 +148,7 @@ def test_a_conversation_without_any_token_is_none(tmp_path):
     folder = chat_folder(tmp_path / "qwen", "qwen3")
     strange = {"conversations": [{"from": "developer", "value": ""}]}
     known = {"conversations": [{"from": "Human", "value": "x"}, {"from": "GPT", "value": "y"}]}
-    (tmp_path / "chat.jsonl").write_text(
-        "".join(json.dumps(line) + "\n" for line in (strange, known, strange))
-    )
+    (tmp_path / "chat.jsonl").write_text(as_json_lines((strange, known, strange)))
     loaded = opened((tmp_path,), tokenizer=str(folder))
     (row,) = epoch(loaded)
     labels = [token for token in row.labels[0, 0].tolist() if token >= 0]
@@ -162,7 +160,9 @@ def test_one_conversation_each_without_doc_mask(chats):
     loaded, packed = opened(chats), opened(chats, doc_mask=True)
     rows = epoch(loaded)
     assert loaded.n_samples == len(loaded.packing["train"].documents) > packed.n_samples
-    assert all(row.doc_ids is None and (row.positions == torch.arange(T)).all() for row in rows)
+    for row in rows:
+        assert row.doc_ids is None
+        assert (row.positions == torch.arange(T)).all()
     assert sum(int((row.labels >= 0).sum()) for row in rows) == sum(
         int((row.labels >= 0).sum()) for row in epoch(packed)
     )
@@ -187,7 +187,9 @@ def test_first_fit(monkeypatch):
     lengths = np.random.default_rng(1).integers(1, 50, 2000)
     sequence = first_fit(lengths, 64)
     totals = np.bincount(sequence, lengths)
-    assert totals.max() <= 64 and totals.min() > 0 and totals.mean() > 50
+    assert totals.max() <= 64
+    assert totals.min() > 0
+    assert totals.mean() > 50
 
 
 def test_padding_and_what_is_too_long_is_said(chats, capsys, monkeypatch):
@@ -212,7 +214,8 @@ def test_padding_and_what_is_too_long_is_said(chats, capsys, monkeypatch):
     assert (train.n_cut + val.n_cut, train.n_left_out + val.n_left_out) == (
         20 - nothing,
         nothing,
-    ) and min(train[3:]) > 0
+    )
+    assert min(train[3:]) > 0
     assert (
         f"; {train.n_cut} were too long and are cut; {train.n_left_out} are left out, for no "
         "answer is in" in text
@@ -224,10 +227,8 @@ def test_padding_and_what_is_too_long_is_said(chats, capsys, monkeypatch):
     short = opened(chats, seq_len=24)
     assert short.packing["train"].n_left_out > 0
     assert "are left out, for no answer is in their beginning" in capsys.readouterr().out
-    refused(
-        lambda: opened(chats, seq_len=3),
-        "in no conversation the assistant says anything within --seq_len 3",
-    )
+    with refused("in no conversation the assistant says anything within --seq_len 3"):
+        opened(chats, seq_len=3)
 
 
 def test_packed_loss_is_the_unpacked_loss(chats, tmp_path):
@@ -262,15 +263,15 @@ def test_packed_loss_is_the_unpacked_loss(chats, tmp_path):
         total, loss = sum(int((row.labels >= 0).sum()) for row in rows), 0.0
         for first in range(0, len(rows), 8):
             part = rows[first : first + 8]
-            args = {
-                name: torch.cat([getattr(row, name)[0] for row in part])
-                for name in NAMES[: 4 if doc_mask else 3]
-            }
+            args = {}
+            for name in NAMES[: 4 if doc_mask else 3]:
+                args[name] = torch.cat([getattr(row, name)[0] for row in part])
             step = model(**args, loss_denom=total)
             step.backward()
             loss += step.item()
         found[doc_mask] = loss, {name: p.grad for name, p in model.named_parameters()}
-    assert abs(found[True][0] - found[False][0]) <= 1e-6 * found[False][0] and found[False][0] > 1
+    assert abs(found[True][0] - found[False][0]) <= 1e-6 * found[False][0]
+    assert found[False][0] > 1
     for name, grad in found[False][1].items():
         assert (found[True][1][name] - grad).abs().max() <= 1e-5 * grad.abs().max(), name
 
@@ -284,11 +285,9 @@ def test_prepare_check_and_train(chats, tmp_path, monkeypatch, capsys):
     root, argv = chats[0], ["--workers", 1, "--out", tmp_path / "tokens"]
     argv = ["prepare", "--input", root / "chat.jsonl", "--tokenizer", root / "qwen", *argv]
     status, out, _ = call_cli(monkeypatch, capsys, *argv)
-    assert (
-        status == 0
-        and "documents" in out
-        and call_cli(monkeypatch, capsys, "check", tmp_path / "tokens")[0] == 0
-    )
+    assert status == 0
+    assert "documents" in out
+    assert call_cli(monkeypatch, capsys, "check", tmp_path / "tokens")[0] == 0
     prepared = opened(
         chats, data=str(tmp_path / "tokens"), tokenizer="", cache_dir="", doc_mask=True
     )
@@ -297,7 +296,8 @@ def test_prepare_check_and_train(chats, tmp_path, monkeypatch, capsys):
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "tokens").glob("*.npy")}
     capsys.readouterr()
     assert call_cli(monkeypatch, capsys, *argv)[:2] == (0, out)
-    assert {path: path.stat().st_mtime_ns for path in files} == files and len(files) == 4
+    assert {path: path.stat().st_mtime_ns for path in files} == files
+    assert len(files) == 4
     # another template makes other tokens of the same file
     chat_folder(tmp_path / "other", "qwen3")
     (tmp_path / "other" / "chat_template.jinja").write_text(
@@ -305,11 +305,14 @@ def test_prepare_check_and_train(chats, tmp_path, monkeypatch, capsys):
     )
     argv[argv.index(root / "qwen")] = tmp_path / "other"
     status, _, err = call_cli(monkeypatch, capsys, *argv)
-    assert status == 2 and "another tokenizer or chat template; name a new --out" in err
+    assert status == 2
+    assert "another tokenizer or chat template; name a new --out" in err
     (tmp_path / "a.txt").write_text("text " * 100)
     argv.insert(3, tmp_path / "a.txt")
     status, _, err = call_cli(monkeypatch, capsys, *argv)
-    assert status == 2 and "holds conversations and" in err and err.count("\n") == 1
+    assert status == 2
+    assert "holds conversations and" in err
+    assert err.count("\n") == 1
 
 
 MASK = "train-00000.mask.npy"
@@ -350,9 +353,11 @@ def test_damaged_masks(chats, tmp_path, monkeypatch, capsys, damage, part):
     damage(folder)
     capsys.readouterr()
     status, _, err = call_cli(monkeypatch, capsys, "check", folder)
-    assert status == 1 and part in err
+    assert status == 1
+    assert part in err
     if "checksum" not in part:
-        refused(lambda: opened(chats, data=str(folder), tokenizer="", cache_dir=""), part)
+        with refused(part):
+            opened(chats, data=str(folder), tokenizer="", cache_dir="")
 
 
 def test_many_pieces_are_the_same_conversations(chats, tmp_path, monkeypatch):
@@ -376,7 +381,9 @@ def test_many_pieces_are_the_same_conversations(chats, tmp_path, monkeypatch):
             loaded.arrays(loaded.windows(split, range(len(loaded.packing[split]))))
             for loaded in (whole, parts)
         )
-        assert all((x == y).all() for x, y in zip(a[:3], b[:3])) and len(a[0]) > 5
+        for x, y in zip(a[:3], b[:3]):
+            assert (x == y).all()
+        assert len(a[0]) > 5
     assert len(list((tmp_path / "tokens").glob("train-*.mask.npy"))) == 2
 
 
@@ -394,13 +401,12 @@ def test_the_first_words_are_the_question_alone(tmp_path, kind, system):
 
 def test_what_conversations_need(chats, tmp_path):
     root = chats[0]
-    refused(
-        lambda: opened(chats, tokenizer=""),
-        "chat.jsonl holds conversations; give the folder of a tokenizer",
-    )
+    with refused("chat.jsonl holds conversations; give the folder of a tokenizer"):
+        opened(chats, tokenizer="")
     (tmp_path / "plain").mkdir()
     shutil.copy(root / "qwen" / "tokenizer.json", tmp_path / "plain")
-    refused(lambda: opened(chats, tokenizer=str(tmp_path / "plain")), "plain has no chat template")
+    with refused("plain has no chat template"):
+        opened(chats, tokenizer=str(tmp_path / "plain"))
     assert opened(chats).first_words()
 
 
@@ -421,14 +427,21 @@ def test_the_weights_bring_their_chat_template(chats, tmp_path):
 def test_a_recipe_that_trains_on_text_refuses_conversations(chats, tmp_path, data):
     root = chats[0]
     (root / "a.txt").write_text("It was so. " * 5000)
-    path = str(opened(chats).folder) if data == "shards" else data.replace("{}", str(root))
-    flags = {} if data == "shards" else dict(cache_dir=str(tmp_path), tokenizer=str(root / "qwen"))
-    path = path if ":" in path else str(root / path)
+    if data == "shards":
+        path = str(opened(chats).folder)
+    else:
+        path = data.replace("{}", str(root))
+    if data == "shards":
+        flags = {}
+    else:
+        flags = dict(cache_dir=str(tmp_path), tokenizer=str(root / "qwen"))
+    if ":" not in path:
+        path = str(root / path)
     cfg = train_llama3.Config(data=path, out=str(tmp_path / "out"), device="cpu", **flags)
-    refused(
-        lambda: train_llama3.main(cfg),
-        "holds conversations, and this recipe trains on text; use finetune.py --init_from",
-    )
+    with refused(
+        "holds conversations, and this recipe trains on text; use finetune.py --init_from"
+    ):
+        train_llama3.main(cfg)
 
 
 # ---- whole runs ----------------------------------------------------------------------------------
@@ -547,10 +560,9 @@ def test_every_layout_trains_what_one_process_does(one_process, tmp_path, kind, 
         }
         for key in {"loss", "grad_norm", "val_loss", "val_bits_per_byte"} & x.keys():
             assert abs(x[key] - y[key]) <= 2e-5 * x[key], (key, x[key], y[key])
-    lines = [line for line in said.splitlines() if "conversations in" in line]
-    assert len(lines) == 1 and lines == [
-        line for line in printed.splitlines() if "conversations in" in line
-    ]
+    lines = having(said.splitlines(), "conversations in")
+    assert len(lines) == 1
+    assert lines == having(printed.splitlines(), "conversations in")
 
 
 @pytest.mark.slow
@@ -560,7 +572,8 @@ def test_a_step_of_conversations_is_replayed(one_process, chats, kind):
     *_, out = one_process(kind)
     root = chats[0]
     text = run(launch(1, "finetune.py", "--out", out, "--cache_dir", root, "--replay", 3))
-    assert "of step 3 is" in text and "as logged, to the bit" in text, text
+    assert "of step 3 is" in text, text
+    assert "as logged, to the bit" in text, text
     named = re.findall(r" (\S+chat.jsonl) line (\d+): (['\"])(.*)\3", text)
     lines = (root / "chat.jsonl").read_text().splitlines()
     assert len(named) >= 8, text
@@ -579,11 +592,11 @@ def test_a_run_goes_on_in_another_layout_and_is_exported(one_process, tmp_path, 
         launch(2, *command, "--tp", 2, "--export_hf", tmp_path / "hf", "--out", tmp_path / "two")
     )
     one, two = train_lines(out), train_lines(tmp_path / "two")
-    assert "continuing from" in said and "sample (" in said
-    assert [line["tokens_hash"] for line in two] == [line["tokens_hash"] for line in one]
-    assert all(
-        abs(x["loss"] - y["loss"]) <= 2e-5 * x["loss"] for x, y in zip(one, two, strict=True)
-    )
+    assert "continuing from" in said
+    assert "sample (" in said
+    assert column(two, "tokens_hash") == column(one, "tokens_hash")
+    for x, y in zip(one, two, strict=True):
+        assert abs(x["loss"] - y["loss"]) <= 2e-5 * x["loss"]
     exported, merged = load_hf_model(str(tmp_path / "hf"))[0], load_model(str(tmp_path / "two"))[0]
     before = load_hf_model(str(command[2]))[0].state_dict()
     for fqn, weight in exported.state_dict().items():
@@ -601,13 +614,12 @@ def test_a_chat_is_learned_and_asked(chats, one_process, tmp_path):
     out = tmp_path / "run"
     said = run(launch(1, *command, "--no-doc_mask", "--steps", 8, "--lr", "1e-2", "--out", out))
     # the sample is asked as trained
-    assert f"generate.py --checkpoint {out} --prompt" in said and " --chat):\n\n" in said
-    lines = [line["loss"] for line in train_lines(out)]
-    assert (
-        "--doc_mask packs several into one" in said
-        and "sample (" in said
-        and lines[-1] < lines[0] - 0.5
-    )
+    assert f"generate.py --checkpoint {out} --prompt" in said
+    assert " --chat):\n\n" in said
+    lines = column(train_lines(out), "loss")
+    assert "--doc_mask packs several into one" in said
+    assert "sample (" in said
+    assert lines[-1] < lines[0] - 0.5
     assert (out / "checkpoints" / "step-8" / "chat_template.jinja").read_bytes() == (
         chats[0] / "qwen" / "chat_template.jinja"
     ).read_bytes()
@@ -630,37 +642,34 @@ def test_a_chat_is_learned_and_asked(chats, one_process, tmp_path):
 
 def test_a_model_or_data_that_is_not_given_is_asked_for(chats):
     for flags in {}, dict(init_from="folder"), dict(data="chat.jsonl"):
-        refused(
-            lambda flags=flags: finetune.main(finetune.Config(**flags)),
-            "fine-tuning needs a model and what to learn:",
-        )
-    refused(
-        lambda: finetune.Config(lora_rank=4, float8="rowwise"),
-        "--lora_rank 4 with --float8 rowwise: the frozen",
-    )
+        with refused("fine-tuning needs a model and what to learn:"):
+            finetune.main(finetune.Config(**flags))
+    with refused("--lora_rank 4 with --float8 rowwise: the frozen"):
+        finetune.Config(lora_rank=4, float8="rowwise")
 
 
 def test_bad_conversations_are_left_out_and_listed(tmp_path, monkeypatch, capsys):
     folder = chat_folder(tmp_path / "qwen", "qwen3")
-    good = [
-        {
-            "messages": [
-                {"role": "user", "content": f"q{i}"},
-                {"role": "assistant", "content": f"a{i}"},
-            ]
-        }
-        for i in range(300)
-    ]
+    good = []
+    for i in range(300):
+        good.append(
+            {
+                "messages": [
+                    {"role": "user", "content": f"q{i}"},
+                    {"role": "assistant", "content": f"a{i}"},
+                ]
+            }
+        )
     bad = [
         {"messages": []},
         {"messages": [{"role": "user", "content": [{"type": "audio"}]}]},
         {"nothing": 1},
     ]
-    lines = [
-        json.dumps(x) for x in [*good[:7], bad[0], *good[7:150], "", bad[1], bad[2], *good[150:]]
-    ]
+    lines = []
+    for x in [*good[:7], bad[0], *good[7:150], "", bad[1], bad[2], *good[150:]]:
+        lines.append(json.dumps(x))
     (tmp_path / "chat.jsonl").write_text("\n".join(lines).replace('""', ""))
-    (tmp_path / "good.jsonl").write_text("".join(json.dumps(x) + "\n" for x in good))
+    (tmp_path / "good.jsonl").write_text(as_json_lines(good))
 
     def prepare(name, out, *more):
         return call_cli(
@@ -679,25 +688,23 @@ def test_bad_conversations_are_left_out_and_listed(tmp_path, monkeypatch, capsys
         )
 
     status, _, error = prepare("chat.jsonl", "none")
-    assert (
-        status == 2
-        and "chat.jsonl line 8: need a conversation" in error
-        and "prepare --skip_bad N leaves out" in error
-    )
+    assert status == 2
+    assert "chat.jsonl line 8: need a conversation" in error
+    assert "prepare --skip_bad N leaves out" in error
     status, _, error = prepare("chat.jsonl", "few", "--skip_bad", 2)
-    assert (
-        status == 2
-        and "--skip_bad 2: 3 of 303 conversations cannot be trained" in error
-        and error.count("\n") == 1
-    )
+    assert status == 2
+    assert "--skip_bad 2: 3 of 303 conversations cannot be trained" in error
+    assert error.count("\n") == 1
     status, out, _ = prepare("chat.jsonl", "kept", "--skip_bad", 3)
-    assert status == 0 and "3 of 303 conversations are left out" in out
+    assert status == 0
+    assert "3 of 303 conversations are left out" in out
     listed = (tmp_path / "kept" / "skipped.txt").read_text().splitlines()
     assert [line.split(": ")[0].split()[-1] for line in listed] == [
         "8",
         "153",
         "154",
-    ] and "audio" in listed[1]
+    ]
+    assert "audio" in listed[1]
     assert prepare("good.jsonl", "good")[0] == 0
     one, other = (
         json.loads((tmp_path / name / "index.json").read_text()) for name in ("kept", "good")

@@ -10,6 +10,8 @@ import dry
 import layouts
 import pytest
 import torch
+from adapters import ALL, LORA, MLA
+from collectives import count
 from layouts import (
     MODELS,
     Flags,
@@ -25,7 +27,6 @@ from layouts import (
 from pool import pool
 from saves import refuses
 from tables import as_parameters
-from test_communication import count
 
 import distributed.checks
 import distributed.experts
@@ -41,9 +42,6 @@ from storage.adapters import is_adapter, lora_names
 from storage.hf import save_hf
 
 MOE, MTP = layouts.KINDS["qwen3_moe"], layouts.KINDS["mtp"]
-LORA = dict(lora_rank=4)
-ALL = dict(lora_rank=4, lora_on=("wq", "wv", "wo", "w1", "w2", "w3"))
-MLA = dict(lora_rank=4, lora_on=("wq*", "wkv_a", "wkv_b", "wo", "w1"))
 WORDS = dict(LORA=LORA, ALL=ALL, MLA=MLA)  # in the rows of layouts.txt
 
 
@@ -117,13 +115,16 @@ def two_steps(problem: dict, flags: dict) -> tuple:
     params = {fqn: p for s in stages for fqn, p in s.named_parameters()}
     frozen = {fqn: full(p) for fqn, p in params.items() if not p.requires_grad}
     optimizer = torch.optim.AdamW([p for p in params.values() if p.requires_grad], lr=layouts.LR)
-    losses = [
-        parallel.reduce_loss(
-            parallel.forward_backward(s, local_batch(global_batch(0, 4, False), layout), layout),
-            layout,
+    losses = []
+    for s in (plain, stages):
+        losses.append(
+            parallel.reduce_loss(
+                parallel.forward_backward(
+                    s, local_batch(global_batch(0, 4, False), layout), layout
+                ),
+                layout,
+            )
         )
-        for s in (plain, stages)
-    ]
     numbers = sum(local_tensor(p.grad).numel() for p in params.values() if p.grad is not None)
     optimizer.step()
     optimizer.zero_grad()
@@ -186,31 +187,33 @@ def dtypes_and_casts() -> tuple:
     cast copy, and at each block's backward whether later blocks still have casts)."""
     units, left = [], []
     made = CastUnit.__init__
-    with mock.patch.object(
-        CastUnit, "__init__", lambda unit, *args: units.append(unit) or made(unit, *args)
-    ):
+
+    def watched(unit, *args):
+        units.append(unit)
+        return made(unit, *args)
+
+    with mock.patch.object(CastUnit, "__init__", watched):
         stages, layout = build(config(), LORA | dict(compute_dtype="bfloat16"), 2, 2)
     for i, block in stages[0].blocks.items():
         block.attn.register_full_backward_pre_hook(
             lambda *args, i=int(i): left.append([u.is_cast for u in units[i + 1 : 4]])
         )
     parallel.forward_backward(stages, local_batch(global_batch(0, 2, False), layout), layout)
-    kinds = [
-        {p.dtype for p in stages[0].parameters() if p.requires_grad == trains}
-        for trains in (False, True)
-    ]
-    copied = {
-        c.requires_grad
-        for u in units
-        for c, p in zip(u.casts, u.params, strict=True)
-        if c.data_ptr() != p.data_ptr()
-    }
+    kinds = []
+    for trains in (False, True):
+        kinds.append({p.dtype for p in stages[0].parameters() if p.requires_grad == trains})
+    copied = set()
+    for u in units:
+        for c, p in zip(u.casts, u.params, strict=True):
+            if c.data_ptr() != p.data_ptr():
+                copied.add(c.requires_grad)
     return kinds, copied, left
 
 
 def test_frozen_weights_are_kept_in_the_compute_dtype_and_never_copied():
     kinds, copied, left = pool(1).run(dtypes_and_casts)[0]
-    assert kinds == [{torch.bfloat16}, {torch.float32}] and copied == {True}
+    assert kinds == [{torch.bfloat16}, {torch.float32}]
+    assert copied == {True}
     # a block's casts are freed before the backward of the block below
     assert left == [[], [False], [False] * 2, [False] * 3]
 
@@ -220,10 +223,12 @@ def dtypes(flags: dict) -> list:
     stages, layout = build(config(**MOE), flags, 4, 2)
     parallel.forward_backward(stages, local_batch(global_batch(0, 4, False), layout), layout)
     params = list(stages[0].parameters())
-    return [
-        {t.dtype for p in params if p.requires_grad == trains for t in (p, local_tensor(p))}
-        for trains in (False, True)
-    ]
+    found = []
+    for trains in (False, True):
+        found.append(
+            {t.dtype for p in params if p.requires_grad == trains for t in (p, local_tensor(p))}
+        )
+    return found
 
 
 @pytest.mark.parametrize(
@@ -246,11 +251,9 @@ def test_flops_and_dry_run_count_what_is_trained(tmp_path):
     n = 4 * 4 * ((32 + 64) + 2 * (32 + 32) + (64 + 32))
     text, more = lora_counts(model, cfg)
     flops = model.flops_per_token(16) + more
-    assert (
-        flops == 4 * matrices + 12 * 4 * 8 * 8 * 16 + 6 * n
-        and "4 wq, 4 wk, 4 wv, 4 wo" in text
-        and f"{n:,}" in text
-    )
+    assert flops == 4 * matrices + 12 * 4 * 8 * 8 * 16 + 6 * n
+    assert "4 wq, 4 wk, 4 wv, 4 wo" in text
+    assert f"{n:,}" in text
     made = initialised(override_fields(FLAVORS["debug"], dry.SMALL, "--model_args"), Flags(), 3)
     save_hf(made, str(tmp_path / "base"), torch.float32)
     base = dict(
@@ -261,10 +264,11 @@ def test_flops_and_dry_run_count_what_is_trained(tmp_path):
         dp_shard=2,
     )
     plain, lora = dry.report_of(**base), dry.report_of(**base, lora_rank=4)
-    sizes = [
-        {key: report.ranks[0].step[key] for key in ("parameters", "gradients", "optimizer")}
-        for report in (plain, lora)
-    ]
+    sizes = []
+    for report in (plain, lora):
+        sizes.append(
+            {key: report.ranks[0].step[key] for key in ("parameters", "gradients", "optimizer")}
+        )
     n = 5 * 4 * ((64 + 64) + 2 * (64 + 32) + (64 + 64))  # of dry.SMALL
     steps = 4 * 5 * 8  # AdamW counts the steps of each parameter
     assert sizes[1] == dict(

@@ -20,6 +20,7 @@ from pool import pool
 from safetensors.torch import load_file, save_file
 from saves import refuses, saver, stops
 from tables import as_parameters
+from their_models import SCALED, TINY, random_model
 from torch import nn
 
 import generate
@@ -40,27 +41,6 @@ from tools.reports.dryrun import Watch
 
 # ---------------------------------------------------------------- their files, our model
 
-TINY = dict(
-    hidden_size=32,
-    num_hidden_layers=4,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    head_dim=8,
-    intermediate_size=64,
-    vocab_size=101,
-    max_position_embeddings=64,
-    rms_norm_eps=1e-5,
-    bos_token_id=None,
-    eos_token_id=None,
-)
-SCALED = dict(
-    rope_type="llama3",
-    rope_theta=5e5,
-    factor=4.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=16,
-)
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16)
 KINDS = dict(moe="Qwen3Moe", moe_raw="Qwen3Moe", mistral="Mistral", qwen2="Qwen2", qwen3="Qwen3")
 VARIANTS = {
@@ -95,17 +75,6 @@ def write_indexed(folder, tensors: dict):
     Path(folder, "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def random_model(kind: str, values: dict, std=0.2):
-    """transformers' model of this kind and config; no weight is without effect."""
-    torch.manual_seed(1)
-    model = getattr(transformers, f"{kind}ForCausalLM")(
-        getattr(transformers, f"{kind}Config")(**values)
-    )
-    for p in model.parameters():
-        nn.init.normal_(p, std=std) if p.dim() > 1 else nn.init.uniform_(p, 0.5, 1.5)
-    return model
-
-
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory):
     """variant -> (transformers' model in fp32, folder written by transformers)."""
@@ -124,18 +93,19 @@ def theirs(tmp_path_factory):
 
 
 def tensors_of(folder) -> dict:
-    return {
-        name: t
-        for file in Path(folder).glob("*.safetensors")
-        for name, t in load_file(file).items()
-    }
+    found = {}
+    for file in Path(folder).glob("*.safetensors"):
+        for name, t in load_file(file).items():
+            found[name] = t
+    return found
 
 
 def assert_equal_files(a, b):
     a, b = tensors_of(a), tensors_of(b)
     assert a.keys() == b.keys()
     for name in a:
-        assert a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]), name
+        assert a[name].dtype == b[name].dtype, name
+        assert torch.equal(a[name], b[name]), name
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -143,7 +113,10 @@ def test_logits_and_gradients_are_theirs_both_ways_and_a_round_trip_is_bit_ident
     theirs, variant, tmp_path
 ):
     model, folder = theirs(variant)
-    dtype = torch.bfloat16 if variant == "bf16" else torch.float32
+    if variant == "bf16":
+        dtype = torch.bfloat16
+    else:
+        dtype = torch.float32
     ours, _ = hf.load_hf_model(folder, dtype=torch.float32)  # as in training
     equals_transformers(ours, model, tmp_path)
     hf.save_hf(ours, str(tmp_path / "out"), dtype, max_shard_gb=6e-5 if variant == "sharded" else 5)
@@ -154,14 +127,14 @@ def test_logits_and_gradients_are_theirs_both_ways_and_a_round_trip_is_bit_ident
     torch.testing.assert_close(back(tokens).logits, ours(tokens), atol=5e-5, rtol=0)
     # config.json, in the spelling of transformers 4, says the same to us and to transformers 5
     assert hf.read_hf_config(str(tmp_path / "out")) == ours.config
-    same = {
-        k: v
-        for k, v in model.config.to_dict().items()
-        if k not in ("dtype", "use_cache", "_name_or_path", "pad_token_id")
-    }
+    same = {}
+    for k, v in model.config.to_dict().items():
+        if k not in ("dtype", "use_cache", "_name_or_path", "pad_token_id"):
+            same[k] = v
     assert same.items() <= back.config.to_dict().items()
     # and not 2, the default
-    assert back.config.eos_token_id is None and not back.generation_config.eos_token_id
+    assert back.config.eos_token_id is None
+    assert not back.generation_config.eos_token_id
 
 
 def test_files_have_at_most_max_shard_gb_and_transformers_reads_which_is_where(theirs, tmp_path):
@@ -178,10 +151,8 @@ def test_files_have_at_most_max_shard_gb_and_transformers_reads_which_is_where(t
         assert size <= 30000
         total += size
     files = sorted(set(index["weight_map"].values()))
-    assert (
-        files == [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
-        and len(files) > 8
-    )
+    assert files == [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
+    assert len(files) > 8
     assert index["metadata"]["total_size"] == total == sum(4 * p.numel() for p in ours.parameters())
 
 
@@ -220,9 +191,8 @@ def test_an_export_overwrites_nothing_and_a_failed_one_leaves_nothing(
         hf_write, "write_safetensors", Mock(side_effect=OSError(28, "No space left on device"))
     )
     refuses("No space left", hf.save_hf, ours, str(tmp_path / "new"))
-    assert sorted(os.listdir(tmp_path)) == ["empty", "used"] and os.listdir(tmp_path / "used") == [
-        "notes.txt"
-    ]
+    assert sorted(os.listdir(tmp_path)) == ["empty", "used"]
+    assert os.listdir(tmp_path / "used") == ["notes.txt"]
 
 
 # ---------------------------------------------------------------- any layout
@@ -323,11 +293,9 @@ def test_what_one_rank_finds_all_ranks_raise_before_a_weight_is_touched(theirs, 
     for errors, unchanged in pool(2).run(
         fail_to_import, dict(pp=2), str(tmp_path / "bad"), str(tmp_path / "file")
     ):
-        assert (
-            unchanged
-            and "rank 1: " in errors[0]
-            and "model.norm.weight is (31,) there, (32,) here" in errors[0]
-        )
+        assert unchanged
+        assert "rank 1: " in errors[0]
+        assert "model.norm.weight is (31,) there, (32,) here" in errors[0]
         assert "file is there already" in errors[1]
 
 
@@ -383,7 +351,8 @@ def test_stacks_and_buffers(tmp_path, capsys):
     assert hf.load_hf(toy, str(tmp_path / "in")) == []
     for e in range(8):
         assert torch.equal(toy.experts[e], found[f"model.experts.{e}.weight"])
-    assert torch.equal(toy.bias, found["model.bias"]) and not toy.ours_only.any()
+    assert torch.equal(toy.bias, found["model.bias"])
+    assert not toy.ours_only.any()
     hf.save_hf(toy, str(tmp_path / "out"), torch.bfloat16, max_shard_gb=1e-7)
     written = tensors_of(tmp_path / "out")
     assert written.keys() == found.keys()
@@ -503,9 +472,8 @@ def test_excluded_parameters_keep_their_values(theirs, tmp_path):
     nn.init.constant_(ours.head.weight, 3.0)
     refuses("missing: lm_head.weight", hf.load_hf, ours, str(tmp_path))
     hf.load_hf(ours, str(tmp_path), exclude=["head"])
-    assert (ours.head.weight == 3).all() and torch.equal(
-        ours.norm.weight, found["model.norm.weight"]
-    )
+    assert (ours.head.weight == 3).all()
+    assert torch.equal(ours.norm.weight, found["model.norm.weight"])
 
 
 # ---------------------------------------------------------------- config.json against the flavor
@@ -598,7 +566,8 @@ def test_a_config_that_is_none(theirs, tmp_path, content, message):
         content = json.dumps(saved).encode()
     file.write_bytes(content)
     said = refuses(".", hf.load_hf_model, str(tmp_path / "in"))
-    assert message in said and str(tmp_path / "in") in said
+    assert message in said
+    assert str(tmp_path / "in") in said
 
 
 # ---------------------------------------------------------------- files of strangers
@@ -774,7 +743,8 @@ def test_greedy_text_is_that_of_transformers(chat_folder, capsys):
     ids = theirs.apply_chat_template(
         [{"role": "user", "content": "x + 1"}], add_generation_prompt=True, return_tensors="pt"
     )
-    ids = ids if isinstance(ids, torch.Tensor) else ids["input_ids"]
+    if not isinstance(ids, torch.Tensor):
+        ids = ids["input_ids"]
     new = model.generate(ids, **options)[0, ids.shape[1] :]
     assert greedy(chat_folder, "x + 1", capsys, "--chat") == printable(
         theirs.decode(new, skip_special_tokens=True)
@@ -868,7 +838,8 @@ def test_from_hf_and_to_hf(chat_folder, tmp_path, capsys):
     assert_equal_files(chat_folder, out)
     theirs = transformers.AutoTokenizer.from_pretrained(out)
     assert theirs("def f").input_ids[0] == 1  # begins as the tokenizer says
-    assert theirs.eos_token == "<|eot_id|>" and theirs.chat_template  # as in the first folder
+    assert theirs.eos_token == "<|eot_id|>"  # as in the first folder
+    assert theirs.chat_template
     exported = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert exported.config.eos_token_id == exported.generation_config.eos_token_id == 4
     ids = exported.generate(**theirs("x", return_tensors="pt"), max_new_tokens=12, do_sample=False)
@@ -908,7 +879,8 @@ def test_hugging_face_folders_are_told_from_ours(chat_folder, tmp_path, monkeypa
     checkpoint_commands.from_hf(str(chat_folder), str(tmp_path / "run"))
     assert is_hf_folder(str(chat_folder))
     monkeypatch.chdir(chat_folder)
-    assert is_hf_folder(".") and not is_hf_folder("")  # no --init_from at all
+    assert is_hf_folder(".")
+    assert not is_hf_folder("")  # no --init_from at all
     for ours in (
         tmp_path / "run",
         tmp_path / "run" / "checkpoints" / "step-0",
@@ -942,10 +914,9 @@ def begin(flags, folder, out):
 def test_a_run_begins_with_a_folder(theirs, tmp_path):
     expected = dict(hf.load_hf_model(theirs("sharded")[1])[0].named_parameters())
     for weights, norm in pool(2).run(begin, dict(tp=2), theirs("sharded")[1], str(tmp_path)):
-        assert (
-            all(torch.equal(weight, expected[fqn]) for fqn, weight in weights.items())
-            and not norm.any()
-        )
+        for fqn, weight in weights.items():
+            assert torch.equal(weight, expected[fqn])
+        assert not norm.any()
 
 
 DEEPSEEK = dict(
@@ -1017,6 +988,7 @@ def test_a_tokenizer_in_another_format(chat_folder, tmp_path):
         lambda: Text(str(folder)),
     ):
         said = refuses("tokenizer.model is there", call)
-        assert command in said and "\n" not in said
+        assert command in said
+        assert "\n" not in said
     (folder / "tokenizer.model").unlink()
     refuses("has no tokenizer.json: put one there", generate.open_checkpoint, str(folder))

@@ -8,9 +8,10 @@ import shutil
 from dataclasses import asdict, replace
 
 import pytest
-from saves import IDENTITY, assert_same, save_run, saver, trained
-from test_data import refused, sentences
-from test_flags import MODEL, equal, hashes, observed, steps
+from corpora import sentences
+from observe import MODEL, equal, hashes, observed, steps
+from runs import column
+from saves import IDENTITY, assert_same, refused, save_run, saver, trained
 
 import train_llama3
 from data import DataConfig, open_data
@@ -92,7 +93,9 @@ def test_a_new_phase_keeps_every_bit_of_weights_and_moments(tmp_path, old, ident
     assert state is None
     assert_same(net, trained(0, 7))
     line = next(line for line in said.splitlines() if line.startswith("a new phase: "))
-    assert all(text in line for text in told) and f"{old}/checkpoints/step-7" in line
+    for text in told:
+        assert text in line
+    assert f"{old}/checkpoints/step-7" in line
     assert ("come in the same order again" in line) == (
         identity["data"] == {**IDENTITY["data"], "data_seed": 3}
     )
@@ -102,11 +105,9 @@ def test_a_new_phase_keeps_every_bit_of_weights_and_moments(tmp_path, old, ident
 def test_the_same_flags_go_on(tmp_path, old):
     # weight decay changes neither order of data nor schedule
     net, state, said = started(tmp_path, old, weight_decay=0.0)
-    assert (
-        state == {"step": 7, "samples": 56}
-        and "new phase" not in said
-        and "continuing from" in said
-    )
+    assert state == {"step": 7, "samples": 56}
+    assert "new phase" not in said
+    assert "continuing from" in said
     assert_same(net, trained(0, 7))
     assert "weight_decay 0.1 -> 0.0" in said
 
@@ -126,7 +127,8 @@ def test_the_same_flags_go_on(tmp_path, old):
     ],
 )
 def test_what_moments_do_not_fit_is_refused_by_name(tmp_path, old, identity, parts):
-    refused(lambda: started(tmp_path, old, identity, lr=1e-4), old, *parts)
+    with refused(old, *parts):
+        started(tmp_path, old, identity, lr=1e-4)
 
 
 def test_a_run_does_not_change_its_phase_by_itself(tmp_path, old):
@@ -140,15 +142,13 @@ def test_a_run_does_not_change_its_phase_by_itself(tmp_path, old):
         [],
         asdict(cfg),
     )
-    refused(
-        lambda: check_run(old, other("data", seq_len=64), cfg),
-        "data.seq_len is 64 but",
-        "--out NEW",
-    )
+    with refused("data.seq_len is 64 but", "--out NEW"):
+        check_run(old, other("data", seq_len=64), cfg)
     check_run(old, IDENTITY, cfg)
     save_run(tmp_path / "new", 3)  # the phase has a checkpoint of its own by now
     net, state, said = started(tmp_path, old, steps=40)
-    assert state["step"] == 3 and "IGNORED" in said
+    assert state["step"] == 3
+    assert "IGNORED" in said
 
 
 def test_phases_of_a_recipe(tmp_path):
@@ -182,7 +182,8 @@ def test_phases_of_a_recipe(tmp_path):
     again = trains(
         "again", "first", steps=4, init_from=f"{run.out}/checkpoints/step-2", init_model_only=False
     )
-    assert steps(again) == [3, 4] and equal(again.final, run.final)
+    assert steps(again) == [3, 4]
+    assert equal(again.final, run.final)
 
     phase = dict(
         data="second",
@@ -203,23 +204,19 @@ def test_phases_of_a_recipe(tmp_path):
     ):
         assert text in line
     assert "model_args" not in line
-    assert (
-        steps(whole) == [1, 2, 3, 4]
-        and whole.lines[0]["lr"] == 1e-3 * train_llama3.lr_at(1, whole.cfg) == 5e-4
-    )
-    assert (
-        hashes(whole) == hashes(plain)
-        and equal(whole.init, run.final)
-        and equal(whole.grads[0], plain.grads[0])
-    )
-    assert not equal(whole.final, plain.final) and whole.lines[0]["tokens"] == 64
+    assert steps(whole) == [1, 2, 3, 4]
+    assert whole.lines[0]["lr"] == 1e-3 * train_llama3.lr_at(1, whole.cfg) == 5e-4
+    assert hashes(whole) == hashes(plain)
+    assert equal(whole.init, run.final)
+    assert equal(whole.grads[0], plain.grads[0])
+    assert not equal(whole.final, plain.final)
+    assert whole.lines[0]["tokens"] == 64
     stopped = trains("stopped", **phase, steps=2, init_model_only=False)
     # this process holds the lock of the other folder
     shutil.copytree(stopped.out, tmp_path / "parts")
     parts = trains("parts", **phase, steps=4, init_model_only=False)
-    assert (
-        steps(parts) == [1, 2, 3, 4] and len(parts.batches) == 2 and equal(parts.final, whole.final)
-    )
-    assert hashes(parts) == hashes(whole) and [x["loss"] for x in parts.lines] == [
-        x["loss"] for x in whole.lines
-    ]
+    assert steps(parts) == [1, 2, 3, 4]
+    assert len(parts.batches) == 2
+    assert equal(parts.final, whole.final)
+    assert hashes(parts) == hashes(whole)
+    assert column(parts.lines, "loss") == column(whole.lines, "loss")

@@ -125,9 +125,11 @@ def test_modules_that_are_imported_late_belong_to_the_code(tmp_path, monkeypatch
     ):
         monkeypatch.setitem(sys.modules, module, SimpleNamespace(__file__=str(tmp_path / name)))
     code = provenance.local_code()
-    assert sources.items() <= code.items() and not others.keys() & code.keys()
+    assert sources.items() <= code.items()
+    assert not others.keys() & code.keys()
     assert {"checkpoint.py", "rl/decoding.py", "lora/lora.py"} <= code.keys()
-    assert not any(name.startswith("torch") for name in code)
+    for name in code:
+        assert not name.startswith("torch")
 
 
 # ---- a run from its sources ----------------------------------------------------------------------
@@ -169,7 +171,8 @@ def test_a_run_from_its_sources_has_the_same_losses(tmp_path):
         "float32",
     ]
     first = run(launch(1, "train_llama3.py", *flags, "--out", out), cwd=fork).splitlines()[0]
-    assert first.startswith("flags: ") and first.endswith(
+    assert first.startswith("flags: ")
+    assert first.endswith(
         f" --model_args {MODEL} --out {out} --steps 3 --seq_len 64 "
         "--local_batch_size 2 --val_every 0"
     )
@@ -177,7 +180,8 @@ def test_a_run_from_its_sources_has_the_same_losses(tmp_path):
         json.loads((out / "config.json").read_text())["_run"],
         call_git(fork, "rev-parse", "HEAD").strip(),
     )
-    assert about["commit"] == commit and about["code"].keys() >= {
+    assert about["commit"] == commit
+    assert about["code"].keys() >= {
         "train_llama3.py",
         "rl/decoding.py",
     }

@@ -186,7 +186,9 @@ def make_folder(folder: Path, family: str, own=4, listed=False, eos=END, generat
         )
 
     def id_of(value):
-        return [ids[name] for name in value] if isinstance(value, list) else ids.get(value)
+        if isinstance(value, list):
+            return [ids[name] for name in value]
+        return ids.get(value)
 
     torch.manual_seed(0)
     vocab_size = max(whole.get_vocab(with_added_tokens=True).values()) + 1
@@ -276,7 +278,8 @@ def test_folders_as_transformers_reads_them(tmp_path, family, beside):
     run, out = str(tmp_path / "run"), str(tmp_path / "out")
     commands.from_hf(str(folder), run)
     commands.to_hf(run, out, dtype="float32")
-    assert has_bos(run) and ids_of_folder(text_folder(run)) == ids_of_folder(str(folder))
+    assert has_bos(run)
+    assert ids_of_folder(text_folder(run)) == ids_of_folder(str(folder))
     assert ids_of_folder(out) == ids_of_folder(str(folder))
     exported = AutoModelForCausalLM.from_pretrained(out)
     for about in exported.generation_config, exported.config:
@@ -297,7 +300,8 @@ def test_folders_as_transformers_reads_them(tmp_path, family, beside):
         options = dict(max_new_tokens=5, do_sample=False)
         said = exported.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
         own = generate(load_hf_model(str(folder))[0], [prompt], 5, 0.0, eot=ends_of(str(folder)))
-        assert own == [said] and (last is None or said == [last])
+        assert own == [said]
+        assert last is None or said == [last]
 
 
 # Ids that contradict are refused, and so is a gap. Tokens that are named without an id need a row.
@@ -347,7 +351,8 @@ def test_bytes_of_tokens_that_only_tokenizer_config_has(tmp_path):
     listed = listed_tokens(str(folder))
     size = max(listed) + 1
     counts = bytes_of_tokens(rules, size, listed)
-    assert not counts[list(listed)].any() and counts[:50].all()
+    assert not counts[list(listed)].any()
+    assert counts[:50].all()
     listed[max(listed)]["special"] = False
     assert bytes_of_tokens(rules, size, listed)[-1] == len(END)
     assert len(bytes_of_tokens(rules, size - 2, listed)) == size - 2
@@ -375,7 +380,10 @@ def test_a_run_from_a_folder_begins_its_documents_as_the_folder(tmp_path, name):
     """Text from nothing has no such token, with the same tokenizer."""
     folder = make_folder(tmp_path / "hf", "llama3", **BESIDE["appends its end"])
     lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
-    written = lines if name == "a.jsonl" else DOCUMENT.join(TEXTS)
+    if name == "a.jsonl":
+        written = lines
+    else:
+        written = DOCUMENT.join(TEXTS)
     (tmp_path / name).write_text(written)
     theirs = AutoTokenizer.from_pretrained(folder)
     expected = [theirs(text).input_ids[:-1] for text in TEXTS]
@@ -387,7 +395,8 @@ def test_a_run_from_a_folder_begins_its_documents_as_the_folder(tmp_path, name):
     whole = documents(made)
     assert [ids[:-1] for ids in whole[: len(TEXTS) - 1]] == expected[: len(TEXTS) - 1]
     plain = cached_corpus(cfg.data, TextSource(str(folder)), cfg.cache_dir)
-    assert plain != made and [ids[:-1] for ids in documents(plain)][0] == expected[0][1:]
+    assert plain != made
+    assert [ids[:-1] for ids in documents(plain)][0] == expected[0][1:]
 
 
 def test_a_run_knows_the_ids_of_its_folder_and_what_its_data_taught(tmp_path):
@@ -398,9 +407,11 @@ def test_a_run_knows_the_ids_of_its_folder_and_what_its_data_taught(tmp_path):
     cfg = finetune.Config(data="x", init_from=str(folder), out=str(tmp_path / "run"))
     source = folder_of_ids(cfg.out, None, cfg.init_from, new_ids=False)
     found, new = generation_of_run(source, file, [end])
-    assert new == [end] and found["eos_token_id"] == [*ids.ends, end]
+    assert new == [end]
+    assert found["eos_token_id"] == [*ids.ends, end]
     assert (found["bos_token_id"], found["pad_token_id"]) == (ids.bos, ids.pad)
-    assert repr(END) in describe_ends(file, new) and str(end) in describe_ends(file, new)
+    assert repr(END) in describe_ends(file, new)
+    assert str(end) in describe_ends(file, new)
     assert generation_of_run(source, file, ids.ends)[1] == []  # nothing new
     # from nothing, with a tokenizer that names its end: nothing is to be written
     source = folder_of_ids(str(tmp_path / "other"), None, "", new_ids=False)

@@ -79,7 +79,8 @@ def test_shipped_models_are_exported(kind):
 @pytest.mark.parametrize("kind", ["", "bert", "train_dpo", "../llama3", "run", "mup.x", "layers"])
 def test_no_other_file_is_taken_for_a_model(kind):
     before = set(sys.modules)
-    assert hf.config_class(kind) is None and not set(sys.modules) - before
+    assert hf.config_class(kind) is None
+    assert not set(sys.modules) - before
 
 
 def test_a_fork_is_not_exported_as_llama(tmp_path, fork, capsys):
@@ -91,7 +92,8 @@ def test_a_fork_is_not_exported_as_llama(tmp_path, fork, capsys):
     refuses(message, hf.save_hf, model, out)
     save_model(model, tmp_path / "run")
     error = stops(capsys, checkpoint_commands.main, ["to_hf", str(tmp_path / "run"), out])
-    assert error.startswith("error: ") and not os.path.exists(out)
+    assert error.startswith("error: ")
+    assert not os.path.exists(out)
 
 
 def saved_and_exported(module, folder) -> tuple[torch.nn.Module, str]:
@@ -190,6 +192,7 @@ def test_an_export_that_tells_of_another_model_is_refused_before_anything_is_tra
         "run",
     ]
     done = run_program(command, cwd=tmp_path, timeout=240)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
     assert "error: transformers would open an export of relu2.Llama3 as llama" in done.stderr
     assert not (tmp_path / "run").exists()

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from runs import having
 from saves import assert_same, saver, trained
 from torch import nn
 
@@ -21,7 +22,7 @@ def lines_of_saves(capsys, change, n=1, out=None):
         change(net, optimizers)
         capsys.readouterr()
         assert checkpoints.save(step, {"step": step})
-        said.append([line for line in capsys.readouterr().out.splitlines() if "holds" in line])
+        said.append(having(capsys.readouterr().out.splitlines(), "holds"))
     checkpoints.close()
     return said
 

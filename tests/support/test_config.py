@@ -58,17 +58,18 @@ def help_of(capsys, config) -> str:
     with pytest.raises(SystemExit) as stop:
         parse_config(config, ["--help"])
     out, err = capsys.readouterr()
-    assert stop.value.code == 0 and err == ""
+    assert stop.value.code == 0
+    assert err == ""
     return out
 
 
 def parsed(*argv) -> dict:
     defaults = vars(Config())
-    return {
-        name: value
-        for name, value in vars(parse_config(Config, list(argv))).items()
-        if value != defaults[name]
-    }
+    found = {}
+    for name, value in vars(parse_config(Config, list(argv))).items():
+        if value != defaults[name]:
+            found[name] = value
+    return found
 
 
 # (what is typed, the values that differ from the defaults)
@@ -119,7 +120,8 @@ def test_values_with_spaces_and_empty_values():
 def test_refused(capsys, argv, parts):
     """Types that no flag of train_llama3.py has; test_messages.py has the others."""
     line = refused(capsys, *argv.split())
-    assert all(part in line for part in parts), line
+    for part in parts:
+        assert part in line, line
 
 
 def test_a_newline_in_a_value_stays_on_one_line(capsys):
@@ -146,7 +148,8 @@ def test_the_first_rank_of_a_machine_speaks(capsys, monkeypatch):
         with pytest.raises(SystemExit) as stop:
             parse_config(Config, argv)
         assert stop.value.code == status
-    assert capsys.readouterr() == ("", "") and waits == [5]  # until rank 0 has said what is wrong
+    assert capsys.readouterr() == ("", "")
+    assert waits == [5]  # until rank 0 has said what is wrong
     monkeypatch.setenv("LOCAL_RANK", "0")  # of another machine, where the cause may be
     assert re.match(
         "error on rank 3 [(].+[)]: .*--steps", stops(capsys, parse_config, Config, ["--stpes", "5"])
@@ -192,7 +195,9 @@ def test_config_file_refused(capsys, tmp_path, text, parts):
     path = tmp_path / "config.json"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     line = refused(capsys, "--config", str(path))
-    assert str(path) in line and all(part in line for part in parts), line
+    assert str(path) in line, line
+    for part in parts:
+        assert part in line, line
 
 
 def test_config_file_numbers(tmp_path):
@@ -211,7 +216,8 @@ def test_help(capsys):
     assert "compile the blocks [default: true; --no-compile turns it off]" in flat
     assert "--flavor debug|1B model size [default: debug]" in flat
     assert "--decay_ratio number|none none = decay right after warmup [default: none]" in flat
-    assert "some integers [default: 1,2]" in flat and 'some names [default: ""]' in flat
+    assert "some integers [default: 1,2]" in flat
+    assert 'some names [default: ""]' in flat
     assert "sequences per step [default: -1]" in flat  # a field over several lines
     assert (
         flat.index("Config:")
@@ -238,14 +244,11 @@ def test_an_answer_names_a_flag_that_is_there():
     for ours, names in [*ELSEWHERE.items(), *sentences.items()]:
         assert ours in flags, ours
         for name in names.split():
-            assert (
-                f"--{ours}" in suggest_flag(name, {ours})
-                and "--" not in suggest_flag(name, {"eot"})
-                and name != ours
-            ), name
-    assert suggest_flag("no_such_name", flags) == "" and "finetune.py" in suggest_flag(
-        "lora_rank", {"steps"}
-    )
+            assert f"--{ours}" in suggest_flag(name, {ours}), name
+            assert "--" not in suggest_flag(name, {"eot"}), name
+            assert name != ours, name
+    assert suggest_flag("no_such_name", flags) == ""
+    assert "finetune.py" in suggest_flag("lora_rank", {"steps"})
 
 
 PIPELINE = Need("without --pp 2 or more", lambda c: c.pp > 1)
@@ -311,7 +314,8 @@ def test_flags_without_effect_that_nobody_typed_return_to_their_defaults(tmp_pat
     assert (cfg.schedule, cfg.parts) == (
         Pipeline().schedule,
         [4],
-    ) and capsys.readouterr().out == said
+    )
+    assert capsys.readouterr().out == said
 
 
 def test_a_new_default_keeps_the_needs_and_help_names_them(capsys):

@@ -59,8 +59,10 @@ def test_a_flag_that_is_gone_is_answered_with_its_reason(capsys, typed):
     with pytest.raises(SystemExit) as stop:
         parse_config(train_llama3.Config, [typed])
     err = capsys.readouterr().err
-    assert stop.value.code == 2 and err.count("\n") == 1
-    assert "gone since 0.5.0: " in err and "; instead: " in err
+    assert stop.value.code == 2
+    assert err.count("\n") == 1
+    assert "gone since 0.5.0: " in err
+    assert "; instead: " in err
 
 
 @pytest.mark.parametrize(
@@ -75,7 +77,9 @@ def test_help_of_one_name(capsys, asked, words):
     with pytest.raises(SystemExit) as stop:
         parse_config(train_llama3.Config, asked)
     out = capsys.readouterr().out
-    assert stop.value.code == 0 and words in out and out.count("\n") <= 2
+    assert stop.value.code == 0
+    assert words in out
+    assert out.count("\n") <= 2
 
 
 def test_the_config_of_an_old_run(tmp_path, capsys):
@@ -91,7 +95,9 @@ def test_the_config_of_an_old_run(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         parse_config(train_llama3.Config, ["--config", str(path)])
     err = capsys.readouterr().err
-    assert stop.value.code == 2 and err.count("\n") == 1 and "to go on, delete these keys" in err
+    assert stop.value.code == 2
+    assert err.count("\n") == 1
+    assert "to go on, delete these keys" in err
     for name in gone:
         assert f"{name} is {tell_gone(name, {'steps': ''})}" in err
 
@@ -117,5 +123,8 @@ def test_the_contract_names_can_be_imported():
     for module, name in (llama3, "Llama3"), (qwen3, "Qwen3"), (deepseek, "DeepSeek"):
         Model, Config = getattr(module, name), getattr(module, f"{name}Config")
         assert isinstance(module.FLAVORS["debug"], Config)
-        assert callable(Config.from_hf) and callable(Model.tp_plan) and callable(Model.hf_keys)
-    assert callable(parse_config) and callable(generate)
+        assert callable(Config.from_hf)
+        assert callable(Model.tp_plan)
+        assert callable(Model.hf_keys)
+    assert callable(parse_config)
+    assert callable(generate)

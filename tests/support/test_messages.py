@@ -92,11 +92,13 @@ def test_a_wrong_command_line_is_told_in_one_line(place, monkeypatch, capsys, ro
         else:
             run(module.main, module.Config)
     out, err = capsys.readouterr()
-    assert stop.value.code == 2 and err.count("\n") == 1 and re.search(message, err), err
-    assert err.startswith("error: ") and "loss" not in out and not dist.is_initialized()
+    assert stop.value.code == 2, err
+    assert err.count("\n") == 1, err
+    assert re.search(message, err), err
+    assert err.startswith("error: ")
+    assert "loss" not in out
+    assert not dist.is_initialized()
     made = set(os.listdir(place)) - set(before)  # a run is locked before its data is opened
-    assert (
-        made <= ({"run"} if "--data" in typed else set())
-        and not (place / "run" / "metrics.jsonl").exists()
-    )
+    assert made <= ({"run"} if "--data" in typed else set())
+    assert not (place / "run" / "metrics.jsonl").exists()
     shutil.rmtree(place / "run", ignore_errors=True)

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from runs import column, json_lines
 from saves import refuses
 
 from tools.reports.options import run_report
@@ -77,12 +78,11 @@ def test_line_has_the_contract_keys_and_full_precision(tmp_path, capsys):
     lines = strict_lines(tmp_path)  # already there before close: every line is flushed
     m.close()
     assert [list(line) for line in lines] == [KEYS, KEYS]
-    assert (
-        lines[1]["loss"] == third.item()
-        and lines[1]["tokens"] == 200
-        and lines[1]["tokens_hash"] == "h2"
-    )
-    assert lines[1]["mfu"] is None and 0.01 < lines[1]["memory_gib"] < 100
+    assert lines[1]["loss"] == third.item()
+    assert lines[1]["tokens"] == 200
+    assert lines[1]["tokens_hash"] == "h2"
+    assert lines[1]["mfu"] is None
+    assert 0.01 < lines[1]["memory_gib"] < 100
     assert lines[1]["tokens_per_second"] == pytest.approx(100 / lines[1]["step_time_s"])
     assert "step 2/10  loss 0.3333  grad_norm 0.500  lr 1.00e-03" in capsys.readouterr().out
 
@@ -93,7 +93,8 @@ def test_nan_is_null(tmp_path, capsys):
     m.log_val(1, torch.tensor(math.inf), None)
     m.close()
     first, val = strict_lines(tmp_path)
-    assert first["loss"] is None and first["grad_norm"] == 0.5
+    assert first["loss"] is None
+    assert first["grad_norm"] == 0.5
     assert val == {"step": 1, "val_loss": None, "val_bits_per_byte": None}
     assert "loss nan" in capsys.readouterr().out
 
@@ -104,7 +105,8 @@ def test_extra_fields_and_tokens_go_on_after_resume(tmp_path):
     m.close()
     (line,) = strict_lines(tmp_path)
     assert line["tokens"] == m.tokens == 600
-    assert line["moe_dead_experts"] == 3 and line["moe_load_max_over_mean"] == 1.5
+    assert line["moe_dead_experts"] == 3
+    assert line["moe_load_max_over_mean"] == 1.5
 
 
 def test_continued_run_drops_the_lines_that_it_does_again(tmp_path, capsys):
@@ -123,7 +125,7 @@ def test_continued_run_drops_the_lines_that_it_does_again(tmp_path, capsys):
     )
     train(m, [4])
     m.close()
-    assert [line["step"] for line in strict_lines(tmp_path)] == [1, 2, 3, 3, 4]
+    assert column(strict_lines(tmp_path), "step") == [1, 2, 3, 3, 4]
     assert strict_lines(tmp_path)[-1]["tokens"] == 400
     make(tmp_path).close()  # a new run in the same folder begins with nothing
     assert strict_lines(tmp_path) == []
@@ -134,7 +136,9 @@ def test_continued_run_drops_the_lines_that_it_does_again(tmp_path, capsys):
 def test_long_files_are_read_as_a_stream(tmp_path, capsys):
     """Dropping lines and drawing the curve take a small part of the memory of all lines; of a file
     cut between a line and its newline nothing is lost."""
-    lines = [{name: step + 0.5 for name in KEYS} | {"step": step} for step in range(2000)]
+    lines = []
+    for step in range(2000):
+        lines.append({name: step + 0.5 for name in KEYS} | {"step": step})
     whole = (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     tracemalloc.start()
     m = make(tmp_path, first_step=2000)
@@ -142,12 +146,10 @@ def test_long_files_are_read_as_a_stream(tmp_path, capsys):
     m.close()
     drawing = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert (
-        strict_lines(tmp_path) == lines
-        and "1999" in capsys.readouterr().out
-        and dropping < whole / 3
-        and drawing < whole
-    )
+    assert strict_lines(tmp_path) == lines
+    assert "1999" in capsys.readouterr().out
+    assert dropping < whole / 3
+    assert drawing < whole
 
 
 def test_other_ranks_write_print_and_read_nothing(tmp_path, capsys):
@@ -157,7 +159,9 @@ def test_other_ranks_write_print_and_read_nothing(tmp_path, capsys):
     train(m, [1, 2], loss=lambda step: never_read)
     m.log_val(2, never_read)
     m.close()
-    assert not (tmp_path / "run").exists() and capsys.readouterr().out == "" and m.tokens == 200
+    assert not (tmp_path / "run").exists()
+    assert capsys.readouterr().out == ""
+    assert m.tokens == 200
 
 
 def test_only_logged_steps_read_the_loss_and_means_cover_the_interval(tmp_path, monkeypatch):
@@ -179,7 +183,7 @@ def test_only_logged_steps_read_the_loss_and_means_cover_the_interval(tmp_path, 
         clock[0] += 100.0  # validation and checkpoints are no training time
     m.close()
     lines = strict_lines(tmp_path)
-    assert [line["step"] for line in lines] == [1, 4, 8]
+    assert column(lines, "step") == [1, 4, 8]
     for line in lines:
         assert (line["step_time_s"], line["data_time_s"], line["tokens_per_second"]) == (
             2.0,
@@ -197,10 +201,9 @@ def test_the_slowest_rank_is_told_when_the_others_wait_for_it(tmp_path, capsys, 
         m.end_step(100)
         m.step_time, m.of_ranks = 1.0, seconds
         m.log(m.step, loss=1.0, loss_max=1.0, grad_norm=1.0, lr=0.1, tokens_hash="")
-    late = [
-        [line.get(f"slowest_{name}") for name in ("rank", "host", "by_s")]
-        for line in strict_lines(tmp_path)
-    ]
+    late = []
+    for line in strict_lines(tmp_path):
+        late.append([line.get(f"slowest_{name}") for name in ("rank", "host", "by_s")])
     assert late == [[None] * 3, [2, "node2", 0.25], [1, "node1", pytest.approx(0.3)], [None] * 3]
     assert capsys.readouterr().out.splitlines()[1].endswith("  rank 2 (node2) is 0.25 s late")
     m.start_step(iter([None]))
@@ -238,7 +241,8 @@ def test_garbage_is_collected_on_schedule_and_the_collector_comes_back(tmp_path,
     assert not gc.isenabled()
     train(m, range(1, 8))
     m.close()
-    assert gc.isenabled() and collected == [(2, None), (1, 3), (1, 6)]
+    assert gc.isenabled()
+    assert collected == [(2, None), (1, 3), (1, 6)]
     m = make(tmp_path, gc_every=0, rank0=False)
     assert gc.isenabled()
     m.close()
@@ -250,13 +254,18 @@ def test_loss_curve():
         {"step": 101, "loss": None}
     ]
     picture = loss_curve(lines).split("\n")
-    assert "training" in picture[0] and "validation" in picture[0]
+    assert "training" in picture[0]
+    assert "validation" in picture[0]
     body = picture[1:13]
-    assert len(body) == 12 and all(len(row) <= 71 for row in picture)
+    assert len(body) == 12
+    for row in picture:
+        assert len(row) <= 71
     # begins at the top left
-    assert body[0].split("|")[0].strip() == "7.960" and body[0].split("|")[1][0] == "."
+    assert body[0].split("|")[0].strip() == "7.960"
+    assert body[0].split("|")[1][0] == "."
     # ends at the bottom right
-    assert body[-1].split("|")[0].strip() == "4.000" and body[-1].endswith(".")
+    assert body[-1].split("|")[0].strip() == "4.000"
+    assert body[-1].endswith(".")
     assert sum(row.count("o") for row in body) == 2
     assert picture[-1].split() == ["step", "1", "100"]
     assert "fewer than two" in loss_curve(lines[:1])
@@ -306,11 +315,11 @@ def test_the_named_steps_are_traced_also_by_a_run_that_stops_meanwhile(
         name
     )
     for path in traces:
-        events = [
-            event.get("name")
-            for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-        ]
-        assert "aten::logsumexp" in events and "aten::cosh" not in events
+        events = []
+        for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]:
+            events.append(event.get("name"))
+        assert "aten::logsumexp" in events
+        assert "aten::cosh" not in events
 
 
 def test_a_step_that_never_comes_is_said(tmp_path, capsys):
@@ -351,10 +360,8 @@ def test_plot_draws_the_curves_of_a_run_that_has_ended(tmp_path):
         train(m, [1, 2])
         m.close()
 
-    assert (
-        run_report(main, Config, ["--out", str(tmp_path)]) == 0
-        and not (tmp_path / "loss.png").exists()
-    )
+    assert run_report(main, Config, ["--out", str(tmp_path)]) == 0
+    assert not (tmp_path / "loss.png").exists()
     assert run_report(main, Config, ["--out", str(tmp_path), "--plot"]) == 0
     assert (tmp_path / "loss.png").read_bytes()[1:4] == b"PNG"
 
@@ -369,9 +376,9 @@ def test_lines_of_a_run_whose_checkpoints_are_gone_are_kept(tmp_path, capsys):
         if n == 1:
             assert "no checkpoint to continue" not in said
     assert "has lines up to step 3, and there is no checkpoint to continue" in said
-    kept = [json.loads(line) for line in (tmp_path / "metrics.old-1.jsonl").open()]
-    new = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
-    assert [line["step"] for line in kept] == [line["step"] for line in new] == [1, 2, 3]
+    kept = json_lines(tmp_path / "metrics.old-1.jsonl")
+    new = json_lines(tmp_path / "metrics.jsonl")
+    assert column(kept, "step") == column(new, "step") == [1, 2, 3]
     make(tmp_path).close()
     assert (tmp_path / "metrics.old-2.jsonl").exists()
     make(tmp_path).close()  # no line yet: nothing to keep
@@ -387,11 +394,11 @@ def test_a_full_disk_at_a_log_line_ends_no_run(tmp_path, capsys):
     train(m, [2, 3])
     said = capsys.readouterr().out
     assert said.count("metrics.jsonl cannot be written (No space left on device)") == 1  # once
-    assert [line["step"] for line in strict_lines(tmp_path)] == [1]
+    assert column(strict_lines(tmp_path), "step") == [1]
     m.file = whole
     train(m, [4])
     assert "is written again, with all lines" in capsys.readouterr().out
-    assert [line["step"] for line in strict_lines(tmp_path)] == [1, 2, 3, 4]
+    assert column(strict_lines(tmp_path), "step") == [1, 2, 3, 4]
     m.file = open("/dev/full", "wb", buffering=0)
     train(m, [5])
     m.close()

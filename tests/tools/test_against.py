@@ -8,11 +8,11 @@ from dataclasses import replace
 from unittest import mock
 
 import pytest
-import test_hf
 import torch
 import torch.nn.functional as F
 from saves import refuses
-from test_deepseek import COMMON, YARN
+from their_models import DEEPSEEK, SCALED, YARN, random_model
+from their_models import TINY as LLAMA
 
 import train_deepseek
 import train_llama3
@@ -21,11 +21,11 @@ from models import deepseek, layers, llama3, qwen3
 from tools.parity import against as against
 from tools.reports.options import run_report
 
-TINY = test_hf.TINY | dict(num_hidden_layers=2, max_position_embeddings=256)
+TINY = LLAMA | dict(num_hidden_layers=2, max_position_embeddings=256)
 EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True)
-LATENT = COMMON | dict(num_hidden_layers=2)
+LATENT = DEEPSEEK | dict(num_hidden_layers=2)
 KINDS = {  # name -> (recipe, transformers' name, its config)
-    "llama3": (train_llama3, "Llama", TINY | dict(rope_parameters=test_hf.SCALED)),
+    "llama3": (train_llama3, "Llama", TINY | dict(rope_parameters=SCALED)),
     "tied": (train_llama3, "Llama", TINY | dict(tie_word_embeddings=True, num_attention_heads=4)),
     "qwen3": (train_qwen3, "Qwen3", TINY),
     "qwen3_moe": (train_qwen3, "Qwen3Moe", TINY | EXPERTS),
@@ -47,7 +47,7 @@ def folder(tmp_path_factory):
     def make(kind: str) -> str:
         _, name, values = KINDS[kind]
         folder = str(tmp_path_factory.mktemp(kind))
-        test_hf.random_model(name, values, std=0.15).save_pretrained(folder)
+        random_model(name, values, std=0.15).save_pretrained(folder)
         return folder
 
     return make
@@ -67,9 +67,9 @@ def compared(kind: str, folder: str, mistake=nullcontext, **flags) -> tuple[str,
 @pytest.mark.parametrize("kind", KINDS)
 def test_our_models_are_those_of_transformers_everywhere(kind, folder):
     text, status = compared(kind, folder(kind))
-    assert status == 0 and text.startswith("no difference from ") and "not compared" not in text, (
-        text
-    )
+    assert status == 0, text
+    assert text.startswith("no difference from "), text
+    assert "not compared" not in text, text
 
 
 # ---------------------------------------------------------------- planted mistakes
@@ -179,7 +179,9 @@ def test_a_planted_mistake_is_named_by_its_module(name, folder):
     kind, planted, named = MISTAKES[name]
     text, status = compared(kind, folder(kind), planted)
     first = text.splitlines()[0]
-    assert status == 1 and first.startswith("first difference: ") and named in first, text
+    assert status == 1, text
+    assert first.startswith("first difference: "), text
+    assert named in first, text
     assert "; there it is model." in text  # the module's name in transformers
 
 
@@ -194,11 +196,9 @@ def test_a_forks_own_class_is_compared(folder):
     with mock.patch.object(train_llama3, "Llama3", Fork):
         text, status = compared("llama3", folder("llama3"))
     first = text.splitlines()[0]
-    assert (
-        status == 1
-        and first.startswith("first difference: forward of logits")
-        and "1.5 times" in first
-    ), text
+    assert status == 1, text
+    assert first.startswith("first difference: forward of logits"), text
+    assert "1.5 times" in first, text
 
 
 @pytest.mark.parametrize(

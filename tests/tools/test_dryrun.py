@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from dry import MOE, REPO, config, recipe_of, report_of, run
+from dry import MOE, REPO, collectives_of, config, recipe_of, report_of, run
 from layouts import Flags, layouts_of
 from pool import pool
 from programs import run_program
@@ -57,15 +57,18 @@ def really(recipe: str, flags: dict) -> dict:
     torch.manual_seed(int(os.environ["RANK"]))
 
     def connect(layout, cfg, *args, **kwargs):
-        return replace(layout, compute_dtype=getattr(torch, cfg.compute_dtype))  # noqa: E731
+        return replace(layout, compute_dtype=getattr(torch, cfg.compute_dtype))
 
     stages, optimizers, layout = dryrun.build(importlib.import_module(recipe).main, cfg, connect)
-    n = n_microbatches(layout) if layout.pp > 1 else layout.accumulation
+    if layout.pp > 1:
+        n = n_microbatches(layout)
+    else:
+        n = layout.accumulation
     # for memory: nothing is left over yet
     first = dryrun.observe(stages, optimizers, layout, cfg.seq_len, n, Settled(layout))
     # for collectives: all connections exist
     second = dryrun.observe(stages, optimizers, layout, cfg.seq_len, n, Watch(layout))
-    counts = dryrun.totals({key[1:]: number for key, number in second.items() if key[0] == "moved"})
+    counts = collectives_of(second)
     kept = {key: value for key, value in first.items() if key[0] in ("activations", "flops")}
     return dict(
         first={k: first[k] for k in ("parameters", "gradients", "optimizer", "measured")} | kept,
@@ -95,14 +98,19 @@ def test_dry_run_equals_gloo(row):
         step = rank.step
         for key in ("parameters", "gradients", "optimizer"):
             assert step[key] == first[key], key
-        counts = dryrun.totals({key[1:]: n for key, n in step.items() if key[0] == "moved"})
+        counts = collectives_of(step)
         assert counts == real["counts"]
         for key in first:
             if key[0] == "activations":
                 assert step[key] == pytest.approx(first[key], rel=0.01), key
         # pipelines: another order of micro-batches; split experts: the real step has already freed
         # a tensor of sorted tokens
-        error = 0.15 if "pp" in flags else 0.02 if "etp" in flags else 0.01
+        if "pp" in flags:
+            error = 0.15
+        elif "etp" in flags:
+            error = 0.02
+        else:
+            error = 0.01
         assert rank.peak == pytest.approx(first["measured"], rel=error)
 
 
@@ -115,27 +123,26 @@ def test_another_plan_is_another_report(monkeypatch, left_out):
     cfg = config("train_llama3", dict(tp=2, dp_shard=2))
     plan = recipe.Llama3.tp_plan
     before = dryrun.make_report(recipe.main, cfg).ranks[0].step
-    whole = (
-        {f"blocks.*.ffn.w{i}": "sequence_linear" for i in (1, 2, 3)} if left_out == "ffn" else {}
-    )
+    if left_out == "ffn":
+        whole = {f"blocks.*.ffn.w{i}": "sequence_linear" for i in (1, 2, 3)}
+    else:
+        whole = {}
 
     def changed(model):
-        return {k: v for k, v in plan(model).items() if left_out not in k.split(".")} | whole  # noqa: E731
+        return {k: v for k, v in plan(model).items() if left_out not in k.split(".")} | whole
 
     monkeypatch.setattr(recipe.Llama3, "tp_plan", changed)
     if left_out == "attn_norm":
         refuses("blocks.0.attn_norm.weight has no style", dryrun.make_report, recipe.main, cfg)
         return
     after = dryrun.make_report(recipe.main, cfg).ranks[0].step
-    moved = [
-        dryrun.totals({key[1:]: n for key, n in step.items() if key[0] == "moved"})
-        for step in (before, after)
-    ]
-    fewer = {
-        key: moved[0][key][0] - moved[1][key][0]
-        for key in moved[0]
-        if moved[0][key] != moved[1][key]
-    }
+    moved = []
+    for step in (before, after):
+        moved.append(collectives_of(step))
+    fewer = {}
+    for key in moved[0]:
+        if moved[0][key] != moved[1][key]:
+            fewer[key] = moved[0][key][0] - moved[1][key][0]
     grown = after["parameters"] - before["parameters"]
     expected = {
         ("tp", "all_gather"): 2 * 5,
@@ -157,12 +164,11 @@ def test_tokens_travel_in_parts_on_gpus(ep, parts):
         step = (
             report_of("train_qwen3", model_args=MOE, dp_shard=8, ep=ep, device=device).ranks[0].step
         )
-        return dryrun.totals({key[1:]: n for key, n in step.items() if key[0] == "moved"})[
-            "ep", "all_to_all"
-        ]
+        return collectives_of(step)["ep", "all_to_all"]
 
     (on_cpu, size), (on_gpu, same) = exchanges("cpu"), exchanges("cuda")
-    assert (on_cpu, on_gpu) == (5 * 5, 5 * (1 + 4 * parts)) and same == size
+    assert (on_cpu, on_gpu) == (5 * 5, 5 * (1 + 4 * parts))
+    assert same == size
 
 
 def test_bound_counts_causal_attention_at_half():
@@ -174,10 +180,9 @@ def test_bound_counts_causal_attention_at_half():
     assert report.least_flops == pytest.approx(
         report.ranks[0].flops("forward", "backward") - attention / 2
     )
-    halves = [
-        report_of(seq_len=256, local_batch_size=1, cp=2, dp_shard=1, cp_method=m)
-        for m in ("allgather", "alltoall")
-    ]
+    halves = []
+    for m in ("allgather", "alltoall"):
+        halves.append(report_of(seq_len=256, local_batch_size=1, cp=2, dp_shard=1, cp_method=m))
     assert [2 * half.least_flops for half in halves] == [pytest.approx(report.least_flops)] * 2
 
 
@@ -185,23 +190,19 @@ def test_bound_counts_causal_attention_at_half():
 def test_every_way_to_save_memory_shows():
     flags = dict(dp_shard=2, seq_len=512, compute_dtype="bfloat16")
     plain = report_of(**flags).ranks[0]
-    kept = {
-        ac: report_of(ac=ac, **flags).ranks[0].activations for ac in ("op", "selective", "full")
-    }
-    assert (
-        kept["full"] < kept["selective"] < plain.activations
-        and kept["full"] < kept["op"] < plain.activations
-    )
+    kept = {}
+    for ac in ("op", "selective", "full"):
+        kept[ac] = report_of(ac=ac, **flags).ranks[0].activations
+    assert kept["full"] < kept["selective"] < plain.activations
+    assert kept["full"] < kept["op"] < plain.activations
     compiled, budget = (
         report_of(ac=ac, compile=True, **flags).ranks[0].activations for ac in ("none", "budget")
     )
     assert budget == compiled < plain.activations  # the report says so
     full = report_of(ac="full", **flags)
     # everything except the head: the loss computes the head's gradients in the forward
-    assert (
-        0.7 < full.ranks[0].flops("recompute") / full.ranks[0].flops("forward") < 0.9
-        and full.mfu_bound < 0.85
-    )
+    assert 0.7 < full.ranks[0].flops("recompute") / full.ranks[0].flops("forward") < 0.9
+    assert full.mfu_bound < 0.85
     offloaded = report_of(cpu_offload=True, **flags).ranks[0]
     assert offloaded.peak < plain.peak - 0.9 * (plain.step["parameters"] + plain.step["optimizer"])
     wide = report_of(**flags | dict(compute_dtype="float32")).ranks[0]
@@ -239,7 +240,8 @@ def test_torchrun_is_not_needed():
     env = dict(os.environ, RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="29500")
     command = [sys.executable, REPO / "train_llama3.py", "--dry_run"]
     done = run_program(command, env=env, timeout=120)
-    assert done.returncode == 2 and "use python, not torchrun" in done.stderr
+    assert done.returncode == 2
+    assert "use python, not torchrun" in done.stderr
 
 
 # ---------------------------------------------------------------- schedules and pictures
@@ -287,10 +289,8 @@ def test_the_report_of_a_layout_no_laptop_has(tmp_path):
     assert "80 GB: fits, 141 GB: fits, 192 GB: fits" in done.stdout
     lines = [line.split() for line in done.stdout.splitlines()]
     wo = next(line for line in lines if line[:1] == ["attn.wo.weight"])
-    assert (
-        wo[1:4] == ["4096", "x", "4096"]
-        and " ".join(wo[4:11]) == "tp: columns, fsdp: rows 32 x 512"
-    )
+    assert wo[1:4] == ["4096", "x", "4096"]
+    assert " ".join(wo[4:11]) == "tp: columns, fsdp: rows 32 x 512"
     # two per block and direction, each of 8192 x 4096 bf16
     assert ["forward", "tp", "all_gather", "2", "128", "MiB"] in [line[:6] for line in lines]
     assert ["backward", "tp", "reduce_scatter", "2", "128", "MiB"] in [line[:6] for line in lines]
@@ -305,11 +305,11 @@ def test_one_block_of_split_experts():
         importlib.import_module("train_qwen3").main, config("train_qwen3", flags)
     )
     moved = {tuple(key): number for *key, number, _, _ in list_collectives(step)}
-    assert name == "2" and [split for n, _, split, _ in parameters if n == "moe.experts.w1"] == [
-        "ep: dim 0"
-    ]
+    assert name == "2"
+    assert [split for n, _, split, _ in parameters if n == "moe.experts.w1"] == ["ep: dim 0"]
     # no counts go back
-    assert moved["forward", "ep", "all_to_all"] == 3 and moved["backward", "ep", "all_to_all"] == 2
+    assert moved["forward", "ep", "all_to_all"] == 3
+    assert moved["backward", "ep", "all_to_all"] == 2
     assert (
         moved["forward", "fsdp", "all_gather"] == moved["backward", "fsdp", "reduce_scatter"] == 1
     )
@@ -326,35 +326,40 @@ def test_too_few_layers_are_refused_unless_there_is_a_page():
 GUIDE = REPO / "docs" / "parallelism.md"
 BEGIN = "<!-- support matrix: PYTHONPATH=.:tests python tests/tools/test_dryrun.py -->\n"
 END = "<!-- end -->\n"
-FEATURES = {
-    "FSDP": lambda f, p, fsdp: fsdp > 1,
-    "replicas": lambda f, p, fsdp: f.get("dp_replicate", 1) > 1,
-    "TP": lambda f, p, fsdp: f.get("tp", 1) > 1,
-    "CP": lambda f, p, fsdp: f.get("cp", 1) > 1,
-    "PP": lambda f, p, fsdp: f.get("pp", 1) > 1,
-    "EP": lambda f, p, fsdp: f.get("ep", 1) > 1,
-    "ETP": lambda f, p, fsdp: f.get("etp", 1) > 1,
-    "recomputation": lambda f, p, fsdp: f.get("ac", "none") != "none",
-    "document masks": lambda f, p, fsdp: p.get("doc", False),
-    "tied embeddings": lambda f, p, fsdp: p.get("tie_embeddings", False),
-    "accumulation": lambda f, p, fsdp: p["n"] > p["b"] * fsdp * f.get("dp_replicate", 1),
-}
+
+
+def features_of(processes: int, flags: dict, problem: dict) -> dict[str, bool]:
+    """{feature: whether a layout of layouts.txt has it}"""
+    replicas = flags.get("dp_replicate", 1)
+    others = math.prod(flags.get(axis, 1) for axis in AXES if axis != "dp_shard")
+    fsdp = processes // others
+    return {
+        "FSDP": fsdp > 1,
+        "replicas": replicas > 1,
+        "TP": flags.get("tp", 1) > 1,
+        "CP": flags.get("cp", 1) > 1,
+        "PP": flags.get("pp", 1) > 1,
+        "EP": flags.get("ep", 1) > 1,
+        "ETP": flags.get("etp", 1) > 1,
+        "recomputation": flags.get("ac", "none") != "none",
+        "document masks": problem.get("doc", False),
+        "tied embeddings": problem.get("tie_embeddings", False),
+        "accumulation": problem["n"] > problem["b"] * fsdp * replicas,
+    }
 
 
 def support_matrix() -> str:
     """How many layouts of tests/test_parallel.py have both features; on the diagonal, the feature
     at all."""
-    from test_parallel import LAYOUTS
-
-    found = []
-    for processes, flags, problem in LAYOUTS.values():
-        others = math.prod(flags.get(axis, 1) for axis in AXES if axis != "dp_shard")
-        found.append(
-            {name for name, has in FEATURES.items() if has(flags, problem, processes // others)}
-        )
-    names = list(FEATURES)
+    rows = [features_of(*layout) for layout in layouts_of("layouts").values()]
+    names = list(rows[0])
     lines = [["", *names], ["---"] * (len(names) + 1)]
-    lines += [[a, *(str(sum({a, b} <= f for f in found) or "-") for b in names)] for a in names]
+    for a in names:
+        line = [a]
+        for b in names:
+            both = sum(row[a] and row[b] for row in rows)
+            line.append(str(both or "-"))
+        lines.append(line)
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
@@ -367,16 +372,16 @@ def test_the_support_matrix_is_that_of_the_tests():
 
 def test_the_guide_names_functions_that_exist():
     rooms = [parallel, pipeline, schedule, experts, launch, layouts]
-    named = [
-        name
-        for line in GUIDE.read_text().split("Function")[1:]
-        for name in re.findall(r"`(\w+)`", line.split(".")[0])
-    ]
-    assert len(named) > 8 and [
-        name for name in named if not any(hasattr(m, name) for m in rooms)
-    ] == ["tp_plan"]
+    named = []
+    for line in GUIDE.read_text().split("Function")[1:]:
+        for name in re.findall(r"`(\w+)`", line.split(".")[0]):
+            named.append(name)
+    assert len(named) > 8
+    assert [name for name in named if not any(hasattr(m, name) for m in rooms)] == ["tp_plan"]
     pictures = re.findall(r"!\[\w+\]\((\S+)\)", GUIDE.read_text())
-    assert len(pictures) > 5 and all((GUIDE.parent / name).exists() for name in pictures)
+    assert len(pictures) > 5
+    for name in pictures:
+        assert (GUIDE.parent / name).exists()
 
 
 # axis of the guide's table: flags of the run, and the guide's word for each (axis, operation) of
@@ -410,7 +415,7 @@ def test_the_measured_numbers_of_the_guide(axis):
         flavor="8B", model_args="", seq_len=8192, local_batch_size=1, compute_dtype="auto"
     )
     step = report_of(**flags).ranks[0].step
-    counts = dryrun.totals({key[1:]: n for key, n in step.items() if key[0] == "moved"})
+    counts = collectives_of(step)
     said = "; ".join(
         f"{counts[key][0]} {word} {dryrun.format_bytes(counts[key][1])}"
         for key, word in words.items()
@@ -436,21 +441,18 @@ def test_best_layouts_are_dry_runs_of_their_flags(monkeypatch, capsys):
         monkeypatch.setitem(best.MACHINES, "H100", (80, speed, speed))
         best.print_best(main, cfg, 4, "H100")
         title, _, _, *rows = capsys.readouterr().out.splitlines()
-        assert (
-            title.startswith("26 legal layouts of 4 devices") and "--global_batch_size 16:" in title
-        )
+        assert title.startswith("26 legal layouts of 4 devices")
+        assert "--global_batch_size 16:" in title
         found.append([re.split("  +", row) for row in rows])
-        assert (
-            len(rows) == 3
-            and {row[3] for row in found[-1]} == bounds
-            and all("--tp 2" in row[4] for row in found[-1])
-        )
+        assert len(rows) == 3
+        assert {row[3] for row in found[-1]} == bounds
+        for row in found[-1]:
+            assert "--tp 2" in row[4]
         assert found[-1] == sorted(found[-1], key=lambda row: float(row[0][:-2]))
     flags = dict(pair.split() for pair in found[1][1][4].removeprefix("--").split(" --"))
     c = replace(cfg, **{name: int(n) for name, n in flags.items()}, global_batch_size=16)
-    assert flags["ep"] == "2" and found[1][1][2] == dryrun.format_bytes(
-        dryrun.make_report(main, c).ranks[0].peak
-    )
+    assert flags["ep"] == "2"
+    assert found[1][1][2] == dryrun.format_bytes(dryrun.make_report(main, c).ranks[0].peak)
     monkeypatch.setitem(best.MACHINES, "H100", (1e-3, 1e6, 1e6))
     refuses(
         "none of 26 legal layouts fits a device of 0.001 GB; of 3 dry runs",

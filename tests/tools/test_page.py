@@ -66,10 +66,9 @@ def really_held(recipe: str, flags: dict) -> dict:
     for optimizer in optimizers:
         optimizer.step()
     state = {p: list(s.values()) for optimizer in optimizers for p, s in optimizer.state.items()}
-    held = {
-        name: [parts(t) for t in (p, p.grad, *(t for t in state[p] if t.dim()))]
-        for name, p in shown_parameters(stages).items()
-    }
+    held = {}
+    for name, p in shown_parameters(stages).items():
+        held[name] = [parts(t) for t in (p, p.grad, *(t for t in state[p] if t.dim()))]
     local = {name: list(local_tensor(p).shape) for name, p in shown_parameters(stages).items()}
     positions = ranges(parallel.inputs(stages[0], batch, 0, layout)["positions"][0])
     return dict(
@@ -166,9 +165,11 @@ def test_the_page(recipe, flags):
     text, page, report = page_of(recipe, flags, counted=flags.get("pp") != 2)
     layout = report.layout
     # nothing is downloaded
-    assert "://" not in text and not page.values("src") | page.values("href")
+    assert "://" not in text
+    assert not page.values("src") | page.values("href")
     ranks = {str(r) for r in range(layout.world_size)}
-    assert page.values("data-rank") == ranks and {f"rank{r}" for r in ranks} <= page.values("id")
+    assert page.values("data-rank") == ranks
+    assert {f"rank{r}" for r in ranks} <= page.values("id")
     assert "python the <command> & more" in page.texts
     assert {
         "here while the block runs",
@@ -187,14 +188,13 @@ def test_the_page(recipe, flags):
     # a section for each rank with a box for each parameter on any rank, and the batch; all ranks
     # have all tokens
     tensors = {name for rank in report.ranks for name in shown_parameters(rank.stages)}
-    areas = {
-        look: [
+    areas = {}
+    for look in ("whole", "kept", "gathered", "token"):
+        areas[look] = [
             float(a["width"]) * float(a["height"])
             for tag, a in page.tags
             if tag == "rect" and a["class"] == look
         ]
-        for look in ("whole", "kept", "gathered", "token")
-    }
     n = layout.world_size
     held = sum(len(shown_parameters(rank.stages)) for rank in report.ranks)
     assert len(areas["whole"]) == n * (len(tensors) + 1 + 2)  # 2 in the legends
@@ -319,7 +319,8 @@ def browse(folder: Path, page: Path, state: str, *options) -> str:
 def make(name: str, folder: Path) -> Path:
     page = folder / f"{name}.html"
     done = run(*PAGES[name][0].split(), "--explain", "--html", page)
-    assert done.returncode == 0 and f"{page}: what every rank holds" in done.stdout, done.stderr
+    assert done.returncode == 0, done.stderr
+    assert f"{page}: what every rank holds" in done.stdout, done.stderr
     return page
 
 
@@ -351,9 +352,13 @@ def test_a_browser_shows_the_page(name, tmp_path):
         re.search(r"<title>(.*?)</title>", dom, re.S)[1].replace("&amp;", "&").split("; ")
     )
     assert sizes == "11 false"  # pixels of the smallest text; pictures scroll, the page does not
-    inner = 4 if name == "dense" else 1
+    if name == "dense":
+        inner = 4
+    else:
+        inner = 1
     after = 1 + inner
-    assert seen[0].startswith("Rank 2 holds | undefined") and seen[1].startswith("Rank 1 holds | 1")
+    assert seen[0].startswith("Rank 2 holds | undefined")
+    assert seen[1].startswith("Rank 1 holds | 1")
     assert seen[2].startswith(f"Rank {after} holds | {after}")
     last = 32 if name == "pipeline" else 2  # a forward and a backward, not shown
     assert [text.split(" | ")[2] for text in seen] == [

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from runs import REPO
-from test_refusals import MODEL
 
 import tools.parity.halves as halves_of
 import train_llama3
 from distributed.refusals import check_layout
 from flags.config import Need, flag, parse_config
+from models.llama3 import Llama3Config
 from tools.parity import check_parity as parity
 from tools.parity import loop_state
 from tools.parity.check_parity import check_parity
@@ -30,6 +30,10 @@ from tools.parity.compare import (
     read_run,
 )
 from tools.reports.options import with_report_flags
+
+MODEL = Llama3Config(
+    n_layers=6, n_heads=8, n_kv_heads=4, head_dim=64, ffn_dim=512, max_seq_len=8192
+)
 
 
 @dataclass(kw_only=True)
@@ -225,20 +229,18 @@ def fork(tmp_path) -> Path:
 def test_a_recipe_runs_as_if_started_by_python_and_is_recorded(fork, tmp_path):
     """From any folder, with imports from the recipe's folder; for every way to call clip_grad_norm,
     gradients are unscaled."""
-    commands = [
-        [sys.executable, *before, fork / "mine.py", "--flag", "x"]
-        for before in ([], [REPO / "tools" / "parity" / "half.py", tmp_path / "record"])
-    ]
+    commands = []
+    for before in ([], [REPO / "tools" / "parity" / "half.py", tmp_path / "record"]):
+        commands.append([sys.executable, *before, fork / "mine.py", "--flag", "x"])
     pipes = dict(text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     both = [subprocess.Popen(command, cwd=tmp_path, **pipes) for command in commands]
     (plain, _), (recorded, errors) = (process.communicate(timeout=100) for process in both)
-    assert [process.returncode for process in both] == [7, 7] and recorded == plain, errors
+    assert [process.returncode for process in both] == [7, 7], errors
+    assert recorded == plain, errors
     said = json.loads(plain)
-    assert (
-        said["path"] == str(fork)
-        and said["argv"] == [str(fork / "mine.py"), "--flag", "x"]
-        and said["neighbour"] == "mine"
-    )
+    assert said["path"] == str(fork)
+    assert said["argv"] == [str(fork / "mine.py"), "--flag", "x"]
+    assert said["neighbour"] == "mine"
     assert said["gradient"] == [[6.0], [6.0]]
     assert sorted(file.name for file in (tmp_path / "record").iterdir()) == [
         f"{step}-0.pt" for step in range(4)
@@ -246,7 +248,8 @@ def test_a_recipe_runs_as_if_started_by_python_and_is_recorded(fork, tmp_path):
     for step in range(4):
         part = torch.load(tmp_path / "record" / f"{step}-0.pt")
         for kind in "gradient", "weight":
-            assert part[kind].keys() == {"weight"} and part[kind]["weight"].tolist() == [
+            assert part[kind].keys() == {"weight"}
+            assert part[kind]["weight"].tolist() == [
                 [step],
                 [step],
             ]

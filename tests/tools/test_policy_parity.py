@@ -38,7 +38,8 @@ def test_grpo_is_equal_in_every_cut(tmp_path):
     cuts = ("--local_batch_size 5", "--pack_tokens 38", "--minibatches 2, added up")
     for cut in (*cuts, "--dp_shard 2", "--tp 2", "--cp 2"):
         assert f"\n{cut} " in said, said
-    assert "check_parity: equal: " in said and "in 7 cuts" in said, said
+    assert "check_parity: equal: " in said, said
+    assert "in 7 cuts" in said, said
     assert largest_difference(said) <= 1e-5
     assert not list(tmp_path.iterdir())  # nothing is kept
 
@@ -51,10 +52,12 @@ def judge(program, name, tmp_path, *flags):
     verdict = [line for line in said.splitlines() if line.startswith("check_parity: ")]
     assert len(verdict) == 1, (said, error)
     if edit.differs:
-        assert status == 1 and verdict[0].startswith("check_parity: NOT EQUAL: "), said
+        assert status == 1, said
+        assert verdict[0].startswith("check_parity: NOT EQUAL: "), said
         assert f"{edit.differs} " in verdict[0], said
     else:
-        assert status == 0 and verdict[0].startswith("check_parity: equal: "), said
+        assert status == 0, said
+        assert verdict[0].startswith("check_parity: equal: "), said
         # an honest edit has an effect
         assert ("NO EFFECT" in said) == edit.no_effect, said
         assert edit.no_effect or re.search(r"your edit changes the gradient by \d", said), said
@@ -66,7 +69,8 @@ def judge(program, name, tmp_path, *flags):
 def test_quick_edits_of_grpo(name, tmp_path):
     said = judge("grpo.py", name, tmp_path, *SMALL)
     if name == "denominator_over_ranks":
-        assert "by one factor, 2)" in said and "is Z (loss_denominator)" in said, said
+        assert "by one factor, 2)" in said, said
+        assert "is Z (loss_denominator)" in said, said
     if name == "sum_of_a_row":
         assert "in place of the sample's (sequence_sum" in said, said
 
@@ -104,7 +108,8 @@ def flags_of(program: str, folders) -> list:
 @pytest.mark.parametrize("program", ["forks/train_dpo.py", "forks/train_distill.py"])
 def test_forks_are_equal_in_every_cut(program, folders, tmp_path):
     status, said, error = check(REPO / program, *flags_of(program, folders), cwd=tmp_path)
-    assert status == 0 and "check_parity: equal: " in said, (said, error)
+    assert status == 0, (said, error)
+    assert "check_parity: equal: " in said, (said, error)
     assert largest_difference(said) <= 1e-5
 
 
@@ -132,16 +137,20 @@ def test_edits_of_forks(program, name, folders, tmp_path):
 )
 def test_other_flags(flags, cut, tmp_path):
     status, said, error = check(REPO / "grpo.py", *flags.split(), cwd=tmp_path)
-    assert status == 0 and "check_parity: equal: " in said, (said, error)
-    assert f"\n{cut} " in said and largest_difference(said) <= 1e-5, said
+    assert status == 0, (said, error)
+    assert "check_parity: equal: " in said, (said, error)
+    assert f"\n{cut} " in said, said
+    assert largest_difference(said) <= 1e-5, said
 
 
 @pytest.mark.slow
 def test_adapters(folders, tmp_path):
     flags = ["--init_from", folders / "hf", "--seq_len", 64, "--env", "sum_digits"]
     status, said, error = check(REPO / "grpo.py", *flags, "--lora_rank", 4, cwd=tmp_path)
-    assert status == 0 and "check_parity: equal: " in said, (said, error)
-    assert "lora_" in said and largest_difference(said) <= 1e-5, said
+    assert status == 0, (said, error)
+    assert "check_parity: equal: " in said, (said, error)
+    assert "lora_" in said, said
+    assert largest_difference(said) <= 1e-5, said
 
 
 @pytest.mark.slow
@@ -162,7 +171,8 @@ def test_a_cut_that_fails_is_named(tmp_path):
     old = "            b, ref = batches[i], refs[i]\n"
     new = old + '            assert self.layout.tp == 1, "no tp here"\n'
     status, said, _ = check(edited(tmp_path, old, new), *SMALL, cwd=tmp_path)
-    assert status == 1 and "--tp 2 fails: AssertionError: no tp here (mine.py:" in said, said
+    assert status == 1, said
+    assert "--tp 2 fails: AssertionError: no tp here (mine.py:" in said, said
     assert "check_parity: NOT EQUAL: --tp 2 fails" in said, said
 
 
@@ -171,7 +181,8 @@ def test_an_update_by_rank_is_named(tmp_path):
     old = "            set_lr([self.optimizer], lr)\n"
     new = "            set_lr([self.optimizer], lr * (1 + self.layout.rank))\n"
     status, said, _ = check(edited(tmp_path, old, new), *SMALL, cwd=tmp_path)
-    assert status == 1 and "--dp_shard 2, --tp 2, --cp 2: the first update of" in said, said
+    assert status == 1, said
+    assert "--dp_shard 2, --tp 2, --cp 2: the first update of" in said, said
     assert "does the optimizer's step" in said, said
 
 
@@ -187,8 +198,10 @@ def test_an_update_by_rank_is_named(tmp_path):
 )
 def test_refusals_are_one_line(flags, error, tmp_path):
     done = run_program(launch(1, REPO / "grpo.py", *flags.split()), cwd=tmp_path, env=ENV)
-    assert done.returncode == 2 and error in done.stderr, done.stderr
-    assert len(done.stderr.splitlines()) == 1 and not done.stdout, done.stderr + done.stdout
+    assert done.returncode == 2, done.stderr
+    assert error in done.stderr, done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr + done.stdout
+    assert not done.stdout, done.stderr + done.stdout
 
 
 def record(*gradients, z=(1.0,), loss=1.0) -> Record:
@@ -210,8 +223,10 @@ def test_one_factor_of_all_gradients_is_found():
     whole = record([3.0, 1.0], [1.0, 1.0])
     twice = compare_cut("--tp 2", whole, record([6.0, 2.0], [1.0, 1.0]), adds_up=False)
     other = compare_cut("--tp 2", whole, record([6.0, 1.0], [1.0, 1.0]), adds_up=False)
-    assert twice.factor == pytest.approx(2) and other.factor is None
+    assert twice.factor == pytest.approx(2)
+    assert other.factor is None
     assert "Z (loss_denominator)" in likely_reason([twice])
     assert twice.problems == ["the gradient of w by 1.0e+00"]
     nan = compare_cut("--tp 2", whole, record([float("nan"), 1.0], [1.0, 1.0]), adds_up=False)
-    assert nan.problems and nan.worst[0] == float("inf")
+    assert nan.problems
+    assert nan.worst[0] == float("inf")

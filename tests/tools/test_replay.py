@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from runs import MODEL, ended, launch, run, train_lines
+from runs import MODEL, column, ended, launch, run, train_lines
 
 import train_llama3
 from corpus.origins import find_origin, spans_of
@@ -73,7 +73,7 @@ def sequences(text: str) -> dict[int, tuple]:
 
 def step_of_spike(root: Path) -> int:
     """The step whose loss is above that of the step before by most."""
-    losses = [line["loss"] for line in train_lines(root / "run")]
+    losses = column(train_lines(root / "run"), "loss")
     return 2 + max(range(len(losses) - 1), key=lambda i: losses[i + 1] - losses[i])
 
 
@@ -98,12 +98,15 @@ def test_the_text_that_made_a_spike_is_found(spiked):
     documents = [match for match in map(DOCUMENT.fullmatch, text.splitlines()) if match]
     assert documents[0][6] == str(LINE), text
     tokens = text[text.index("Tokens with the largest losses") :].splitlines()[1:]
-    assert len(tokens) == 10 and all(f"stories.jsonl line {LINE}" in line for line in tokens), text
+    assert len(tokens) == 10, text
+    for line in tokens:
+        assert f"stories.jsonl line {LINE}" in line, text
     lines = (spiked / "stories.jsonl").read_text().splitlines()
     for *_, file, number, excerpt in (match.groups() for match in documents):
         words = re.match(r"(['\"])(.*?)(<\|endoftext\|>)?\1", excerpt)[2].strip().encode()
         story = json.loads(lines[int(number) - 1])["text"]
-        assert file == "stories.jsonl" and words.decode("unicode_escape") in story, excerpt
+        assert file == "stories.jsonl", excerpt
+        assert words.decode("unicode_escape") in story, excerpt
 
 
 def test_the_gradient_of_a_sequence_is_that_of_plain_torch(spiked):
@@ -162,9 +165,11 @@ def test_another_layout_says_the_same(spiked, flags):
     one = sequences(replayed(spiked, step))
     text = replayed(spiked, step, *flags.split(), processes=2)
     two = sequences(text)
-    assert [*one][0] == [*two][0] and one.keys() == two.keys(), text
+    assert [*one][0] == [*two][0], text
+    assert one.keys() == two.keys(), text
     for row, (cursor, loss, *rest, document) in one.items():
-        assert two[row][0] == cursor and two[row][-1] == document
+        assert two[row][0] == cursor
+        assert two[row][-1] == document
         assert two[row][1] == pytest.approx(loss, abs=1e-3), text
         assert two[row][2:-1] == pytest.approx(tuple(rest), rel=2e-2, abs=0.2), text
 
@@ -218,7 +223,8 @@ def test_the_recipe_of_another_model_is_refused(spiked):
     for step in (5, 30):
         command = ["train_qwen3.py", "--out", "run", "--cache_dir", "cache", "--replay", step]
         said = ended(launch(1, *command), cwd=root, status=2).stderr
-        assert said.count("\n") == 1 and "but run was trained with models.llama3" in said, said
+        assert said.count("\n") == 1, said
+        assert "but run was trained with models.llama3" in said, said
 
 
 def test_flags_of_the_layout_may_be_others(spiked, monkeypatch):

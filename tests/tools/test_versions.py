@@ -42,7 +42,10 @@ def edit(repo: Path, file: str, old: str, new: str):
 
 def note(repo: Path, number: int):
     file = repo / NOTED[number % len(NOTED)]
-    mark = "#" if file.suffix == ".py" else ""
+    if file.suffix == ".py":
+        mark = "#"
+    else:
+        mark = ""
     file.write_text(f"{file.read_text()}\n{mark} note {number}\n")
 
 
@@ -90,7 +93,9 @@ def test_a_commit_that_changes_the_numbers_is_named(repo):
     text = told(repo, "--bisect", "HEAD~4..HEAD")
     assert f"{bad[:7]}  A little faster  (A. Student, 2" in text, text
     assert "step 2 differs first in the update of" in text
-    assert "+            rate = " in text and "lr * share * 1.05" in text and "note" not in text
+    assert "+            rate = " in text
+    assert "lr * share * 1.05" in text
+    assert "note" not in text
     assert "commits left, about 2 steps" in text
 
 
@@ -132,7 +137,8 @@ def test_one_commit_of_forty_is_found(repo):
     assert text.count("commits left, about") + text.count("commit left, about") <= 7, text
     assert "lr * share * 1.05" in text
     layout = told(repo, "--where", "--against", f"@{bad}~1", "--tp", "2", status=1)
-    assert "(2 processes)" in layout and "after the step" in layout.split("first difference")[1]
+    assert "(2 processes)" in layout
+    assert "after the step" in layout.split("first difference")[1]
 
 
 @pytest.mark.slow
@@ -143,7 +149,8 @@ def test_bits_and_rounding(repo):
     text = told(repo, "--bisect", "HEAD~1..HEAD", status=2)
     assert "compute the same, up to rounding, in 4 steps: nothing to find" in text
     text = told(repo, "--bisect", "HEAD~1..HEAD", "--expect", "bits")
-    assert "Another rounding  (A. Student" in text and "step 1 differs first in" in text
+    assert "Another rounding  (A. Student" in text
+    assert "step 1 differs first in" in text
 
 
 def test_what_cannot_be_compared_is_refused(repo, tmp_path):
@@ -159,7 +166,8 @@ def test_what_cannot_be_compared_is_refused(repo, tmp_path):
     ):
         with pytest.raises(ValueError) as error:
             commits_between(root, text)
-        assert words in reason(error.value) and "\n" not in str(error.value), text
+        assert words in reason(error.value), text
+        assert "\n" not in str(error.value), text
     assert "is not in" in told(repo, "--where", "--against", "train_x.py@HEAD", status=2)
     both = told(repo, "--bisect", "HEAD~1..HEAD", "--where", status=2)
     assert "--bisect names a commit, and --where an operation" in both
@@ -190,5 +198,7 @@ def test_flags_of_reports_are_not_handed_on(typed, kept):
 
 def test_a_folder_is_no_commit(tmp_path):
     (tmp_path / "a@b").mkdir()
-    assert names_commit("train_llama3.py@HEAD~5") and names_commit("@v0.10")
-    assert not names_commit("folder") and not names_commit(str(tmp_path / "a@b"))
+    assert names_commit("train_llama3.py@HEAD~5")
+    assert names_commit("@v0.10")
+    assert not names_commit("folder")
+    assert not names_commit(str(tmp_path / "a@b"))

@@ -11,10 +11,9 @@ import layouts
 import pytest
 import torch
 import torch.distributed as dist
+from mistakes import MUTANTS, NAMED
 from pool import pool
 from tables import as_parameters
-from test_mutants import MUTANTS, NAMED
-from test_parallel import LAYOUTS, MOE, MTP
 from torch.distributed.tensor import Replicate
 
 import distributed.experts
@@ -24,6 +23,10 @@ from models.deepseek import shift_targets
 from models.loss import linear_cross_entropy
 from tools.parity.operations import seams_of_a_step
 from tools.parity.where import first_difference_of, placements, which_ranks
+
+LAYOUTS = layouts.layouts_of("layouts")
+MOE = layouts.KINDS["qwen3_moe"]
+MTP = layouts.KINDS["mtp"]
 
 
 def step_with_seams(model_config, flags, n, local_batch_size, doc_mask=False, mutate=None) -> bytes:
@@ -49,7 +52,10 @@ def where(processes: int, flags: dict, problem: dict, mutate=None) -> str:
     config = layouts.config(**problem)
     one = pool(1).run(step_with_seams, config, {}, n, n, doc)
     layout = pool(processes).run(step_with_seams, config, flags, n, b, doc, mutate)
-    read = lambda ranks: [torch.load(io.BytesIO(rank), weights_only=True) for rank in ranks]  # noqa: E731
+
+    def read(ranks):
+        return [torch.load(io.BytesIO(rank), weights_only=True) for rank in ranks]
+
     return first_difference_of(read(one), read(layout))[0]
 
 
@@ -66,7 +72,9 @@ def test_where_names_the_function_that_is_broken(name):
     _, seam, function = NAMED[name]
     first = text.splitlines()[0]
     look = next(line for line in text.splitlines() if line.startswith("look at"))
-    assert first.startswith("first difference: ") and seam in first and function in look, text
+    assert first.startswith("first difference: "), text
+    assert seam in first, text
+    assert function in look, text
 
 
 # --------------------------------------------------- mistakes that no test of test_mutants.py makes
@@ -178,7 +186,8 @@ MORE = [
 )
 def test_where_names_other_mistakes(planted, row, seam, function):
     first, *rest = where(*row, mutate=planted).splitlines()
-    assert first.startswith("first difference: ") and seam in first, first
+    assert first.startswith("first difference: "), first
+    assert seam in first, first
     assert any(line.startswith("look at: ") and function in line for line in rest), rest
 
 
@@ -199,9 +208,8 @@ EVERY_20TH = dict(list(LAYOUTS.items())[::20])
 )
 def test_equal_layouts_have_no_difference(row):
     text = where(*row)
-    assert (
-        text.startswith("no difference at ") and int(re.search(r"at (\d+) seams", text)[1]) > 150
-    ), text
+    assert text.startswith("no difference at "), text
+    assert int(re.search(r"at (\d+) seams", text)[1]) > 150, text
 
 
 @pytest.mark.parametrize(
@@ -231,7 +239,5 @@ def test_ranks_are_named_by_their_axis():
     assert which_ranks([2, 3], [0, 1, 2, 3], degrees) == " (rank 1 of pp)"
     # only the first stage holds the tensor
     assert which_ranks([0], [0, 1], degrees) == " (rank 0 of tp)"
-    assert (
-        which_ranks([0, 1], [0, 1], degrees) == ""
-        and which_ranks([0, 3], [0, 1, 2, 3], degrees) == " (ranks 0, 3)"
-    )
+    assert which_ranks([0, 1], [0, 1], degrees) == ""
+    assert which_ranks([0, 3], [0, 1, 2, 3], degrees) == " (ranks 0, 3)"
