@@ -918,14 +918,14 @@ def advantages_by_hand(run, penalty=lambda s: 0.0, scale=lambda rewards: 1.0) ->
         scores = torch.tensor([s.reward + penalty(s) for s in group], dtype=torch.float64)
         wanted = (scores - scores.mean()) / scale(scores)
         if not torch.allclose(
-            wanted, torch.tensor(column(group, "advantage"), dtype=torch.float64), atol=1e-4
+            wanted, torch.tensor([s.advantage for s in group], dtype=torch.float64), atol=1e-4
         ):
             return False
-    return any(column(run.batches[0], "advantage"))
+    return any(s.advantage for s in run.batches[0])
 
 
 def tokens_of(run) -> list:
-    return column(run.samples[0], "ids")
+    return [s.ids for s in run.samples[0]]
 
 
 def kept_samples(seen) -> int:
@@ -987,7 +987,7 @@ BROKEN = dict(env="<broken>")
 @rl("failed_reward", -1.0, **BROKEN)
 def _(new, old):
     assert new.batches
-    assert set(column(new.batches[0], "reward")) == {-1.0, 1.0}
+    assert {s.reward for s in new.batches[0]} == {-1.0, 1.0}
     assert "no reward" in old.error
 
 
@@ -1091,7 +1091,7 @@ def _(new, old):
 
 @rl("mask_truncated", True)
 def _(new, old):
-    assert any(column(new.batches[0], "truncated"))
+    assert any(s.truncated for s in new.batches[0])
     for s in new.batches[0]:
         if s.truncated:
             assert sum(s.mask) == 0
@@ -1133,7 +1133,7 @@ def _(new, old):
 
 @rl("control", "random")
 def _(new, old):
-    assert set(column(new.batches[0], "reward")) == {0.0, 1.0}
+    assert {s.reward for s in new.batches[0]} == {0.0, 1.0}
     assert tokens_of(new) == tokens_of(old)
 
 
