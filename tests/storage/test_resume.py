@@ -95,15 +95,23 @@ def test_lock(tmp_path, monkeypatch):
     lock_run(str(tmp_path))
 
 
-def end_with_a_checkpoint(out, saved, ready):
+def end_with_a_checkpoint(out, saved, ready, waiting):
     lock_run(str(out))
     ready.set()
-    time.sleep(1)
+    for rank_waits in waiting:
+        rank_waits.wait(30)
     os.rename(saved / "checkpoints", out / "checkpoints")
 
 
-def start_with(cfg, rank, found):
+def start_with(cfg, rank, found, waits):
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": "123"}
+    sleep = time.sleep
+
+    def tell_and_sleep(seconds):  # a rank that waits for the lock sleeps between two looks at it
+        waits.set()
+        sleep(seconds)
+
+    time.sleep = tell_and_sleep
     found.put(resume.keep_batch(cfg).global_batch_size)
 
 
@@ -119,15 +127,23 @@ def test_a_start_that_waits_for_the_lock_keeps_the_batch_of_the_checkpoint_that_
         global_batch_size=-1,
     )
     fork = multiprocessing.get_context("fork")
-    ready, found = fork.Event(), fork.Queue()
-    holder = fork.Process(target=end_with_a_checkpoint, args=(out, tmp_path / "saved", ready))
+    ready = fork.Event()
+    found = fork.Queue()
+    waiting = [fork.Event(), fork.Event()]
+    holder = fork.Process(
+        target=end_with_a_checkpoint, args=(out, tmp_path / "saved", ready, waiting)
+    )
     holder.start()
     assert ready.wait(30)
-    ranks = [fork.Process(target=start_with, args=(cfg, rank, found)) for rank in (1, 0)]
+    ranks = []
+    for rank in (1, 0):
+        ranks.append(fork.Process(target=start_with, args=(cfg, rank, found, waiting[rank])))
     for process in ranks:
         process.start()
     # from the run on one process; 8 in a new run
-    assert [found.get(timeout=30), found.get(timeout=30)] == [4, 4]
+    assert [found.get(timeout=60), found.get(timeout=60)] == [4, 4]
+    assert waiting[0].is_set()
+    assert waiting[1].is_set()
     for process in (holder, *ranks):
         process.join()
 

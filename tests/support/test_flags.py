@@ -37,7 +37,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from programs import REPO, free_port
+from programs import REPO, hold_port, port_of
 from safetensors.torch import load_file
 
 import distributed.launch
@@ -399,12 +399,13 @@ def observed(program: str, cfg, poison=0, launched=False, continues=False, drift
         shutil.copytree(PLACES["<run>"], cfg.out, dirs_exist_ok=True)
     with tidy(), contextlib.ExitStack() as stack:
         if launched:
+            holder = stack.enter_context(hold_port())
             os.environ.update(
                 RANK="0",
                 WORLD_SIZE="1",
                 LOCAL_RANK="0",
                 MASTER_ADDR="localhost",
-                MASTER_PORT=str(free_port()),
+                MASTER_PORT=str(port_of(holder)),
             )
         for patch in [*patches, contextlib.redirect_stdout(texts)]:
             stack.enter_context(patch)
