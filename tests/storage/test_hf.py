@@ -146,6 +146,8 @@ def test_logits_and_gradients_are_theirs_both_ways_and_a_round_trip_is_bit_ident
     dtype = torch.bfloat16 if variant == "bf16" else torch.float32
     ours, _ = hf.load_hf_model(folder, dtype=torch.float32)  # as in training
     equals_transformers(ours, model, tmp_path)
+    as_in_the_files, _ = hf.load_hf_model(folder)
+    assert {p.dtype for p in as_in_the_files.parameters()} == {dtype}
     hf.save_hf(ours, str(tmp_path / "out"), dtype, max_shard_gb=6e-5 if variant == "sharded" else 5)
     assert_equal_files(folder, tmp_path / "out")
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)

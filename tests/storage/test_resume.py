@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import time
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 from layouts import config
@@ -19,6 +20,7 @@ import train_qwen3
 from checkpoint import CheckpointConfig
 from distributed.refusals import check_layout
 from flags.config import parse_config, save_config
+from models.llama3 import Llama3
 from storage import changes, resume
 from storage.resume import check_run, lock_run
 from tools.reports.stop_main import no_earlier_run
@@ -146,6 +148,31 @@ def test_a_start_that_waits_for_the_lock_keeps_the_batch_of_the_checkpoint_that_
     assert waiting[1].is_set()
     for process in (holder, *ranks):
         process.join()
+
+
+def test_a_checkpoint_that_appears_after_the_batch_was_chosen_is_refused(tmp_path, monkeypatch):
+    """Another start ended between the look at the checkpoints and the lock: this start's batch may
+    be wrong."""
+    cfg = make_run(tmp_path / "saved", step=10)
+    out = tmp_path / "run"
+    cfg = replace(cfg, out=str(out), val_every=0)
+    data = SimpleNamespace(vocab_size=8, fingerprint={}, n_val_samples=0)
+    lock = resume.lock_run
+
+    def lock_after_another(folder):
+        lock(folder)
+        (out / "checkpoints").mkdir()
+        (out / "checkpoints" / "step-10").mkdir()
+
+    monkeypatch.setattr(resume, "lock_run", lock_after_another)
+    refuses(
+        "got a checkpoint from another process while .*; start again",
+        resume.claim_run,
+        cfg,
+        Llama3,
+        config(),
+        data,
+    )
 
 
 def make_run(out, processes=1, step=20, **flags):
