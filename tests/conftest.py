@@ -9,6 +9,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 import torch.distributed as dist
+from pool import CRASHED
 from torch.distributed.run import get_args_parser
 
 from data import DataConfig, open_data
@@ -79,10 +80,43 @@ def book(tmp_path):
 POOLED = [
     f"test_{name}"
     for name in (
-        "parallel mutants lora optim cast communication experts float8 pipeline where packing "
+        "parallel mutants pool lora optim cast communication experts float8 pipeline where packing "
         "evaluate hf architectures"
     ).split()
 ]
+
+
+MOST_CRASHES = 2
+crashes = []  # of all pytest workers: (test, function whose worker died and which ran again)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if call.when == "teardown" and CRASHED:
+        report.user_properties.append(("crashed", [*CRASHED]))
+        CRASHED.clear()
+    return report
+
+
+def pytest_runtest_logreport(report):
+    for name, value in report.user_properties:
+        if name == "crashed" and report.when == "teardown":
+            crashes.extend((report.nodeid, function) for function in value)
+
+
+def pytest_sessionfinish(session):
+    if len(crashes) > MOST_CRASHES:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter):
+    if crashes:
+        terminalreporter.section("workers of the pool that died; what they did ran again")
+        for test, function in crashes:
+            terminalreporter.write_line(f"{test}: {function}")
+        if len(crashes) > MOST_CRASHES:
+            terminalreporter.write_line(f"more than {MOST_CRASHES}: this run has failed", red=True)
 
 
 def pytest_collection_finish():

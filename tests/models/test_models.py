@@ -191,8 +191,6 @@ def test_initial_weights_are_those_of_earlier_versions(flavor, changes):
         std = (
             0.02 / math.sqrt(6) if fqn.endswith(("wo.weight", "w2.weight", "experts.w2")) else 0.02
         )
-        # tests/layouts.py gives routers a larger one
-        std = model.init_std(fqn) if "router" in fqn else std
         assert torch.equal(p, torch.cat(draws) * std), fqn
     assert all((b == 0).all() for b in model.buffers())
 

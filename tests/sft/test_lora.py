@@ -86,7 +86,7 @@ def test_adapters_add_scale_b_a_x(problem, flags):
     cfg, b = Flags(lora_alpha=6, **flags), global_batch(0, 4, False)
     model = initialised(config(**problem), cfg, 3)
     base = MODELS[type(model.config)](model.config)
-    parallel.init_weights(base, Layout(), 3)
+    layouts.draw_weights(base, Layout(), 3)
     weights, adapters = (
         base.state_dict(),
         {n: p.detach() for n, p in model.named_parameters() if is_adapter(n)},
