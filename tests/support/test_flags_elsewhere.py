@@ -135,7 +135,8 @@ def flags_in_help(main, *command: str) -> set[str]:
     ):
         main()
     flags = set()
-    for line in said.getvalue().splitlines():
+    _, _, options = said.getvalue().rpartition("\noptions:\n")
+    for line in options.splitlines():
         if re.match(r"  -", line):
             flags |= set(re.findall(r"--(\w+)", line.partition("  ")[0] or line))
     return flags - {"help", "version"}
