@@ -138,7 +138,7 @@ def flags_in_help(main, *command: str) -> set[str]:
     _, _, options = said.getvalue().rpartition("\noptions:\n")
     for line in options.splitlines():
         if re.match(r"  -", line):
-            flags |= set(re.findall(r"--(\w+)", line.partition("  ")[0] or line))
+            flags |= set(re.findall(r"--(\w+)", line.strip().partition("  ")[0]))
     return flags - {"help", "version"}
 
 
