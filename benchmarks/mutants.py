@@ -17,6 +17,7 @@ missing test.
 
 import argparse
 import ast
+import importlib
 import json
 import os
 import random
@@ -211,15 +212,26 @@ def tests_for(mutant: dict) -> list[str]:
     ]
 
 
+FIRST = [  # what each pytest would import first
+    "_pytest.terminal",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.run",
+    "torch.distributed.tensor.parallel",
+    "torch.nn.attention.flex_attention",
+    "transformers.models.llama.modeling_llama",
+]
+
+
 def preload():
-    """Import what each pytest would import first, and nothing of ours."""
+    """Import libraries, and nothing of ours."""
     sys.path[:] = [
         path for path in sys.path if Path(path).resolve() not in (REPO, REPO / "benchmarks")
     ]
-    import _pytest.terminal  # noqa: F401
-    import pytest  # noqa: F401
-    import transformers.models.llama.modeling_llama  # noqa: F401
-
+    for name in FIRST:
+        importlib.import_module(name)
     for module in [*sys.modules.values()]:
         file = getattr(module, "__file__", None) or ""
         assert (
