@@ -80,7 +80,7 @@ def book(tmp_path):
 POOLED = [
     f"test_{name}"
     for name in (
-        "parallel mutants pool lora optim cast communication experts float8 pipeline where packing "
+        "parallel mutants pool lora optim optimizers cast communication experts float8 pipeline where packing "
         "evaluate hf architectures"
     ).split()
 ]

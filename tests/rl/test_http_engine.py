@@ -50,7 +50,7 @@ ENDS = [0]
         pytest.param(
             "sglang", 2, ["--async_steps", 2, "--eval_every", 3], [], marks=pytest.mark.slow
         ),
-        (
+        pytest.param(
             "vllm",
             2,
             [
@@ -66,6 +66,7 @@ ENDS = [0]
                 1,
             ],
             ["--pp", 2],
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["vllm, one step ahead", "sglang, two ranks, two steps ahead", "a pipeline"],
