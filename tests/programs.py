@@ -227,9 +227,14 @@ def hold_port() -> socket.socket:
     """A socket that reserves a port for a program that must be told a number: as long as the socket
     is open, the system gives its port to nobody who asks for any port. The program can listen there
     all the same, because both set SO_REUSEADDR and this socket does not listen."""
-    holder = socket.socket()
+    family = socket.AF_INET
+    address = "127.0.0.1"
+    if sys.platform == "darwin":  # where a bound socket keeps its address from those that listen
+        family = socket.AF_INET6
+        address = "::1"
+    holder = socket.socket(family)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    holder.bind(("127.0.0.1", 0))
+    holder.bind((address, 0))
     return holder
 
 
