@@ -948,11 +948,15 @@ def test_damaged_shards(shards, tmp_path, monkeypatch):
             part,
         )
         assert any(str(shard) in line for line in shard_files.find_damage(folder))
-    # ids beyond the vocabulary never reach the model
-    shard.write_bytes(whole[:128] + b"\xff" * (len(whole) - 128))
-    refused(
-        lambda: next(TokenData(folder, 8).batches(0, 1, 1, 0, 1, "cpu")), "65535", "data.py check"
-    )
+    # ids beyond the vocabulary never reach the model: the first, and the largest
+    n_ids = (len(whole) - 128) // 2
+    for id in (TokenData(folder, 8).vocab_size, 65535):
+        shard.write_bytes(whole[:128] + id.to_bytes(2, "little") * n_ids)
+        refused(
+            lambda: next(TokenData(folder, 8).batches(0, 1, 1, 0, 1, "cpu")),
+            str(id),
+            "data.py check",
+        )
     assert any("token id 65535" in line for line in shard_files.find_damage(folder))
     shard.unlink()
     refused(lambda: TokenData(folder, 8), str(shard), "missing")
