@@ -9,7 +9,6 @@ from importlib.util import find_spec
 import pytest
 import torch
 import torch.distributed as dist
-from pool import CRASHED
 from torch.distributed.run import get_args_parser
 
 from data import DataConfig, open_data
@@ -20,7 +19,7 @@ from flags.config import FROM_FILE
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-pytest_plugins = ["clock"]  # what each test and each file cost
+pytest_plugins = ["clock", "crashes"]  # what each file cost; which workers of the pool died
 OLDER = []  # (what words_of a test contain, why it is skipped)
 if torch.__version__ < "2.13":
     schedules = "ZBV|ZeroBubble|Dua|zero_bubble|zero bubble|down and back|schedule_from_csv"
@@ -84,39 +83,6 @@ POOLED = [
         "evaluate hf architectures"
     ).split()
 ]
-
-
-MOST_CRASHES = 2
-crashes = []  # of all pytest workers: (test, function whose worker died and which ran again)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item, call):
-    report = yield
-    if call.when == "teardown" and CRASHED:
-        report.user_properties.append(("crashed", [*CRASHED]))
-        CRASHED.clear()
-    return report
-
-
-def pytest_runtest_logreport(report):
-    for name, value in report.user_properties:
-        if name == "crashed" and report.when == "teardown":
-            crashes.extend((report.nodeid, function) for function in value)
-
-
-def pytest_sessionfinish(session):
-    if len(crashes) > MOST_CRASHES:
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-
-def pytest_terminal_summary(terminalreporter):
-    if crashes:
-        terminalreporter.section("workers of the pool that died; what they did ran again")
-        for test, function in crashes:
-            terminalreporter.write_line(f"{test}: {function}")
-        if len(crashes) > MOST_CRASHES:
-            terminalreporter.write_line(f"more than {MOST_CRASHES}: this run has failed", red=True)
 
 
 def pytest_collection_finish():

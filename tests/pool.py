@@ -5,7 +5,7 @@ layout costs tenths.
 
 The function must be importable (top level of a test module). A failure on any rank kills the pool,
 because gloo cannot be used after a mismatch; the next call starts a new one. A function whose worker
-has died without an error runs again, once: conftest.py reports it, and fails a session that has more
+has died without an error runs again, once: crashes.py reports it, and fails a session that has more
 than two.
 """
 
@@ -36,7 +36,7 @@ forkserver.set_forkserver_preload(
     + ["pytest", "layouts", "grpo", "transformers.models.llama.modeling_llama"]
 )
 
-CRASHED = []  # names of functions that ran again; conftest.py takes them out after each test
+CRASHED = []  # names of functions that ran again; crashes.py takes them out after each test
 TIMEOUT_S = 600  # a deadlock ends; a machine that is busy with other things does not fail a test
 
 

@@ -4,7 +4,7 @@ import os
 import signal
 from types import SimpleNamespace
 
-import conftest
+import crashes
 import pool
 import pytest
 
@@ -30,7 +30,7 @@ def test_a_crash_runs_again_and_is_counted(tmp_path):
 
 def test_the_third_crash_fails_the_session(monkeypatch):
     for n, status in ((2, 0), (3, 1)):
-        monkeypatch.setattr(conftest, "crashes", [("test", "function")] * n)
+        monkeypatch.setattr(crashes, "crashes", [("test", "function")] * n)
         session = SimpleNamespace(exitstatus=0)
-        conftest.pytest_sessionfinish(session)
+        crashes.pytest_sessionfinish(session)
         assert session.exitstatus == status
