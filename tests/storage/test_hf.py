@@ -857,6 +857,9 @@ def test_from_hf_and_to_hf(chat_folder, tmp_path, capsys):
     run, out = str(tmp_path / "run"), str(tmp_path / "out")
     assert checkpoint_commands.main(["from_hf", str(chat_folder), run]) == 0
     verify(f"{run}/checkpoints/step-0")
+    capsys.readouterr()
+    checkpoint_commands.main(["ls", run])
+    assert "complete (bytes not read), only the weights" in capsys.readouterr().out
     model, state = load_model(run)
     assert state == {"step": 0, "samples": 0, "tokens": 0, "bos": True}
     tokens = random_tokens(2, 40)
