@@ -78,103 +78,116 @@ SWAPS = {
 }
 
 
+def swapped(left, right, op, text: str, place) -> list[tuple]:
+    """The operator between two operands, exchanged."""
+    if type(op) not in SWAPS:
+        return []
+    start = place(left)[1]
+    end = place(right)[0]
+    return [(start, end, text[start:end].replace(*SWAPS[type(op)], 1))]
+
+
+def changes_of(node, text: str, place) -> list[tuple[int, int, str]]:
+    """(start, end, new text) of each change of this node."""
+
+    def source(part):
+        return ast.get_source_segment(text, part)
+
+    if isinstance(node, ast.Compare) and len(node.ops) == 1:
+        return swapped(node.left, node.comparators[0], node.ops[0], text, place)
+    if isinstance(node, ast.BoolOp) and len(node.values) == 2:
+        return swapped(*node.values, node.op, text, place)
+    if isinstance(node, ast.BinOp):
+        found = []
+        is_text = isinstance(node.left, ast.Constant) and isinstance(node.left.value, str)
+        if not isinstance(node.left, ast.Constant | ast.JoinedStr):
+            found = swapped(node.left, node.right, node.op, text, place)
+        if isinstance(node.op, ast.Mult | ast.Div) and not is_text:  # a factor dropped
+            found.append((*place(node), source(node.left)))
+        if isinstance(node.op, ast.Mult) and not is_text:
+            found.append((*place(node), source(node.right)))
+        return found
+    if isinstance(node, ast.IfExp):  # decided
+        return [(*place(node), f"({source(branch)})") for branch in (node.body, node.orelse)]
+    if isinstance(node, ast.keyword) and node.arg:  # dropped
+        start, end = place(node)
+        comma = re.match(r"\s*,", text[end:])
+        return [(start, end + comma.end() if comma else end, "")]
+    if isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        return [(*place(node), str(not node.value))]
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return [(*place(node), str(node.value + 1))]
+    if isinstance(node, ast.Constant) and isinstance(node.value, float):
+        return [(*place(node), str(node.value * 2 or 1.0))]
+    if isinstance(node, ast.If):
+        return [(*place(node.test), new) for new in (f"not ({source(node.test)})", "False")]
+    is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+    if is_call or isinstance(node, ast.AugAssign):
+        return [(*place(node), "pass")]
+    return []
+
+
+def idle_parts(scope) -> set[int]:
+    """The nodes of messages and of types."""
+    idle = [node for node in ast.walk(scope) if isinstance(node, ast.Raise | ast.JoinedStr)]
+    for node in ast.walk(scope):
+        for name in ("annotation", "returns"):
+            hint = getattr(node, name, None)
+            if hint:
+                idle.append(hint)
+    return {id(part) for node in idle for part in ast.walk(node)}
+
+
 def mutants_of(path: str) -> list[dict]:
     """All mutants of a file: {"file", "function", "line", "start", "end", "new"}, start and end as
     offsets into the text."""
     text = Path(REPO, path).read_text()
+    if not text.isascii():  # col_offset counts bytes
+        return []
     starts = [0]
     for line in text.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
 
-    def place(node):
-        return (
-            starts[node.lineno - 1] + node.col_offset,
-            starts[node.end_lineno - 1] + node.end_col_offset,
-        )  # noqa: E731
-
-    found = []
-
-    def add(node, start, end, new):
-        if "\n" not in text[start:end] and text.isascii():  # col_offset counts bytes
-            found.append(
-                dict(file=path, function=function, line=node.lineno, start=start, end=end, new=new)
-            )
-
-    def between(node, left, right, op):
-        if type(op) in SWAPS:
-            start = place(left)[1]
-            end = place(right)[0]
-            add(node, start, end, text[start:end].replace(*SWAPS[type(op)], 1))
-
-    def drop_keyword(keyword):
-        start, end = place(keyword)
-        after = re.match(r"\s*,", text[end:])
-        if after:
-            end += after.end()
-        add(keyword, start, end, "")
+    def place(node) -> tuple[int, int]:
+        start = starts[node.lineno - 1] + node.col_offset
+        return start, starts[node.end_lineno - 1] + node.end_col_offset
 
     tree = ast.parse(text)
-    owner = {
-        id(method): node.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef)
-        for method in node.body
-    }
-    for scope in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
-        # the class of an __init__
-        function = owner.get(id(scope), scope.name) if scope.name.startswith("__") else scope.name
-        # messages, and types:
-        idle = [node for node in ast.walk(scope) if isinstance(node, ast.Raise | ast.JoinedStr)]
-        idle += [
-            hint
-            for node in ast.walk(scope)
-            for name in ("annotation", "returns")
-            if (hint := getattr(node, name, None))
-        ]
-        skipped = {id(part) for node in idle for part in ast.walk(node)}
+    owner = {}  # method: its class
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            owner |= {id(method): node.name for method in node.body}
+    found = {}  # a nested function is walked twice
+    for scope in ast.walk(tree):
+        if not isinstance(scope, ast.FunctionDef):
+            continue
+        function = scope.name
+        if function.startswith("__"):  # the class of an __init__
+            function = owner.get(id(scope), function)
+        skipped = idle_parts(scope)
         for node in ast.walk(scope):
             if id(node) in skipped:
                 continue
-            if isinstance(node, ast.Compare) and len(node.ops) == 1:
-                between(node, node.left, node.comparators[0], node.ops[0])
-            elif isinstance(node, ast.BinOp) and not isinstance(
-                node.left, ast.Constant | ast.JoinedStr
-            ):
-                between(node, node.left, node.right, node.op)
-                if isinstance(node.op, ast.Mult | ast.Div):  # a factor dropped
-                    add(node, *place(node), ast.get_source_segment(text, node.left))
-                if isinstance(node.op, ast.Mult):
-                    add(node, *place(node), ast.get_source_segment(text, node.right))
-            elif isinstance(node, ast.IfExp):  # decided
-                for branch in (node.body, node.orelse):
-                    add(node, *place(node), f"({ast.get_source_segment(text, branch)})")
-            elif isinstance(node, ast.keyword) and node.arg:
-                drop_keyword(node)
-            elif isinstance(node, ast.Constant) and type(node.value) is float:
-                add(node, *place(node), str(node.value * 2 or 1.0))
-            elif isinstance(node, ast.BoolOp) and len(node.values) == 2:
-                between(node, *node.values, node.op)
-            elif isinstance(node, ast.Constant) and type(node.value) in (bool, int):
-                new = not node.value if isinstance(node.value, bool) else node.value + 1
-                add(node, *place(node), str(new))
-            elif isinstance(node, ast.If):
-                add(node, *place(node.test), f"not ({ast.get_source_segment(text, node.test)})")
-                add(node, *place(node.test), "False")
-            elif (
-                isinstance(node, ast.AugAssign)
-                or isinstance(node, ast.Expr)
-                and isinstance(node.value, ast.Call)
-            ):
-                add(node, *place(node), "pass")
-    # a nested function is walked twice
-    unique = {(m["start"], m["end"], m["new"]): m for m in found}
-    return list(unique.values())
+            for start, end, new in changes_of(node, text, place):
+                if "\n" not in text[start:end]:
+                    found[start, end, new] = dict(
+                        file=path,
+                        function=function,
+                        line=node.lineno,
+                        start=start,
+                        end=end,
+                        new=new,
+                    )
+    return list(found.values())
+
+
+TESTED_IN = {"flags": "support", "training": "support", "lora": "sft"}
 
 
 def tests_for(mutant: dict) -> list[str]:
     """The test file of the mutated module (where it has none, of the modules that import it), then
-    those that name the mutated function, then those that name the module; of each the shortest
-    first."""
+    those that name the mutated function, then those that name the module, then all of the module's
+    room; of each the shortest first."""
     texts = {
         path: path.read_text()
         for path in sorted(REPO.glob("tests/**/test_*.py"))
@@ -203,6 +216,10 @@ def tests_for(mutant: dict) -> list[str]:
         + [i for i, name in enumerate(names) if re.search(name, text)]
         for path, text in texts.items()
     }
+    room = mutant["file"].split("/")[0]
+    for path in texts:  # last, all tests of the room: some run it through a recipe
+        if path.parent.name == TESTED_IN.get(room, room):
+            ranks[path].append(8)
     if module.startswith("distributed"):
         ranks[REPO / "tests" / "test_parallel.py"].insert(0, 0.5)  # the table of layouts
     return [
