@@ -802,7 +802,9 @@ def test_a_wait_for_others_ends(tmp_path, start, port):
         job.launcher.send_signal(number)
         assert job.end(within=20) != 0
     with socket.create_server(("127.0.0.1", 0)) as stranger:
-        job = by_hand(start, tmp_path, 1, stranger.getsockname()[1], "--init_timeout_s", 2)
+        # in a folder of its own: in that of the others it would first wait 35 s for their lock
+        new = tmp_path / "new"
+        job = by_hand(start, new, 1, stranger.getsockname()[1], "--init_timeout_s", 2)
         assert job.end(within=60) == 1 and "within --init_timeout_s 2" in job.text()
     dies = tmp_path / "dies.py"
     dies.write_text(
