@@ -181,7 +181,15 @@ def mutants_of(path: str) -> list[dict]:
     return list(found.values())
 
 
-TESTED_IN = {"flags": "support", "training": "support", "lora": "sft"}
+TESTED_IN = {  # the folder of tests of a room, where it has another name
+    "flags": "support",
+    "training": "support",
+    "lora": "sft",
+    "finetune.py": "sft",
+    "grpo.py": "rl",
+    "data.py": "corpus",
+    "checkpoint.py": "storage",
+}
 
 
 def tests_for(mutant: dict) -> list[str]:
