@@ -8,28 +8,41 @@ some test should notice.
 
 A mutant lives in a copy of the repository. The quick tests whose files name the mutated function,
 or else the mutated module, run until one fails or the time is up. Tests that compare sources with
-documents are left out, because any change of a line would fail there. A survivor is a change
-without a consequence, or one that only make test-slow or make test-cuda can see, or one whose test
-had not run when the time was up (the list says so), or a missing test.
+documents are left out, because any change of a line would fail there. Each file of tests is a fork of
+this process, which has imported torch and none of our modules, because a module of ours in it would
+not be mutated. A survivor is a change without a consequence, or one that only make test-slow or make
+test-cuda can see, or one whose test had not run when the time was up (the list says so), or a
+missing test.
 """
 
 import argparse
 import ast
+import importlib
 import json
 import os
 import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 REPO = Path(__file__).parent.parent
-MUTATED = ["parallel.py", "checkpoint.py", "data.py", "distributed/*.py", "rl/*.py"]
+MUTATED = [  # the product
+    "*.py",
+    "corpus/*.py",
+    "distributed/*.py",
+    "flags/*.py",
+    "lora/*.py",
+    "models/*.py",
+    "rl/**/*.py",
+    "sft/*.py",
+    "storage/*.py",
+    "tools/**/*.py",
+    "training/*.py",
+]
 OF_SOURCES = (
     "house",
     "copies",
@@ -65,84 +78,124 @@ SWAPS = {
 }
 
 
+def swapped(left, right, op, text: str, place) -> list[tuple]:
+    """The operator between two operands, exchanged."""
+    if type(op) not in SWAPS:
+        return []
+    start = place(left)[1]
+    end = place(right)[0]
+    return [(start, end, text[start:end].replace(*SWAPS[type(op)], 1))]
+
+
+def changes_of(node, text: str, place) -> list[tuple[int, int, str]]:
+    """(start, end, new text) of each change of this node."""
+
+    def source(part):
+        return ast.get_source_segment(text, part)
+
+    if isinstance(node, ast.Compare) and len(node.ops) == 1:
+        return swapped(node.left, node.comparators[0], node.ops[0], text, place)
+    if isinstance(node, ast.BoolOp) and len(node.values) == 2:
+        return swapped(*node.values, node.op, text, place)
+    if isinstance(node, ast.BinOp):
+        found = []
+        is_text = isinstance(node.left, ast.Constant) and isinstance(node.left.value, str)
+        if not isinstance(node.left, ast.Constant | ast.JoinedStr):
+            found = swapped(node.left, node.right, node.op, text, place)
+        if isinstance(node.op, ast.Mult | ast.Div) and not is_text:  # a factor dropped
+            found.append((*place(node), source(node.left)))
+        if isinstance(node.op, ast.Mult) and not is_text:
+            found.append((*place(node), source(node.right)))
+        return found
+    if isinstance(node, ast.IfExp):  # decided
+        return [(*place(node), f"({source(branch)})") for branch in (node.body, node.orelse)]
+    if isinstance(node, ast.keyword) and node.arg:  # dropped
+        start, end = place(node)
+        comma = re.match(r"\s*,", text[end:])
+        return [(start, end + comma.end() if comma else end, "")]
+    if isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        return [(*place(node), str(not node.value))]
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return [(*place(node), str(node.value + 1))]
+    if isinstance(node, ast.Constant) and isinstance(node.value, float):
+        return [(*place(node), str(node.value * 2 or 1.0))]
+    if isinstance(node, ast.If):
+        return [(*place(node.test), new) for new in (f"not ({source(node.test)})", "False")]
+    is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+    if is_call or isinstance(node, ast.AugAssign):
+        return [(*place(node), "pass")]
+    return []
+
+
+def idle_parts(scope) -> set[int]:
+    """The nodes of messages and of types."""
+    idle = [node for node in ast.walk(scope) if isinstance(node, ast.Raise | ast.JoinedStr)]
+    for node in ast.walk(scope):
+        for name in ("annotation", "returns"):
+            hint = getattr(node, name, None)
+            if hint:
+                idle.append(hint)
+    return {id(part) for node in idle for part in ast.walk(node)}
+
+
 def mutants_of(path: str) -> list[dict]:
     """All mutants of a file: {"file", "function", "line", "start", "end", "new"}, start and end as
     offsets into the text."""
     text = Path(REPO, path).read_text()
+    if not text.isascii():  # col_offset counts bytes
+        return []
     starts = [0]
     for line in text.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
 
-    def place(node):
-        return (
-            starts[node.lineno - 1] + node.col_offset,
-            starts[node.end_lineno - 1] + node.end_col_offset,
-        )  # noqa: E731
-
-    found = []
-
-    def add(node, start, end, new):
-        if "\n" not in text[start:end] and text.isascii():  # col_offset counts bytes
-            found.append(
-                dict(file=path, function=function, line=node.lineno, start=start, end=end, new=new)
-            )
-
-    def between(node, left, right, op):
-        if type(op) in SWAPS:
-            start = place(left)[1]
-            end = place(right)[0]
-            add(node, start, end, text[start:end].replace(*SWAPS[type(op)], 1))
+    def place(node) -> tuple[int, int]:
+        start = starts[node.lineno - 1] + node.col_offset
+        return start, starts[node.end_lineno - 1] + node.end_col_offset
 
     tree = ast.parse(text)
-    owner = {
-        id(method): node.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef)
-        for method in node.body
-    }
-    for scope in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
-        # the class of an __init__
-        function = owner.get(id(scope), scope.name) if scope.name.startswith("__") else scope.name
-        # messages, and types:
-        idle = [node for node in ast.walk(scope) if isinstance(node, ast.Raise | ast.JoinedStr)]
-        idle += [
-            hint
-            for node in ast.walk(scope)
-            for name in ("annotation", "returns")
-            if (hint := getattr(node, name, None))
-        ]
-        skipped = {id(part) for node in idle for part in ast.walk(node)}
+    owner = {}  # method: its class
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            owner |= {id(method): node.name for method in node.body}
+    found = {}  # a nested function is walked twice
+    for scope in ast.walk(tree):
+        if not isinstance(scope, ast.FunctionDef):
+            continue
+        function = scope.name
+        if function.startswith("__"):  # the class of an __init__
+            function = owner.get(id(scope), function)
+        skipped = idle_parts(scope)
         for node in ast.walk(scope):
             if id(node) in skipped:
                 continue
-            if isinstance(node, ast.Compare) and len(node.ops) == 1:
-                between(node, node.left, node.comparators[0], node.ops[0])
-            elif isinstance(node, ast.BinOp) and not isinstance(
-                node.left, ast.Constant | ast.JoinedStr
-            ):
-                between(node, node.left, node.right, node.op)
-            elif isinstance(node, ast.BoolOp) and len(node.values) == 2:
-                between(node, *node.values, node.op)
-            elif isinstance(node, ast.Constant) and type(node.value) in (bool, int):
-                new = not node.value if isinstance(node.value, bool) else node.value + 1
-                add(node, *place(node), str(new))
-            elif isinstance(node, ast.If):
-                add(node, *place(node.test), f"not ({ast.get_source_segment(text, node.test)})")
-            elif (
-                isinstance(node, ast.AugAssign)
-                or isinstance(node, ast.Expr)
-                and isinstance(node.value, ast.Call)
-            ):
-                add(node, *place(node), "pass")
-    # a nested function is walked twice
-    unique = {(m["start"], m["end"], m["new"]): m for m in found}
-    return list(unique.values())
+            for start, end, new in changes_of(node, text, place):
+                if "\n" not in text[start:end]:
+                    found[start, end, new] = dict(
+                        file=path,
+                        function=function,
+                        line=node.lineno,
+                        start=start,
+                        end=end,
+                        new=new,
+                    )
+    return list(found.values())
+
+
+TESTED_IN = {  # the folder of tests of a room, where it has another name
+    "flags": "support",
+    "training": "support",
+    "lora": "sft",
+    "finetune.py": "sft",
+    "grpo.py": "rl",
+    "data.py": "corpus",
+    "checkpoint.py": "storage",
+}
 
 
 def tests_for(mutant: dict) -> list[str]:
     """The test file of the mutated module (where it has none, of the modules that import it), then
-    those that name the mutated function, then those that name the module; of each the shortest
-    first."""
+    those that name the mutated function, then those that name the module, then all of the module's
+    room; of each the shortest first."""
     texts = {
         path: path.read_text()
         for path in sorted(REPO.glob("tests/**/test_*.py"))
@@ -171,6 +224,10 @@ def tests_for(mutant: dict) -> list[str]:
         + [i for i, name in enumerate(names) if re.search(name, text)]
         for path, text in texts.items()
     }
+    room = mutant["file"].split("/")[0]
+    for path in texts:  # last, all tests of the room: some run it through a recipe
+        if path.parent.name == TESTED_IN.get(room, room):
+            ranks[path].append(8)
     if module.startswith("distributed"):
         ranks[REPO / "tests" / "test_parallel.py"].insert(0, 0.5)  # the table of layouts
     return [
@@ -180,52 +237,115 @@ def tests_for(mutant: dict) -> list[str]:
     ]
 
 
-def try_mutant(mutant: dict, seconds: float) -> dict:
-    """The mutant with "caught": the first test that failed, or "" when all passed or were not
-    finished in time."""
-    folder = Path(tempfile.mkdtemp())
-    began = time.monotonic()
-    shutil.copytree(
-        REPO,
-        folder / "main",
-        ignore=shutil.ignore_patterns(".*", "runs", "__pycache__"),
-        symlinks=True,
-    )
-    if (REPO.parent / "shared").exists():
-        (folder / "shared").symlink_to(REPO.parent / "shared")
-    file = folder / "main" / mutant["file"]
-    text = file.read_text()
-    file.write_text(text[: mutant["start"]] + mutant["new"] + text[mutant["end"] :])
-    tests = [str(folder / "main" / Path(test).relative_to(REPO)) for test in tests_for(mutant)]
-    quick = ["-m", "not slow and not gpu and not nullcuda", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", "-x", *quick, *tests]
-    log = folder / "log"
-    with open(log, "w") as out:
-        process = subprocess.Popen(
-            command, cwd=folder / "main", stdout=out, stderr=out, start_new_session=True
+FIRST = [  # what each pytest would import first
+    "_pytest.terminal",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.run",
+    "torch.distributed.tensor.parallel",
+    "torch.nn.attention.flex_attention",
+    "transformers.models.llama.modeling_llama",
+]
+
+
+def preload():
+    """Import libraries, and nothing of ours."""
+    sys.path[:] = [
+        path for path in sys.path if Path(path).resolve() not in (REPO, REPO / "benchmarks")
+    ]
+    for name in FIRST:
+        importlib.import_module(name)
+    for module in [*sys.modules.values()]:
+        file = getattr(module, "__file__", None) or ""
+        assert (
+            module.__name__ == "__main__"
+            or "site-packages" in file
+            or not file.startswith(str(REPO))
         )
-        try:
-            status = process.wait(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            status = None
-            os.killpg(process.pid, signal.SIGKILL)
-    said = log.read_text()
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", said, re.M) or re.findall(
-        r"^(E  .*)", said, re.M
-    )
-    dots = sum(map(len, re.findall(r"^([.sF]+)(?: +\[ *\d+%\])?$", said, re.M)))
-    shutil.rmtree(folder, ignore_errors=True)
-    caught = (
-        failed[0]
-        if status == 1 and failed
-        else ""
-        if status in (0, None, 5)
-        else f"status {status}"
-    )
+
+
+def fork_tests(folder: Path, test: str, log: Path) -> int:
+    """Start the quick tests of a file in a copy of the repository. Returns the process id."""
+    process = os.fork()
+    if process:
+        return process
+    status = 1
+    try:
+        os.setsid()
+        os.chdir(folder)
+        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        os.environ["OMP_NUM_THREADS"] = "1"
+        sys.argv = ["pytest"]
+        sys.path.insert(0, str(folder))
+        import pytest
+        import torch
+
+        torch.set_num_threads(1)
+        quick = "not slow and not gpu and not nullcuda"
+        status = int(
+            pytest.main(["-x", "-m", quick, "-p", "no:cacheprovider", "-p", "no:xdist", test])
+        )
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+
+def run_tests(folder: Path, test: str, log: Path, seconds: float) -> int | None:
+    """The status of a file of tests; None if it was not done in time."""
+    process = fork_tests(folder, test, log)
+    deadline = time.monotonic() + seconds
+    status = None
+    while status is None and time.monotonic() < deadline:
+        ended, code = os.waitpid(process, os.WNOHANG)
+        if ended:
+            status = os.waitstatus_to_exitcode(code)
+        time.sleep(0.02)
+    try:
+        os.killpg(process, signal.SIGKILL)  # and what the tests have started
+    except ProcessLookupError:
+        pass
+    if status is None:
+        os.waitpid(process, 0)
+    return status
+
+
+def forget_bytecode(file: Path):
+    for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*"):
+        compiled.unlink()
+
+
+def try_mutant(mutant: dict, folder: Path, seconds: float) -> dict:
+    """The mutant with "caught": the first test that failed, or "" when all passed or were not
+    finished in time. folder: a copy of the repository, the same afterwards."""
+    began = time.monotonic()
+    file = folder / mutant["file"]
+    text = file.read_text()
+    log = folder / "mutant.log"
+    log.unlink(missing_ok=True)
+    file.write_text(text[: mutant["start"]] + mutant["new"] + text[mutant["end"] :])
+    forget_bytecode(file)
+    status = 5
+    for test in tests_for(mutant):
+        left = seconds - (time.monotonic() - began)
+        status = run_tests(folder, str(folder / Path(test).relative_to(REPO)), log, left)
+        if status not in (0, 5):  # 5: no quick test in this file
+            break
+    file.write_text(text)
+    forget_bytecode(file)
+    said = log.read_text() if log.exists() else ""
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", said, re.M)
+    failed += re.findall(r"^(E  .*)", said, re.M)
+    caught = ""
+    if status not in (0, 5, None):
+        caught = failed[0] if failed else f"status {status}"
     return mutant | dict(
         caught=caught,
         finished=status is not None,
-        tests=dots,
+        tests=sum(map(len, re.findall(r"^([.sF]+)(?: +\[ *\d+%\])?$", said, re.M))),
         seconds=round(time.monotonic() - began, 1),
     )
 
@@ -246,8 +366,10 @@ def main():
     parser.add_argument("--n", type=int, default=100, help="how many are drawn")
     parser.add_argument("--seed", type=int, default=28, help="of the draw")
     parser.add_argument("--only", default="", help="only files whose path begins so")
-    parser.add_argument("--seconds", type=float, default=240, help="of tests per mutant")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="mutants at a time")
+    parser.add_argument("--seconds", type=float, default=60, help="of tests per mutant")
+    parser.add_argument(
+        "--part", default="0/1", help="I/N: each Nth mutant, for N commands at a time"
+    )
     parser.add_argument(
         "--file", default=str(REPO / "runs/mutants.jsonl"), help="where the results are kept"
     )
@@ -265,9 +387,8 @@ def main():
         {str(path.relative_to(REPO)) for pattern in MUTATED for path in REPO.glob(pattern)}
     )
     every = [mutant for name in files for mutant in mutants_of(name)]
-    drawn = [
-        m for m in random.Random(args.seed).sample(every, args.n) if m["file"].startswith(args.only)
-    ]
+    every = [mutant for mutant in every if mutant["file"].startswith(args.only)]
+    drawn = random.Random(args.seed).sample(every, min(args.n, len(every)))
     decided = {key(m) for m in done if m["caught"] or m["finished"]}
     todo = [m for m in drawn if key(m) not in decided]
     todo.sort(key=lambda m: key(m) in set(map(key, done)))  # new ones first
@@ -276,16 +397,19 @@ def main():
         f"{len(todo)} to run"
     )
     file.parent.mkdir(exist_ok=True)
-    with ThreadPoolExecutor(args.workers) as workers:
-        for ended in as_completed([workers.submit(try_mutant, m, args.seconds) for m in todo]):
-            result = ended.result()
+    preload()
+    mine, parts = map(int, args.part.split("/"))
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder, "main")
+        hidden = shutil.ignore_patterns(".*", "runs", "__pycache__")
+        shutil.copytree(REPO, copy, ignore=hidden, symlinks=True)
+        for mutant in todo[mine::parts]:
+            result = try_mutant(mutant, copy, args.seconds)
             with open(file, "a") as out:
                 out.write(json.dumps(result) + "\n")
             verdict = f"caught by {result['caught']}" if result["caught"] else "SURVIVED"
-            print(
-                f"{diff(result)}\n  {verdict} ({result['tests']} tests, {result['seconds']:.0f} s)",
-                flush=True,
-            )
+            took = f"{result['tests']} tests, {result['seconds']:.0f} s"
+            print(f"{diff(result)}\n  {verdict} ({took})", flush=True)
             done.append(result)
     kept = {key(m): m for m in done if key(m) in set(map(key, drawn))}.values()
     print(f"{sum(bool(m['caught']) for m in kept)} of {len(kept)} caught")

@@ -19,7 +19,7 @@ from flags.config import FROM_FILE
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-pytest_plugins = ["clock"]  # what each test and each file cost
+pytest_plugins = ["clock", "crashes"]  # what each file cost; which workers of the pool died
 OLDER = []  # (what words_of a test contain, why it is skipped)
 if torch.__version__ < "2.13":
     schedules = "ZBV|ZeroBubble|Dua|zero_bubble|zero bubble|down and back|schedule_from_csv"
@@ -79,7 +79,7 @@ def book(tmp_path):
 POOLED = [
     f"test_{name}"
     for name in (
-        "parallel mutants lora optim cast communication experts float8 pipeline where packing "
+        "parallel mutants pool lora optim optimizers cast communication experts float8 pipeline where packing "
         "evaluate hf architectures"
     ).split()
 ]

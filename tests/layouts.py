@@ -67,12 +67,6 @@ MOE = dict(n_experts=8, top_k=2, moe_ffn_dim=32)
 SPARSE = {k: v for k, v in SMALL.items() if k != "ffn_dim"} | MOE
 AUX_COEF = 0.02
 BIAS_RATE = 1e-3
-# routers that are sure of what they choose: with the usual 0.02 hundreds of choices would hang on
-# the fourth digit
-for Model in (Qwen3, DeepSeek, GptOss, Llama4, Qwen3Next):
-    Model.init_std = lambda self, fqn, usual=Model.init_std: (
-        0.5 if "router" in fqn else usual(self, fqn)
-    )
 MODELS = {
     Llama3Config: Llama3,
     Qwen3Config: Qwen3,
@@ -204,8 +198,24 @@ def initialised(model_config, cfg, seed: int):
     if cfg.lora_rank:
         lora_linears(model, cfg)
     with drawn_adapters():
-        parallel.init_weights(model, Layout(), seed)
+        draw_weights(model, Layout(), seed)
     return model
+
+
+def draw_weights(stage, layout, seed: int) -> None:
+    """The initial weights of the tests: as drawn for a run, but with routers that are sure of what
+    they choose. With the usual 0.02 hundreds of choices would hang on the fourth digit."""
+    usual = parallel.initial_values
+
+    def with_sure_routers(stage):
+        values = usual(stage)
+        for fqn in values:
+            if fqn.endswith("router.weight"):
+                values[fqn] = (0.0, 0.5)
+        return values
+
+    with mock.patch.object(parallel, "initial_values", with_sure_routers):
+        parallel.init_weights(stage, layout, seed)
 
 
 def drawn_adapters():
@@ -370,7 +380,7 @@ def build(model_config, flags: dict, n: int, local_batch_size: int, seed=3):
         parallel.shard(stage, layout, cfg)
         if cfg.reduce_grads != "auto":
             stage.reduces_always = cfg.reduce_grads == "always"
-        parallel.init_weights(stage, layout, seed)
+        draw_weights(stage, layout, seed)
     return stages, layout
 
 

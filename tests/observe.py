@@ -23,7 +23,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from dry import collectives_of
-from programs import free_port
+from programs import hold_port, port_of
 from runs import column, having, json_lines
 
 import distributed.launch
@@ -259,14 +259,14 @@ def watch_training(seen, module) -> list:
     ]
 
 
-def launch_variables() -> dict[str, str]:
+def launch_variables(port: int) -> dict[str, str]:
     """The environment of the only rank that torchrun starts."""
     return dict(
         RANK="0",
         WORLD_SIZE="1",
         LOCAL_RANK="0",
         MASTER_ADDR="localhost",
-        MASTER_PORT=str(free_port()),
+        MASTER_PORT=str(port),
     )
 
 
@@ -290,7 +290,8 @@ def observed(program: str, cfg, poison=0, launched=False, continues=False, drift
         shutil.copytree(PLACES["<run>"], cfg.out, dirs_exist_ok=True)
     with tidy(), contextlib.ExitStack() as stack:
         if launched:
-            os.environ.update(launch_variables())
+            holder = stack.enter_context(hold_port())
+            os.environ.update(launch_variables(port_of(holder)))
         for patch in patches:
             stack.enter_context(patch)
         try:

@@ -4,7 +4,9 @@ layout costs tenths.
     results = pool(4).run(function, arg, ...)     # one result per rank; the function runs on every rank
 
 The function must be importable (top level of a test module). A failure on any rank kills the pool,
-because gloo cannot be used after a mismatch; the next call starts a new one.
+because gloo cannot be used after a mismatch; the next call starts a new one. A function whose worker
+has died without an error runs again, once: crashes.py reports it, and fails a session that has more
+than two.
 """
 
 import atexit
@@ -34,6 +36,7 @@ forkserver.set_forkserver_preload(
     + ["pytest", "layouts", "grpo", "transformers.models.llama.modeling_llama"]
 )
 
+CRASHED = []  # names of functions that ran again; crashes.py takes them out after each test
 TIMEOUT_S = 600  # a deadlock ends; a machine that is busy with other things does not fail a test
 
 
@@ -109,10 +112,7 @@ class Pool:
                 self.close()
                 # a thread of gloo's crashes once in thousands of runs, in the middle of anything
                 if died and tries > 1:
-                    print(
-                        f"pool: workers ended with {died}; running {function.__name__} again",
-                        flush=True,
-                    )
+                    CRASHED.append(f"{function.__name__} ({died})")
                     return pool(self.world_size).run(function, *args, tries=tries - 1)
                 raise RuntimeError(
                     f"{function.__name__}{args} failed on rank {rank} of "

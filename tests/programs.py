@@ -226,16 +226,31 @@ def rank_variables(rank: int, nproc: int, port: int) -> dict[str, str]:
     )
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return free.getsockname()[1]
+def hold_port() -> socket.socket:
+    """A socket that reserves a port for a program that must be told a number: as long as the socket
+    is open, the system gives its port to nobody who asks for any port. The program can listen there
+    all the same, because both set SO_REUSEADDR and this socket does not listen."""
+    family = socket.AF_INET
+    address = "127.0.0.1"
+    if sys.platform == "darwin":  # where a bound socket keeps its address from those that listen
+        family = socket.AF_INET6
+        address = "::1"
+    holder = socket.socket(family)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind((address, 0))
+    return holder
+
+
+def port_of(holder: socket.socket) -> int:
+    return holder.getsockname()[1]
 
 
 def fork_ranks(nproc: int, body) -> list[int]:
     """Forks one process per rank, which calls body(rank, variables for its environment). Returns
     their process ids."""
-    pids, port = [], free_port()
+    pids = []
+    holder = hold_port()  # the ranks inherit it: the port is theirs until the last rank has ended
+    port = port_of(holder)
     for rank in range(nproc):
         if pid := os.fork():
             pids.append(pid)
@@ -246,6 +261,7 @@ def fork_ranks(nproc: int, body) -> list[int]:
         except BaseException:
             traceback.print_exc()
         os._exit(status or 0)
+    holder.close()
     return pids
 
 

@@ -379,7 +379,8 @@ def test_report(tmp_path, capsys, settings, base, other, expected, text):
         for name, both in ((BASE, base), (OTHER, other))
         for i, found in enumerate(both)
     }
-    report_study(write(tmp_path, study(**settings), runs))
+    folder = write(tmp_path, study(**settings), runs)
+    assert ablate.main(["--report", str(folder)]) == ablate.main(["--collect", str(folder)])
     assert row_of(tmp_path) | expected == row_of(tmp_path) and text in capsys.readouterr().out
 
 
@@ -736,6 +737,8 @@ def test_equal_variants_over_sizes(tmp_path):
         "dim=16;dim=32;dim=48;dim=64",
         "--tokens_per_parameter",
         0.01,
+        "--ladder_to",
+        1e6,
     )
     del study[3 + TINY.index("--steps") : 5 + TINY.index("--steps")]
     said = run([word.replace("2,dim=32,", "2,") for word in study])
@@ -743,6 +746,7 @@ def test_equal_variants_over_sizes(tmp_path):
     assert [row["verdict"] for row in rows] == 4 * ["identical"] + ["extrapolated"] and rows[-1][
         "difference"
     ] == 0
+    assert rows[-1]["parameters"] == 1e6
     assert "b: L = " in said and rows[3]["parameters"] > rows[0]["parameters"]
 
 

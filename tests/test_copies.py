@@ -15,19 +15,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-# (original, fork, most lines of code by which the fork differs)
-RECIPES = [
-    ("train_llama3.py", "train_qwen3.py", 45),
-    ("train_qwen3.py", "train_deepseek.py", 45),
-    ("train_llama3.py", "finetune.py", 60),
-    ("train_llama3.py", "forks/train_llama3_mup.py", 40),
-    ("train_llama3.py", "forks/train_llama3_ft.py", 80),
-    ("train_llama3.py", "forks/train_speedrun.py", 40),
-    ("train_qwen3.py", "forks/train_gpt_oss.py", 40),
-    ("train_qwen3.py", "forks/train_llama4.py", 40),
-    ("train_qwen3.py", "forks/train_qwen3_next.py", 40),
+# (original, fork)
+FORKS = [
+    ("train_llama3.py", "train_qwen3.py"),
+    ("train_qwen3.py", "train_deepseek.py"),
+    ("train_llama3.py", "finetune.py"),
+    ("train_llama3.py", "forks/train_llama3_mup.py"),
+    ("train_llama3.py", "forks/train_llama3_ft.py"),
+    ("train_llama3.py", "forks/train_speedrun.py"),
+    ("train_qwen3.py", "forks/train_gpt_oss.py"),
+    ("train_qwen3.py", "forks/train_llama4.py"),
+    ("train_qwen3.py", "forks/train_qwen3_next.py"),
 ]
-FORKS = [(original, fork) for original, fork, _ in RECIPES]
 MODELS = [
     ("models/llama3.py", "models/qwen3.py"),
     ("models/llama3.py", "forks/olmo3.py"),
@@ -107,29 +106,3 @@ def test_every_difference_says_why(original, fork):
             assert any(f"# {name}:" in line for line in near), (
                 f"{fork}: no `# {name}:` comment at:\n" + "\n".join(b[begin:end])
             )
-
-
-def added_code(original: str, fork: str) -> int:
-    """Lines of code that a fork has and its original has not."""
-    a, b = ((ROOT / p).read_text().splitlines() for p in (original, fork))
-    added = []
-    for x in difflib.unified_diff(a, b, n=0):
-        if x.startswith("+") and not x.startswith("+++"):
-            added.append(x)
-    return sum(bool(x[1:].strip()) and not x[1:].strip().startswith("#") for x in added)
-
-
-@pytest.mark.parametrize("original, fork, most", RECIPES)
-def test_a_fork_is_short(original, fork, most):
-    assert added_code(original, fork) <= most
-
-
-@pytest.mark.parametrize("original, fork", [pair for pair in FORKS if pair[1].startswith("forks/")])
-def test_the_readme_of_the_forks_counts_right(original, fork):
-    rows = []
-    for line in (ROOT / "forks/README.md").read_text().splitlines():
-        if line.startswith("| `"):
-            rows.append(line.split("|"))
-    (row,) = [row for row in rows if f"`{Path(fork).name}`" in row[1]]
-    assert int(row[3]) == added_code(original, fork)
-    assert f"`{original}`" in row[2]

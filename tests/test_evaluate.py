@@ -134,7 +134,20 @@ def their_logprob(model, context: list[int], continuation: list[int]) -> float:
     ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "llama")],
 )
 def test_scores_are_those_of_transformers(kind, folders, tasks, capsys):
+    """Of choices after a line of text, where a space is between them, and after a chat template,
+    which ends where the answer begins. Its last newline is scored with the answer, as by lm-eval."""
     model, tokenizer = theirs(folders(kind))
+    items, _ = results(capsys, folders(kind), tasks["choice"], chat=True, limit=4)
+    for line, item in zip(read_lines(tasks["choice"]), items):
+        asked = [{"role": "user", "content": line["question"]}]
+        prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        context = tokenizer.encode(prompt.rstrip(), add_special_tokens=False)
+        want = []
+        for choice in line["choices"]:
+            ids = tokenizer.encode(prompt + choice, add_special_tokens=False)
+            assert ids[: len(context)] == context
+            want.append(their_logprob(model, context, ids[len(context) :]))
+        assert item["logprobs"] == pytest.approx(want, abs=1e-4)
     items, summary = results(capsys, folders(kind), tasks["choice"], prompt_template="{question}:")
     for line, item in zip(read_lines(tasks["choice"]), items, strict=True):
         context, want = line["question"] + ":", []
@@ -215,6 +228,24 @@ def test_an_answer_ends_at_the_first_stop(folders, tasks, capsys):
         assert item["truncated"] == (whole["truncated"] and stop not in whole["prediction"])
         assert item["tokens"] < 24 or stop not in whole["prediction"][:-3]
     assert items[3]["tokens"] <= 12 and summary["truncated"] < 1
+
+
+def test_a_stop_of_single_bytes_is_not_overrun(folders, tasks, capsys):
+    """A stop has at most as many ids as bytes; so many must be looked at."""
+    flags = dict(prompt_template="{question}=", max_new_tokens=200)
+    usual, _ = results(capsys, folders("llama"), tasks["answer"], **flags, stop=[])
+    ids = Text(folders("llama")).ids
+    spelt = {}  # stop -> the line where it was found
+    for item in usual:
+        for stop in re.findall(r"[\x21-\x7e]{4}", item["prediction"][:-8]):
+            if len(ids(stop)) == len(stop):
+                spelt[stop] = item["index"]
+    assert spelt
+    stop, found = spelt.popitem()
+    items, _ = results(capsys, folders("llama"), tasks["answer"], **flags, stop=[stop])
+    assert items[found]["prediction"] == usual[found]["prediction"].split(stop)[0]
+    assert items[found]["tokens"] < usual[found]["tokens"] == 200
+    assert not items[found]["truncated"]
 
 
 # ---------------------------------------------------------------- layouts

@@ -176,26 +176,44 @@ def test_overlong_penalty():
     ] and overlong_penalty(20, 20, 0) == 0
 
 
-def by_hand(kind, samples, model, clip):
-    """The objectives as the papers write them: a loop over samples and tokens."""
-    total, tokens = 0.0, sum(len(s.ids) for s in samples)
+def with_tools(samples):
+    """As if every third token were a tool's: read by the model, not sampled by it."""
     for s in samples:
+        s.mask = [float(i % 3 != 1) for i in range(len(s.ids))]
+        s.sampled = s.mask
+    return samples
+
+
+def by_hand(kind, samples, model, clip, reference=None, kl_coef=0.0):
+    """The objectives as the papers write them: a loop over samples and tokens. A tool's tokens are
+    read, and neither trained nor counted. Each token's KL has the weight of the token."""
+    total = 0.0
+    tokens = sum(sum(s.mask) for s in samples)
+    for s in samples:
+        sampled = torch.tensor(s.mask) > 0
         lp, mu, A = full_logprobs(model, s), torch.tensor(s.logprobs), s.advantage
-        r, n = (lp - mu).exp(), len(s.ids)
+        lp = lp[sampled]
+        mu = mu[sampled]
+        n = len(lp)
+        r = (lp - mu).exp()
+        weight = {
+            "grpo": 1 / n / len(samples),
+            "gspo": 1 / n / len(samples),
+            "dr_grpo": 1 / (len(samples) * 9),
+            "dapo": 1 / tokens,
+            "cispo": 1 / tokens,
+        }[kind]
         if kind == "gspo":
             r = ((lp - mu).sum() / n).exp()
-            total += min(r * A, r.clamp(1 - clip[0], 1 + clip[1]) * A) / len(samples)
+            total += min(r * A, r.clamp(1 - clip[0], 1 + clip[1]) * A) * n * weight
         elif kind == "cispo":
-            total += (r.detach().clamp(max=1 + clip[1]) * A * lp).sum() / tokens
+            total += (r.detach().clamp(max=1 + clip[1]) * A * lp).sum() * weight
         else:
-            weight = {
-                "grpo": 1 / n / len(samples),
-                "dr_grpo": 1 / (len(samples) * 9),
-                "dapo": 1 / tokens,
-            }[kind]
-            total += (
-                sum(torch.min(x * A, x.clamp(1 - clip[0], 1 + clip[1]) * A) for x in r) * weight
-            )
+            for x in r:
+                total += torch.min(x * A, x.clamp(1 - clip[0], 1 + clip[1]) * A) * weight
+        if reference is not None:
+            d = full_logprobs(reference, s).detach()[sampled] - lp
+            total -= kl_coef * (d.exp() - d - 1).sum() * weight
     return -total
 
 
@@ -216,7 +234,7 @@ def test_losses_and_gradients_equal_the_papers(kind):
     """Denominators, clipping on the objective, sequence ratios: off-policy by a different sampler."""
     clip = {"gspo": (0.01, 0.015)}.get(kind, (0.2, 0.28) if kind != "cispo" else (1.0, 0.3))
     trainer = trainer_of(loss=kind, clip_low=clip[0], clip_high=clip[1], local_batch_size=5)
-    samples = samples_of(sharp_model(seed=0), n_prompts=5)
+    samples = with_tools(samples_of(sharp_model(seed=0), n_prompts=5))
     rng = random.Random(1)
     for s in samples:  # an older policy
         s.logprobs = [lp + rng.gauss(0, 0.3) for lp in s.logprobs]
@@ -289,22 +307,32 @@ def test_several_updates_keep_the_policy_before_the_first():
     assert trainer.train_on(samples).clip_share > 0
 
 
-def test_kl_to_the_reference_is_k3():
-    trainer = trainer_of(kl_coef=0.5, loss="dapo")
+@pytest.mark.parametrize("kind", ["grpo", "gspo", "dr_grpo", "dapo"])
+def test_kl_to_the_reference_is_k3(kind):
+    trainer = trainer_of(kl_coef=0.5, loss=kind)
     trainer.reference = trainer_of(seed=1).model
-    samples = samples_of(sharp_model())
+    samples = with_tools(samples_of(sharp_model()))
     for s in samples:
         s.advantage = 0.0
     plain, other = sharp_model(), sharp_model(seed=1)
-    total = 0.0
+    want = by_hand(kind, samples, plain, (0.2, 0.28), other, kl_coef=0.5)
+    assert want > 0.01
+    mean = by_hand("dapo", samples, plain, (0.2, 0.28), other, kl_coef=1.0).item()
+    assert train_by(want, trainer, samples, plain).kl == pytest.approx(mean, rel=1e-4)
+
+
+def test_minibatches_without_tis_train_against_the_sampler():
+    """With --tis the ratio is against the policy before the first update; without, against the one
+    that sampled."""
+    clip = (0.2, 0.28)
+    trainer = trainer_of(minibatches=2, loss="dapo", clip_low=clip[0], clip_high=clip[1])
+    samples = samples_of(sharp_model())
+    rng = random.Random(1)
     for s in samples:
-        d = full_logprobs(other, s).detach() - full_logprobs(plain, s)
-        total += (d.exp() - d - 1).sum()
-    want = 0.5 * total / sum(len(s.ids) for s in samples)
-    assert (
-        train_by(want, trainer, samples, plain).kl == pytest.approx(2 * want.item(), rel=1e-4)
-        and want > 0
-    )
+        s.logprobs = [lp + rng.gauss(0, 0.3) for lp in s.logprobs]
+    agreement.compare_samples(trainer, samples)
+    plain = sharp_model()
+    train_by(by_hand("dapo", samples, plain, clip), trainer, samples, plain)
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "dapo"])

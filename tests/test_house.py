@@ -3,6 +3,7 @@ and no files import each other in a circle; there are no exceptions. An import i
 counts, and so does the name or the path of a module in a string."""
 
 import ast
+import functools
 import io
 import re
 import subprocess
@@ -44,6 +45,7 @@ SCRIPTS = {"exercises", "benchmarks", "docs", "tests"}  # folders that are no pa
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
 
+@functools.cache
 def house() -> dict[str, str]:
     """{file: source} of all Python files that git knows or would take."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
@@ -56,6 +58,7 @@ def module_of(file: str) -> str:
     return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
+@functools.cache  # by all the tests of this file
 def names_in(text: str) -> set[str]:
     """Modules that a source imports, at its top or inside a function, and those that a string
     names: "forks.olmo3" and "forks/olmo3.py"."""
@@ -80,7 +83,7 @@ def imports(sources: dict[str, str]) -> dict[str, set[str]]:
     for file, text in sources.items():
         names = names_in(text)
         if room_of(file) in SCRIPTS:  # python exercises/run.py finds the files beside it
-            names |= {f"{module_of(str(Path(file).parent))}.{name}" for name in names}
+            names = names | {f"{module_of(str(Path(file).parent))}.{name}" for name in names}
         graph[file] = {files[name] for name in names & files.keys()} - {file}
     return graph
 
@@ -188,11 +191,9 @@ def code_rows(text: str) -> set[int]:
 
 def test_what_one_person_reads_is_short():
     """The reading path, and each function of the lecture."""
-    rows = {module: code_rows(text) for module, text in house().items()}
-    assert (
-        sum(len(rows[name]) for name in ("train_llama3.py", "models/llama3.py", "parallel.py"))
-        <= 1000
-    )
+    path = ("train_llama3.py", "models/llama3.py", "parallel.py")
+    rows = {file: code_rows(house()[file]) for file in path}
+    assert sum(map(len, rows.values())) <= 1000
     for node in ast.walk(ast.parse(house()["parallel.py"])):
         if isinstance(node, ast.FunctionDef):
             own = rows["parallel.py"] & set(range(node.lineno, node.end_lineno + 1))

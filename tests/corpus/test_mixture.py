@@ -100,6 +100,14 @@ def test_shares_are_exact_at_any_prefix(seed):
     assert (seen == 5 * np.array(shares)).all()
 
 
+def test_the_turns_of_today_are_those_of_tomorrow():
+    """A continued run reads on where it stopped, in any version. Worked out by hand from the rule;
+    where two deadlines are equal, the first part comes first."""
+    assert take_turns([3, 2, 2]).part.tolist() == [0, 1, 2, 0, 0, 1, 2]
+    assert take_turns([1, 1, 1]).part.tolist() == [0, 1, 2]
+    assert take_turns([1, 2, 1]).part.tolist() == [1, 0, 1, 2]
+
+
 def test_weights_are_shares():
     """With any sum, in any order, as decimals or fractions."""
     parts = parse_mixture("web=a b:c/web:0.7,code=stdlib:0.3")

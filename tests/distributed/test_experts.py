@@ -294,7 +294,7 @@ PROBLEM = layouts.config("qwen3", **layouts.MOE)
 def test_loads_are_those_of_one_process(flags):
     seed = clear_seed(PROBLEM, 8, False)
     model = Qwen3(PROBLEM)
-    parallel.init_weights(model, Layout(), seed)
+    layouts.draw_weights(model, Layout(), seed)
     b = global_batch(0, 8, False)
     model(b.tokens, positions=b.positions)
     loads = torch.stack([block.moe.balance.load for block in model.blocks.values()])  # (layers, E)

@@ -38,21 +38,6 @@ def test_every_exercise_and_every_bug_has_its_lecture():
     assert sorted(numbers("bugs")) == list(BUGS)
 
 
-def test_what_is_projected_is_there():
-    for lecture in LECTURES:
-        row = re.search(r"\| project \|(.*)\|", lecture)[1]
-        sources = "".join(path.read_text() for path in REPO.glob("*.py"))
-        sources += "".join(
-            path.read_text()
-            for folder in ("models", "distributed")
-            for path in REPO.glob(f"{folder}/*.py")
-        )
-        for name in re.findall(r"`(\w+)`", row):
-            assert re.search(rf"(def |^){name}\b", sources, re.M), name
-        for file in re.findall(r"`([\w/]+\.py)`", row):
-            assert (REPO / file).is_file(), file
-
-
 def test_answers_of_the_quiz():
     held = sequence_index(8, 2, 0).tolist()
     assert f"7. {', '.join(map(str, held))}." in TEXT

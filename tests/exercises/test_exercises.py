@@ -273,7 +273,13 @@ def report_in(folder, words: list[str], status=0) -> str:
     return ended(command, folder, real=True, status=status).stdout
 
 
-@pytest.mark.parametrize("start", [("3",), ("--bug", "9")], ids=["exercise", "bug"])
+@pytest.mark.parametrize(
+    "start",
+    [
+        pytest.param(("3",), id="exercise"),
+        pytest.param(("--bug", "9"), id="bug", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize(
     "flags",
     [pytest.param(flags, marks=[pytest.mark.slow] * ("--html" not in flags)) for flags in REPORTS],

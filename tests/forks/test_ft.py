@@ -21,7 +21,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from programs import free_port
+from programs import hold_port, port_of
 from runs import REPO, Job, column, launch, run, train_lines
 from saves import refuses
 
@@ -164,7 +164,11 @@ class World:
     """A lighthouse and the groups that use it, each a torchrun of two processes."""
 
     def __init__(self, folder: Path, min_replicas: int = 1, flags=()):
-        self.folder, self.jobs, self.starts, port = folder, {}, 0, free_port()
+        self.folder = folder
+        self.jobs = {}
+        self.starts = 0
+        self.holder = hold_port()
+        port = port_of(self.holder)
         self.flags = [
             *FLAGS,
             *flags,
@@ -202,6 +206,7 @@ class World:
     def close(self):
         for job in [*self.jobs.values(), self.lighthouse]:
             job.kill_everything()
+        self.holder.close()
 
 
 @needs_torchft

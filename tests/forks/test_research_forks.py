@@ -157,7 +157,7 @@ TABLE = [
     ),
     ("more_norm nothing", "--tp 2 --where --no-advice", r"(?s)\A(?!.*look at).*first difference:"),
 ]
-QUICK = {"mean_loss --dp_shard 2", "unused_bias --dp_shard 2"}
+QUICK = {"mean_loss --dp_shard 2"}
 
 
 @pytest.mark.parametrize(

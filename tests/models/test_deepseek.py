@@ -18,10 +18,12 @@ from safetensors.torch import load_file, save_file
 from saves import refuses
 from their_models import DEEPSEEK, YARN
 
+import grpo
 from models.attention import causal_attention, sdpa
 from models.deepseek import FLAVORS, DeepSeek, DeepSeekConfig, MoE
 from models.layers import rope_frequencies
 from models.loss import IGNORE
+from rl.policy import model_of
 from storage import hf
 
 
@@ -454,6 +456,9 @@ def test_layers_of_multi_token_prediction_in_files(tmp_path, capsys):
         assert torch.equal(a, b), fqn
     assert torch.equal(with_mtp.mtp.block.moe.balance.bias, model.mtp.block.moe.balance.bias)
     assert torch.equal(with_mtp(tokens), want)
+    # reinforcement learning has no second prediction
+    trained = model_of(grpo.Config(init_from=full), c.vocab_size)[1]
+    assert c.mtp_depth == 1 and trained == replace(with_mtp.config, mtp_depth=0)
 
     plain = normal(DeepSeek(replace(c, mtp_depth=0)), seed=5)
     assert hf.load_hf(plain, full) == []

@@ -192,13 +192,9 @@ def test_initial_weights_are_those_of_earlier_versions(flavor, changes):
                     generator=torch.Generator().manual_seed(seed),
                 )
             )
+        std = 0.02
         if fqn.endswith(("wo.weight", "w2.weight", "experts.w2")):
             std = 0.02 / math.sqrt(6)
-        else:
-            std = 0.02
-        # tests/layouts.py gives routers a larger one
-        if "router" in fqn:
-            std = model.init_std(fqn)
         assert torch.equal(p, torch.cat(draws) * std), fqn
     for b in model.buffers():
         assert (b == 0).all()

@@ -1,8 +1,6 @@
 """grpo.py --dry_run, against tools/reports/dry_grpo.py: rollouts and updates of real processes take the
 memory that it says."""
 
-import os
-import subprocess
 import sys
 from dataclasses import replace
 
@@ -10,7 +8,7 @@ import pytest
 import torch
 from policy import ENV, SMALL
 from pool import pool
-from programs import REPO
+from programs import REPO, run_program
 from test_dryrun import Settled
 
 import grpo
@@ -141,9 +139,7 @@ def test_generators_references_and_engines():
 def test_the_command(tmp_path):
     def run(*argv):
         command = [sys.executable, REPO / "grpo.py", *map(str, argv), "--out", tmp_path / "run"]
-        return subprocess.run(
-            command, capture_output=True, text=True, env=os.environ | ENV, cwd=tmp_path, timeout=300
-        )
+        return run_program(command, env=ENV, cwd=tmp_path, timeout=300)
 
     done = run("--dry_run", "--dp_shard", 4, "--tp", 2, "--device", "cpu")
     assert done.returncode == 0 and not (tmp_path / "run").exists(), done.stderr

@@ -24,7 +24,7 @@ from policy import (
     sharp_model,
     steps_of,
 )
-from programs import free_port
+from programs import hold_port, port_of
 from runs import REPO
 from saves import refuses
 
@@ -50,7 +50,7 @@ ENDS = [0]
         pytest.param(
             "sglang", 2, ["--async_steps", 2, "--eval_every", 3], [], marks=pytest.mark.slow
         ),
-        (
+        pytest.param(
             "vllm",
             2,
             [
@@ -66,6 +66,7 @@ ENDS = [0]
                 1,
             ],
             ["--pp", 2],
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["vllm, one step ahead", "sglang, two ranks, two steps ahead", "a pipeline"],
@@ -433,8 +434,10 @@ def test_nonsense_is_refused_in_one_line(weights, name):
         )
 
 
-def test_a_server_is_looked_for_before_anything_is_built(weights):
-    port = free_port()
+def test_a_server_is_looked_for_before_anything_is_built(weights, request):
+    holder = hold_port()
+    request.addfinalizer(holder.close)
+    port = port_of(holder)
     cfg = Config(engine=f"127.0.0.1:{port}")
     refuses("no answer to /v1/models .ConnectionRefused.* start it", check_server, cfg)
     with (

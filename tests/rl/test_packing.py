@@ -218,8 +218,13 @@ def test_scored_log_probabilities_come_back_to_every_rank():
                 assert torch.allclose(torch.tensor(old), full_logprobs(sharp_model(), s), atol=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("row", as_parameters(layouts_of("packing")))
+@pytest.mark.parametrize(
+    "row",
+    [
+        *as_parameters(layouts_of("packing")),
+        *as_parameters(layouts_of("packing, slow"), pytest.mark.slow),
+    ],
+)
 def test_packed_layouts_take_the_step_of_rows_on_one_process(row):
     n, flags, kind = row
     model = kind.get("model", "llama3")

@@ -1,6 +1,7 @@
 """Samples of a policy, in place and on ranks of their own: the same tokens and log-probabilities,
 against rl/rollouts.py."""
 
+import dataclasses
 import json
 import math
 import shutil
@@ -239,6 +240,32 @@ def test_what_is_trained_are_the_sampled_ids():
             packed["labels"][0][packed["mask"][0] > 0].tolist() == [*s.ids]
             and s.text == "something else"
         )
+
+
+class Noting(Config):
+    """Flags that note which of them are read."""
+
+    read = set()
+
+    def __getattribute__(self, name):
+        Noting.read.add(name)
+        return super().__getattribute__(name)
+
+
+def test_a_batch_is_sampled_again_if_a_flag_changes_that_it_was_made_with():
+    """Each flag that sampling reads is saved beside a batch that was sampled ahead; but for those
+    that change how fast the same samples come, or their last bits."""
+    env = environments.open_env("reverse")
+    text = grpo.Text("", alphabet=env.ALPHABET)
+    trainer = trainer_of(seq_len=20)
+    cfg = Noting(prompts_per_step=3, group_size=2, seq_len=20, dynamic_sampling=1)
+    Noting.read.clear()
+    rollouts.make_batch(cfg, env, text, trainer.layout, trainer.model, 0, 0)
+    flags = {field.name for field in dataclasses.fields(Config)}
+    read = Noting.read & flags
+    assert {"temperature", "group_size", "control", "seq_len", "seed"} <= read
+    saved = {name.removeprefix("--") for name in rollouts.batch_flags(Config())}
+    assert read - saved <= {"rollout_rows", "rollout_timeout_s", "batch_invariant"}
 
 
 WAITING = """

@@ -114,6 +114,24 @@ def test_merged_weights_and_the_adapter_give_the_same_logits_in_transformers_and
 
 
 @torch.no_grad()
+def test_new_adapters_are_as_wide_as_those_of_peft():
+    """The standard deviation of A, within 1 %."""
+    import peft
+
+    torch.manual_seed(0)
+    linear = torch.nn.Sequential(torch.nn.Linear(512, 8))
+    theirs = peft.get_peft_model(linear, peft.LoraConfig(r=128, target_modules=["0"]))
+    wanted = theirs.base_model.model[0].lora_A["default"].weight
+    ours = (
+        initialised(config(dim=512, n_layers=1), Flags(lora_rank=128, lora_on=("wq",)), seed=0)
+        .blocks["0"]
+        .attn.wq.lora_a.weight
+    )
+    assert ours.shape == wanted.shape
+    assert ours.std().item() == pytest.approx(wanted.std().item(), rel=0.01)
+
+
+@torch.no_grad()
 def test_an_adapter_of_peft_is_read_as_peft_merges_it(tmp_path):
     """Patterns and rsLoRA, on one process and with tp; what is no plain LoRA, or does not fit the
     base, is refused by name."""

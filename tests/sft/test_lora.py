@@ -84,7 +84,7 @@ def test_adapters_add_scale_b_a_x(problem, flags):
     cfg, b = Flags(lora_alpha=6, **flags), global_batch(0, 4, False)
     model = initialised(config(**problem), cfg, 3)
     base = MODELS[type(model.config)](model.config)
-    parallel.init_weights(base, Layout(), 3)
+    layouts.draw_weights(base, Layout(), 3)
     weights, adapters = (
         base.state_dict(),
         {n: p.detach() for n, p in model.named_parameters() if is_adapter(n)},
@@ -243,10 +243,10 @@ def test_weights_that_tp_splits_get_their_dtype(flags):
     )
 
 
-@pytest.mark.slow
-def test_flops_and_dry_run_count_what_is_trained(tmp_path):
-    model, cfg = MODELS[type(config())](config()), Flags(lora_rank=4)
+def test_flops_count_what_is_trained():
     c = config()
+    model = MODELS[type(c)](c)
+    cfg = Flags(lora_rank=4)
     matrices = sum(p.numel() for p in model.parameters()) - c.vocab_size * c.dim
     n = 4 * 4 * ((32 + 64) + 2 * (32 + 32) + (64 + 32))
     text, more = lora_counts(model, cfg)
@@ -254,6 +254,10 @@ def test_flops_and_dry_run_count_what_is_trained(tmp_path):
     assert flops == 4 * matrices + 12 * 4 * 8 * 8 * 16 + 6 * n
     assert "4 wq, 4 wk, 4 wv, 4 wo" in text
     assert f"{n:,}" in text
+
+
+@pytest.mark.slow
+def test_a_dry_run_counts_what_is_trained(tmp_path):
     made = initialised(override_fields(FLAVORS["debug"], dry.SMALL, "--model_args"), Flags(), 3)
     save_hf(made, str(tmp_path / "base"), torch.float32)
     base = dict(

@@ -119,6 +119,8 @@ def test_logits_and_gradients_are_theirs_both_ways_and_a_round_trip_is_bit_ident
         dtype = torch.float32
     ours, _ = hf.load_hf_model(folder, dtype=torch.float32)  # as in training
     equals_transformers(ours, model, tmp_path)
+    as_in_the_files, _ = hf.load_hf_model(folder)
+    assert {p.dtype for p in as_in_the_files.parameters()} == {dtype}
     hf.save_hf(ours, str(tmp_path / "out"), dtype, max_shard_gb=6e-5 if variant == "sharded" else 5)
     assert_equal_files(folder, tmp_path / "out")
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
@@ -825,6 +827,9 @@ def test_from_hf_and_to_hf(chat_folder, tmp_path, capsys):
     run, out = str(tmp_path / "run"), str(tmp_path / "out")
     assert checkpoint_commands.main(["from_hf", str(chat_folder), run]) == 0
     verify(f"{run}/checkpoints/step-0")
+    capsys.readouterr()
+    checkpoint_commands.main(["ls", run])
+    assert "complete (bytes not read), only the weights" in capsys.readouterr().out
     model, state = load_model(run)
     assert state == {"step": 0, "samples": 0, "tokens": 0, "bos": True}
     tokens = random_tokens(2, 40)

@@ -19,8 +19,6 @@ from storage.changes import compare_start
 from storage.newest import Source
 from storage.resume import check_run
 
-pytestmark = pytest.mark.slow  # make test has no room for it
-
 CONFIG = train_llama3.Config(steps=20, warmup_steps=2, local_batch_size=4, global_batch_size=8)
 
 
@@ -151,6 +149,7 @@ def test_a_run_does_not_change_its_phase_by_itself(tmp_path, old):
     assert "IGNORED" in said
 
 
+@pytest.mark.slow
 def test_phases_of_a_recipe(tmp_path):
     """Whole runs: the first step of a phase has learning rate and sequences of a new run, and the
     gradients of the given weights; a stopped and continued phase ends in the same bits; the same

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import time
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 from layouts import config
@@ -20,6 +21,7 @@ import train_qwen3
 from checkpoint import CheckpointConfig
 from distributed.refusals import check_layout
 from flags.config import parse_config, save_config
+from models.llama3 import Llama3
 from storage import changes, resume
 from storage.resume import check_run, lock_run
 from tools.reports.stop_main import no_earlier_run
@@ -97,15 +99,23 @@ def test_lock(tmp_path, monkeypatch):
     lock_run(str(tmp_path))
 
 
-def end_with_a_checkpoint(out, saved, ready):
+def end_with_a_checkpoint(out, saved, ready, waiting):
     lock_run(str(out))
     ready.set()
-    time.sleep(1)
+    for rank_waits in waiting:
+        rank_waits.wait(30)
     os.rename(saved / "checkpoints", out / "checkpoints")
 
 
-def start_with(cfg, rank, found):
+def start_with(cfg, rank, found, waits):
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": "123"}
+    sleep = time.sleep
+
+    def tell_and_sleep(seconds):  # a rank that waits for the lock sleeps between two looks at it
+        waits.set()
+        sleep(seconds)
+
+    time.sleep = tell_and_sleep
     found.put(resume.keep_batch(cfg).global_batch_size)
 
 
@@ -121,17 +131,50 @@ def test_a_start_that_waits_for_the_lock_keeps_the_batch_of_the_checkpoint_that_
         global_batch_size=-1,
     )
     fork = multiprocessing.get_context("fork")
-    ready, found = fork.Event(), fork.Queue()
-    holder = fork.Process(target=end_with_a_checkpoint, args=(out, tmp_path / "saved", ready))
+    ready = fork.Event()
+    found = fork.Queue()
+    waiting = [fork.Event(), fork.Event()]
+    holder = fork.Process(
+        target=end_with_a_checkpoint, args=(out, tmp_path / "saved", ready, waiting)
+    )
     holder.start()
     assert ready.wait(30)
-    ranks = [fork.Process(target=start_with, args=(cfg, rank, found)) for rank in (1, 0)]
+    ranks = []
+    for rank in (1, 0):
+        ranks.append(fork.Process(target=start_with, args=(cfg, rank, found, waiting[rank])))
     for process in ranks:
         process.start()
     # from the run on one process; 8 in a new run
-    assert [found.get(timeout=30), found.get(timeout=30)] == [4, 4]
+    assert [found.get(timeout=60), found.get(timeout=60)] == [4, 4]
+    assert waiting[0].is_set()
+    assert waiting[1].is_set()
     for process in (holder, *ranks):
         process.join()
+
+
+def test_a_checkpoint_that_appears_after_the_batch_was_chosen_is_refused(tmp_path, monkeypatch):
+    """Another start ended between the look at the checkpoints and the lock: this start's batch may
+    be wrong."""
+    cfg = make_run(tmp_path / "saved", step=10)
+    out = tmp_path / "run"
+    cfg = replace(cfg, out=str(out), val_every=0)
+    data = SimpleNamespace(vocab_size=8, fingerprint={}, n_val_samples=0)
+    lock = resume.lock_run
+
+    def lock_after_another(folder):
+        lock(folder)
+        (out / "checkpoints").mkdir()
+        (out / "checkpoints" / "step-10").mkdir()
+
+    monkeypatch.setattr(resume, "lock_run", lock_after_another)
+    refuses(
+        "got a checkpoint from another process while .*; start again",
+        resume.claim_run,
+        cfg,
+        Llama3,
+        config(),
+        data,
+    )
 
 
 def make_run(out, processes=1, step=20, **flags):

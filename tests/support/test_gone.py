@@ -2,11 +2,11 @@
 reason, in every program that once had them; and the version, in one place."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from programs import run_program
 
 import evaluate
 import finetune
@@ -106,8 +106,7 @@ def test_the_config_of_an_old_run(tmp_path, capsys):
     "program", ["train_llama3", "grpo", "generate", "data", "checkpoint", "ablate"]
 )
 def test_every_program_tells_its_version(program):
-    command = [sys.executable, f"{program}.py", "--version"]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+    done = run_program([sys.executable, f"{program}.py", "--version"])
     assert (done.returncode, done.stdout, done.stderr) == (0, f"nanotitan {VERSION}\n", "")
 
 

@@ -13,8 +13,8 @@ from runs import ENV, REPO, launch, run_program
 from tools.parity.compare_policy import Record, compare_cut, likely_reason
 
 SMALL = "--model_args dim=32,n_layers=1,n_heads=2,n_kv_heads=2,head_dim=16,ffn_dim=32".split()
-# of different kinds: a count of ranks, a sum over rows, and no effect; the others are slow
-QUICK = ["denominator_over_ranks", "sum_of_a_row", "detached_bonus"]
+# on a small model, of different kinds: a count of ranks, which is quick, a sum over rows, no effect
+ON_SMALL = ["denominator_over_ranks", "sum_of_a_row", "detached_bonus"]
 
 
 def check(program, *flags, cwd=REPO):
@@ -65,8 +65,10 @@ def judge(program, name, tmp_path, *flags):
     return said
 
 
-@pytest.mark.parametrize("name", QUICK)
-def test_quick_edits_of_grpo(name, tmp_path):
+@pytest.mark.parametrize(
+    "name", [ON_SMALL[0], *(pytest.param(name, marks=pytest.mark.slow) for name in ON_SMALL[1:])]
+)
+def test_edits_of_grpo_on_a_small_model(name, tmp_path):
     said = judge("grpo.py", name, tmp_path, *SMALL)
     if name == "denominator_over_ranks":
         assert "by one factor, 2)" in said, said
@@ -76,7 +78,7 @@ def test_quick_edits_of_grpo(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in GRPO if name not in QUICK])
+@pytest.mark.parametrize("name", [name for name in GRPO if name not in ON_SMALL])
 def test_edits_of_grpo(name, tmp_path):
     judge("grpo.py", name, tmp_path)
 

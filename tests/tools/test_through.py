@@ -124,7 +124,7 @@ FORKS = dict(
         model=EXPERTS,
     ),
 )
-QUICK = ("slow_gradients", "own_rate_with_experts")
+QUICK = ("slow_gradients",)
 
 
 @pytest.mark.parametrize(
