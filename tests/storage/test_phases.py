@@ -42,7 +42,7 @@ def started(tmp_path, old, identity=IDENTITY, **flags):
     with contextlib.redirect_stdout(said):
         check_run(cfg.out, identity, cfg, train_llama3.lr_at)
         fresh = trained(1, 0)
-        checkpoints = saver(*fresh, cfg.out, identity)
+        checkpoints = saver(*fresh, cfg.out, identity, config=asdict(cfg))
         checkpoints.cfg = cfg
         state = checkpoints.load()
     return fresh, state, said.getvalue()
