@@ -432,9 +432,7 @@ def rollout(
         # several groups at once, because each refill is a forward.
         free_rows(running, ended)
         n_busy = sum(row is not None for row in running)
-        n = min((len(running) - n_busy) // G, len(waiting))
-        if n < min(len(waiting), n_rows // G // 4):
-            n = 0
+        n = groups_to_begin(len(running) - n_busy, len(waiting), G, n_rows)
         shrinks = not waiting and len(running) > FEWEST and n_busy <= len(running) * 3 // 4
         if shrinks:  # leave out free rows
             running = sort_rows(running, cache, max(n_busy, FEWEST), device)
@@ -471,6 +469,15 @@ def rollout(
     for row in drawn:
         row.sample.truncated = not row.done
     return [row.sample for row in drawn]
+
+
+def groups_to_begin(n_free: int, n_waiting: int, G: int, n_rows: int) -> int:
+    """Prompts to read now, each for the G samples of its group: none until a quarter of all groups
+    can begin, or the rest."""
+    n = min(n_free // G, n_waiting)
+    if n < min(n_waiting, n_rows // G // 4):
+        return 0
+    return n
 
 
 def new_cache(n_rows: int, n_places: int, batch_invariant: bool) -> RowCache:

@@ -29,14 +29,20 @@ def perplexity(
         n_tokens = sum(len(continuation) for _, continuation in of_line)
         n_bytes = len(line.fields["text"].encode())
         items.append(dict(logprob=sum(logprobs), tokens=n_tokens, bytes=n_bytes))
+    nats = []
+    tokens = []
+    n_bytes = []
     if len(lines) == 1:  # a single text is a sample of windows, each with a share of the bytes
-        nats = [-x for x in scores[0]]
-        tokens = [len(continuation) for _, continuation in windows[0]]
-        n_bytes = [items[0]["bytes"] * n / sum(tokens) for n in tokens]
+        (item,) = items
+        for (_, continuation), logprob in zip(windows[0], scores[0], strict=True):
+            nats.append(-logprob)
+            tokens.append(len(continuation))
+            n_bytes.append(item["bytes"] * len(continuation) / item["tokens"])
     else:
-        nats = [-item["logprob"] for item in items]
-        tokens = [item["tokens"] for item in items]
-        n_bytes = [item["bytes"] for item in items]
+        for item in items:
+            nats.append(-item["logprob"])
+            tokens.append(item["tokens"])
+            n_bytes.append(item["bytes"])
     metrics = ratio("loss", nats, tokens) | ratio("bits_per_byte", nats, n_bytes, 1 / math.log(2))
     most = min(metrics["loss"], 700.0)  # e^710 is too large for a float
     metrics |= dict(perplexity=math.exp(most), tokens=sum(tokens), bytes=round(sum(n_bytes)))

@@ -145,10 +145,12 @@ def forward(model, b: dict, layout):
     """(log-probabilities, entropy) of the labels of a forward's tensors, (B, T/cp) each. In a
     pipeline the last stage has them, and the others return zeros."""
     arguments = {name: b[name] for name in INPUTS if name in b}
-    found = parallel.run_forwards(
-        [model], arguments, replace(layout, microbatch_size=len(b["tokens"]))
-    )
-    return found[0] if found else b["mu"].new_zeros(2, *b["mu"].shape).unbind()
+    whole = replace(layout, microbatch_size=len(b["tokens"]))
+    found = parallel.run_forwards([model], arguments, whole)
+    if found:
+        return found[0]
+    zeros = torch.zeros_like(b["mu"])
+    return zeros, zeros.clone()
 
 
 def backward_of_pipeline(stage, batches: list[dict], loss_of, layout):
@@ -157,23 +159,35 @@ def backward_of_pipeline(stage, batches: list[dict], loss_of, layout):
     """
     from distributed.schedule import run_schedule
 
-    # the last stage takes the forwards in this order
-    logprobs, turns = stage.token_loss, iter(range(len(batches)))
-    stage.token_loss = lambda *given: loss_of(next(turns), *logprobs(*given))
-    arguments = {
-        name: torch.cat([b[name] for b in batches]) for name in INPUTS if name in batches[0]
-    }
+    usual_loss = stage.token_loss
+    turns = iter(range(len(batches)))  # the last stage takes the forwards in this order
+
+    def loss_of_forward(*given):
+        logprobs, entropy = usual_loss(*given)
+        return loss_of(next(turns), logprobs, entropy)
+
+    arguments = {}
+    for name in INPUTS:
+        if name in batches[0]:
+            arguments[name] = torch.cat([b[name] for b in batches])
+    stage.token_loss = loss_of_forward
     run_schedule([stage], arguments, len(batches), layout)
-    stage.token_loss = logprobs
+    stage.token_loss = usual_loss
 
 
 def fixed_shape_attention(positions, doc_ids=None, reach=None):
     """--batch_invariant: the same kernel, mask and number of keys as in rollout()."""
     index = torch.arange(positions.shape[1], device=positions.device)
-    mask = (index[:, None] >= index) & (
-        index[:, None] - index < (len(index) if reach is None else reach[:, None, :, None])
-    )
-    return lambda q, k, v, scale=None: sdpa(q, k, v, mask, scale=scale)
+    distance = index[:, None] - index  # (T, T), from a query back to a key
+    farthest = len(index)
+    if reach is not None:
+        farthest = reach[:, None, :, None]
+    mask = (distance >= 0) & (distance < farthest)
+
+    def attend(q, k, v, scale=None):
+        return sdpa(q, k, v, mask, scale=scale)
+
+    return attend
 
 
 def list_weights(
@@ -184,10 +198,13 @@ def list_weights(
     an expert's selection bias in bf16, for instance, tokens would go to other experts.
     adapters_only: LoRA's, all that its training changes."""
     reshard(model)  # FSDP may hold gathered weights from before the optimizer's step
-    found = {fqn: (p, compute_dtype) for fqn, p in model.named_parameters()} | {
-        fqn: (b, b.dtype) for fqn, b in model.named_buffers()
-    }
-    return {fqn: found[fqn] for fqn in sorted(found) if is_adapter(fqn) or not adapters_only}
+    found = {fqn: (p, compute_dtype) for fqn, p in model.named_parameters()}
+    for fqn, b in model.named_buffers():
+        found[fqn] = (b, b.dtype)
+    names = sorted(found)
+    if adapters_only:
+        names = [fqn for fqn in names if is_adapter(fqn)]
+    return {fqn: found[fqn] for fqn in names}
 
 
 @torch.no_grad()
@@ -195,34 +212,41 @@ def pack_weights(found: dict[str, tuple[Tensor, torch.dtype]], layout, group) ->
     """Copy the tensors of list_weights() to the host of rank 0; other ranks get none. All trainer
     ranks call this function, because gathering a tensor is collective. With --pp each has the
     tensors of its stage, and rank 0 gets those of all."""
-    ranks, packed = layout.world_size // layout.pp, {}  # of a stage; its first rank sends
+    packed = {}
+    ranks = layout.world_size // layout.pp  # of a stage; its first rank sends
     # the ranks of a pipeline tell each other; all ranks of a large run would take long
-    facts = gather(
-        {fqn: (t.shape, dtype) for fqn, (t, dtype) in found.items()},
-        layout.group("pp") if layout.pp > 1 else None,
-    )
-    # a tied tensor has two
-    owners = {fqn: stage for stage in reversed(range(layout.pp)) for fqn in facts[stage]}
+    pipeline = None
+    if layout.pp > 1:
+        pipeline = layout.group("pp")
+    facts = gather({fqn: (t.shape, dtype) for fqn, (t, dtype) in found.items()}, pipeline)
+    owners = {}  # a tied tensor has two: the first stage sends it
+    for stage in reversed(range(layout.pp)):
+        for fqn in facts[stage]:
+            owners[fqn] = stage
     for fqn, stage in sorted(owners.items()):  # one after the other
-        whole = whole_tensor(found[fqn][0]) if stage == layout.rank // ranks else None
+        whole = None
+        if stage == layout.rank // ranks:
+            whole = whole_tensor(found[fqn][0])
         if layout.rank in (0, stage * ranks):
             shape, dtype = facts[stage][fqn]
             # page-locked, so that the courier copies to the device without the CPU
             host = torch.empty(shape, dtype=dtype, pin_memory=layout.device.type == "cuda")
             if whole is not None:
                 host.copy_(whole)
-            if stage:
-                dist.recv(host, stage * ranks, group) if layout.rank == 0 else dist.send(
-                    host, 0, group
-                )
-            packed |= {fqn: host} if layout.rank == 0 else {}
+            if stage > 0 and layout.rank == 0:
+                dist.recv(host, stage * ranks, group)
+            elif stage > 0:
+                dist.send(host, 0, group)
+            if layout.rank == 0:
+                packed[fqn] = host
     return packed
 
 
 def keep_reference(trainer, is_new: bool, about: dict):
     """--kl_coef: the initial policy of this run. A new run writes <out>/reference, a continued run
     reads the folder."""
-    cfg, folder = trainer.cfg, f"{trainer.cfg.out}/reference"
+    cfg = trainer.cfg
+    folder = f"{cfg.out}/reference"
     if is_new:
         reshard(trainer.model)
         trainer.reference.load_state_dict(trainer.model.state_dict())
