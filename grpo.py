@@ -520,7 +520,9 @@ def update_policy(trainer: Trainer, groups: list[list[Sample]], lr: float) -> St
     parts = [sum(groups[i : i + size], []) for i in range(0, len(groups), size)]
     trained = [samples_to_train(part, trainer) for part in parts]
     # before the first update changes the policy
-    compared, proven = agreement.compare_others(trainer, sum(groups, []), trained)
+    compared, proven = agreement.compare_others(
+        trainer, sum(groups, []), trained, cfg.proof_share, cfg.seed
+    )
     if cfg.tis and cfg.minibatches > 1:
         agreement.compare_samples(trainer, trained[0])
     updates = []

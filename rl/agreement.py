@@ -133,19 +133,18 @@ def n_sampled(samples: list[Sample]) -> float:
 
 
 def compare_others(
-    trainer, samples: list[Sample], trained: list[list[Sample]]
+    trainer, samples: list[Sample], trained: list[list[Sample]], proof_share: float, seed: int
 ) -> tuple[list[Agreement], float]:
     """Before the first update: (agreements of samples that its forwards do not compare, share of
     the sampled tokens that is compared). samples: of the whole step. trained: those with a
     gradient, for each update. The samples without one are drawn by chance, --proof_share of them,
     and stand for all of their kind."""
-    cfg = trainer.cfg
     numbers = set()
     for part in trained:
         numbers |= {id(s) for s in part}
     rest = [s for s in samples if id(s) not in numbers]
-    n_drawn = min(len(rest), max(1, round(len(rest) * cfg.proof_share)))
-    drawn = random.Random(f"{cfg.seed}/{trainer.policy_version}").sample(rest, n_drawn)
+    n_drawn = min(len(rest), max(1, round(len(rest) * proof_share)))
+    drawn = random.Random(f"{seed}/{trainer.policy_version}").sample(rest, n_drawn)
     later = sum(trained[1:], [])  # the first update changes the policy
     agreements = []
     if later:
