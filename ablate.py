@@ -381,7 +381,8 @@ def tune(args, folder: Path, variants: dict, stopping: list) -> list[str]:
 
 def run_study(args, size: str, sizes: int, variants: dict, stopping: list) -> bool:
     """Make the missing runs of a study, and its report. Returns whether all runs ended well. sizes:
-    intervals of a ladder that share the 5 %: one for each size, and one beyond."""
+    how many intervals share an error of 5 % with those of this study: 1 without --ladder; with
+    --ladder one for each size, and one for the extrapolation."""
     folder = Path(args.out, size)
     tuned = []
     noise = None
@@ -405,7 +406,7 @@ def run_study(args, size: str, sizes: int, variants: dict, stopping: list) -> bo
             return report_study(folder)
         run_all(study, folder, todo, stopping)
         tried.update(todo)
-        if args.only:  # another machine makes the rest
+        if args.only:  # not a run of this size: run_all() ends the program after the run of --only
             return True
     return False
 

@@ -110,9 +110,10 @@ class Checkpoints:
     optimizer: one optimizer, or a list of several; those that share a parameter give their states
     different names. identity:
     {"model": ..., "data": ..., "optimizer": ...}; a continued run must not change these values.
-    load_base: for LoRA: a function of the run's own checkpoint (None: a new run) and this class's
-    process group, which fills the frozen weights and returns the entry "base" of state.json; no
-    checkpoint holds frozen weights.
+    load_base: with --lora_rank a function load_base(own, group); a checkpoint then holds only the
+    adapters. The function fills the frozen weights and returns the entry "base" of state.json, which
+    names these weights. own: where this run's own checkpoint is, None for a new run; group: this
+    class's process group.
     With several ranks the class makes a separate gloo group for the background thread: two threads
     on one gloo group crash.
     """
@@ -221,7 +222,8 @@ class Checkpoints:
         files: dict[str, bytes] | None = None,
     ) -> bool:
         """Writes checkpoints/step-<step>; every rank calls. state: JSON values, returned by a later
-        load(). files: of rank 0, for what is large, because every rank of a start reads the state.
+        load(). files: {name: bytes}, given by rank 0 alone, to be written beside state.json. Large
+        contents belong there, because load() sends the whole state to every rank.
 
         False: nothing was saved, one line has said why, and older checkpoints are untouched; the
         last save of a run raises

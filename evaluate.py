@@ -554,8 +554,10 @@ class Task(NamedTuple):
     writes: bool = False
 
 
-# A new kind of task is a row here, and a row in KINDS of rl/questions.py, which tells the kind by
-# the fields of a line.
+# A new kind of task is a row here, a measure in rl/measures.py, and a row in KINDS of
+# rl/questions.py, which tells the kind by the fields of a line: the first row that fits. There,
+# check_line and answer_of_shot must know the new fields. ask_questions names the kind "answer" for
+# --shots, and --answers would be ignored by a measure that does not read it.
 TASKS = {
     "text": Task(cut_texts, perplexity),
     "choice": Task(ask_choices, multiple_choice),

@@ -93,8 +93,8 @@ class Tokens(NamedTuple):
     advantage: Tensor
     mask: Tensor  # 1.0 for each trained token, EOS included
     n: Tensor  # trained tokens of the token's whole sample
-    # for each token the sum of such a tensor over its whole sample, which may share its row with
-    # others (--pack_tokens) and go on on other ranks (--cp)
+    # sequence_sum(x): each token gets the sum of x over the token's whole sample. x.sum(1) would be
+    # wrong: a row may hold several samples (--pack_tokens), a rank only a part of one (--cp)
     sequence_sum: Callable[[Tensor], Tensor]
 
 
@@ -336,7 +336,8 @@ class Trainer:
         self.reference = reference
         self.policy_version = 0
         self.denominator = 0.0  # Z of the calls of train_on() since the last update
-        # with the reference: then every sample has a gradient
+        # whether a loss needs the reference's log-probabilities; the divergence from the reference
+        # then gives a gradient to every sample, also to one with advantage 0
         self.compares = cfg.kl_coef > 0 or not self.rewarded
         self.new_optimizer()
 
@@ -422,7 +423,8 @@ class Trainer:
             # before the loss, because with LoRA the reference is the same model
             refs = [self.reference_logprobs(b) for b in batches]
         reshard(self.reference or self.model)  # before the backward takes its memory
-        # of the loss, of clipped tokens, of all tokens, of the divergence
+        # four sums over all forwards: loss, number of clipped tokens, number of all tokens (padding
+        # included), divergence
         sums = torch.zeros(4, dtype=torch.float64, device=layout.device)
         rows = []
 
@@ -506,8 +508,9 @@ class StepNumbers(agreement.Agreement):
 
 
 def samples_to_train(part: list[Sample], trainer: Trainer) -> list[Sample]:
-    """Without those that have no gradient, of groups of equal rewards; they stay in the
-    denominator. Never none: a forward needs a sample."""
+    """The samples that have a gradient. A sample with advantage 0 has none (a group of equal
+    rewards), so no forward is spent on it, but Z counts the sample. If all advantages are 0: the
+    first group_size samples, because a forward needs at least one."""
     if trainer.compares:
         return part
     return [s for s in part if s.advantage != 0] or part[: trainer.cfg.group_size]

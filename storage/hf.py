@@ -66,8 +66,9 @@ def open_safetensors(folder: str, file: str):
 
 
 class ExpertMatrix:
-    """A matrix in a stack of experts, like safetensors' handle of a tensor. first, rows: its rows
-    among those of the expert."""
+    """The matrix of one expert in a file that stacks all experts, (E, rows of an expert, columns).
+    Has the methods of safetensors' handle of a tensor. The matrix is `rows` rows of the expert,
+    beginning at row `first`: gate_proj and up_proj of an expert lie one below the other."""
 
     def __init__(self, stack, expert: int, first: int, rows: int):
         self.stack = stack
