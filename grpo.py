@@ -94,7 +94,8 @@ class Tokens(NamedTuple):
     mask: Tensor  # 1.0 for each trained token, EOS included
     n: Tensor  # trained tokens of the token's whole sample
     # sequence_sum(x): each token gets the sum of x over the token's whole sample. x.sum(1) would be
-    # wrong: a row may hold several samples (--pack_tokens), a rank only a part of one (--cp)
+    # wrong: a row may hold several samples (--pack_tokens), a rank only a part of one (--cp).
+    # x without a gradient: the sum over ranks would not carry it
     sequence_sum: Callable[[Tensor], Tensor]
 
 

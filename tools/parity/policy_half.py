@@ -20,6 +20,7 @@ from dataclasses import fields
 from functools import wraps
 from pathlib import Path
 from types import ModuleType
+from typing import Literal, get_args, get_origin, get_type_hints
 
 if __name__ == "__main__":
     # import from the checkout of this file, whatever the folder of the recipe
@@ -276,6 +277,12 @@ def run_rank(main, cfg, typed, samples: str, rank: int, ranks: int, port: int):
         os._exit(status)
 
 
+def not_a_choice(Config, name: str, value) -> bool:
+    """Whether a flag has named choices, and this is none of them: a loss that only the edit has."""
+    kind = get_type_hints(Config)[name]
+    return get_origin(kind) is Literal and value not in get_args(kind)
+
+
 def main():
     """Run the recipe as committed, on the samples that the edited recipe has drawn."""
     spec = json.loads(Path(sys.argv[1]).read_text())
@@ -287,6 +294,11 @@ def main():
     known = {field.name for field in fields(recipe.Config)}
     given = {name: x for name, x in spec["given"].items() if name in known}
     flags = {name: x for name, x in spec["flags"].items() if name in known}
+    for name, value in (given | flags).items():
+        if not_a_choice(recipe.Config, name, value):
+            error = f"it has no --{name} {value} to compare with"
+            Path(f"{flags['out']}-0.error").write_text(error)
+            sys.exit(1)
     typed = recipe.Config(**given)
     cfg = recipe.Config(**given | flags)
     run_rank(recipe.main, cfg, typed, spec["samples"], 0, 1, 0)
