@@ -95,8 +95,8 @@ def main(cfg: Config):
     if ours != theirs:
         raise ValueError(
             f"--teacher {cfg.teacher} has another vocabulary, {len(theirs):,} tokens, than the "
-            f"policy, {len(ours):,}: a token's number would mean another text; choose a teacher with the "
-            "same tokenizer"
+            f"policy, {len(ours):,}: a token's number would mean another text; choose a teacher "
+            "with the same tokenizer"
         )
     return grpo.main(cfg, Trainer)
 

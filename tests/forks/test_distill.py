@@ -85,6 +85,10 @@ def test_runs(tmp_path):
         )
         return run_program(command, env=policy.ENV, timeout=400)
 
+    checked = distill(1, "checked", "--check")  # grpo.main stops, to which main hands over
+    assert checked.returncode == 0, checked.stderr
+    assert '"seeded": ["seed"]' in checked.stdout.splitlines()[-1]
+    assert not (tmp_path / "checked").exists()
     assert distill(1, "one", "--control", "random").returncode == 0
     assert distill(2, "two", "--control", "random", "--tp", 2).returncode == 0
     policy.assert_same(policy.steps_of(tmp_path / "one"), policy.steps_of(tmp_path / "two"), 1e-5)

@@ -1,8 +1,8 @@
 """--check: would this command line train, and what does a step cost? ablate.py asks each variant
 before the first run.
 
-The recipe's own main runs up to connect(): it checks the flags, the layout, the data and --out as
-every start does. Nothing is built, and nothing is written to --out.
+The recipe's own main runs up to connect(): it checks the flags, the layout and the data as every
+start does. Nothing is built, nothing is written to --out, and an earlier run there is not looked at.
 """
 
 import json

@@ -3,6 +3,7 @@ through which a report enters a recipe."""
 
 import os
 from functools import partial
+from types import ModuleType
 from unittest import mock
 
 from storage import resume
@@ -25,13 +26,25 @@ def do_nothing(*args, **kwargs):
 no_earlier_run = partial(mock.patch.multiple, resume, **dict.fromkeys(LOOKS_AT_RUN, do_nothing))
 
 
+def names_of_loop(main, last: str) -> dict:
+    """The names of the file whose main calls `last`: main's own, or of a recipe that main hands over
+    to, as forks/train_distill.py hands over to grpo.main."""
+    names = main.__globals__
+    if last in names:
+        return names
+    for module in names.values():
+        if isinstance(module, ModuleType) and hasattr(module, "main") and hasattr(module, last):
+            return vars(module)
+    return names
+
+
 def stop_main(main, cfg, last: str, **stand_ins) -> tuple[tuple, dict]:
     """Run main(cfg) up to the call of the function `last`; return the call's (args, kwargs).
 
     last, stand_ins: functions to replace, by their names in the recipe; stand-ins for names unknown
     to the recipe are skipped. Raises ValueError for a recipe without `last`: its main would train.
     """
-    names = main.__globals__
+    names = names_of_loop(main, last)
     if last not in names:
         file = os.path.relpath(main.__code__.co_filename)
         raise ValueError(
