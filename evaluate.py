@@ -266,7 +266,7 @@ def check_task_flags(cfg: Config, model_config, asked: TaskConfig, kind: str, lo
             "--pp and --cp do not help to write answers; use --dp_shard or --tp",
         ),
         (
-            writes and cfg.tp > 1 and hasattr(model_config, "mtp_depth"),
+            writes and cfg.tp > 1 and hasattr(model_config, "kv_lora_rank"),
             f"--tp {cfg.tp}: writing with DeepSeek caches latents, which tp does not split; "
             "use --dp_shard",
         ),

@@ -15,7 +15,7 @@ from checkpoint import Checkpoints
 from distributed.agree import gather
 from distributed.checks import check_model
 from distributed.experts import expert_parallel
-from distributed.layout import reshard, whole_tensor
+from distributed.layout import mtp_depth_of, reshard, whole_tensor
 from distributed.pipeline import pipeline_stages
 from flags.config import Need, flag, override_fields
 from lora.lora import lora_linears
@@ -84,6 +84,7 @@ def model_of(cfg, vocab_size: int):
                 f"--tp {cfg.tp}: tp cannot split DeepSeek's rollouts; use --dp_shard, --gen_ranks "
                 "or --engine"
             )
+    if mtp_depth_of(config):
         config = replace(config, mtp_depth=0)  # these losses have no second prediction
     return class_of(config), config
 

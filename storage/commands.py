@@ -300,6 +300,9 @@ def average(run: str, out: str, last: int = 0, steps=()) -> None:
 def diff(a: str, b: str) -> int:
     """Compares two step folders, with one pair of tensors in memory at a time; by bits, so NaN
     equals NaN."""
+    for folder in (a, b):
+        if not os.path.isfile(os.path.join(folder, "manifest.json")):
+            raise ValueError(f"{folder} is no step folder; give two folders RUN/checkpoints/step-N")
     in_a = read_table(a, verify(a)["files"])
     in_b = read_table(b, verify(b)["files"])
     differ = {}  # key: in what

@@ -800,6 +800,10 @@ def test_command_line(tmp_path, capsys):
         ["diff", a, b],
     ):
         stops(capsys, checkpoint_commands.main, wrong)
+    error = stops(capsys, checkpoint_commands.main, ["diff", a, str(tmp_path)])  # a run folder
+    assert error == (
+        f"error: {tmp_path} is no step folder; give two folders RUN/checkpoints/step-N\n"
+    )
 
 
 def test_verify_reads_every_byte_of_a_run_and_ls_does_not(tmp_path, capsys, monkeypatch):

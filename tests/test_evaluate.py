@@ -718,6 +718,8 @@ ERRORS = [
         "are to be scored as a whole",
     ),
     (dict(tp=2), "task.txt", "x", "1 process but"),
+    # no word of DeepSeek's latents: a Llama writes with tp
+    (dict(tp=2, max_new_tokens=8), "task.jsonl", QUESTION, "1 process but"),
     (
         dict(ac="full", compile=True),
         "task.txt",
@@ -742,6 +744,13 @@ def test_what_is_wrong_is_one_line(flags, file, content, message, folders, tmp_p
         Path(file).write_text(content)
     flags = dict(checkpoint=folders("llama"), task=file) | flags
     refuses(re.escape(message), evaluated, **flags)
+
+
+def test_deepseek_writes_without_tp(folders, tasks):
+    flags = dict(checkpoint=folders("deepseek_v3"), tp=2, max_new_tokens=8)
+    refuses(
+        "--tp 2: writing with DeepSeek caches latents", evaluated, task=tasks["answer"], **flags
+    )
 
 
 def test_a_model_without_a_tokenizer_and_one_without_a_template(folders, tasks, tmp_path):

@@ -2,17 +2,20 @@
 models."""
 
 import importlib.util
+import math
 import os
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import layouts
 import pytest
 import torch
 import transformers
 from programs import run_program
 from saves import refuses, saver, stops
 
+from distributed.refusals import check_layout
 from models import llama3
 from storage import commands as checkpoint_commands
 from storage import hf
@@ -144,6 +147,42 @@ def test_without_transformers_a_line_says_that_nothing_was_compared(tmp_path, ca
     monkeypatch.setitem(sys.modules, "transformers", None)
     saved_and_exported(llama3, tmp_path)
     assert "was not compared with transformers: pip install" in capsys.readouterr().out
+
+
+# what a model of one's own may lack, such as a copy of models/llama3.py of before 0.11
+WITHOUT_NAMES_OF_OTHERS = (
+    ("    n_experts: ClassVar[int] = 0\n", ""),
+    ("    mtp_depth: ClassVar[int] = 0\n", ""),
+    ("def hf_optional(", "def not_hf_optional("),
+)
+
+
+@pytest.mark.parametrize("flags", [{}, dict(pp=2), dict(tp=2), dict(dp_shard=2)], ids=str)
+def test_layouts_of_a_model_that_knows_no_experts_and_no_multi_token_prediction(flags, fork):
+    config = small(fork(*WITHOUT_NAMES_OF_OTHERS))
+    assert not hasattr(config, "n_experts") and not hasattr(config, "mtp_depth")
+    layout = check_layout(
+        layouts.Flags(**flags),
+        config,
+        seq_len=16,
+        local_batch_size=2,
+        global_batch_size=4,
+        device="cpu",
+        world_size=math.prod(flags.values()),
+    )
+    assert not layout.has_experts and not layout.mtp
+
+
+def test_a_model_without_optional_names_reads_a_folder(tmp_path, fork):
+    module = fork(*WITHOUT_NAMES_OF_OTHERS)
+    torch.manual_seed(0)
+    theirs = llama3.Llama3(small(llama3))
+    hf.save_hf(theirs, str(tmp_path / "folder"), torch.float32)
+    model = module.Llama3(small(module))
+    assert not hasattr(model, "hf_optional")
+    assert hf.load_hf(model, str(tmp_path / "folder")) == []
+    x = torch.arange(24).reshape(2, 12)
+    assert torch.equal(model(x), theirs(x))
 
 
 def test_a_config_that_config_json_cannot_tell_is_not_exported():
