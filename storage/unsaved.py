@@ -11,9 +11,10 @@ from distributed.agree import brief
 from distributed.checks import bits_sum
 from distributed.layout import local_tensor, named_tensors, pattern_of
 
-# the attributes that torch gives every module, and those that the house sets anew in every step
+# the attributes that torch gives every module, and those that the house sets anew: in every step, or
+# for another shape of the micro-batches
 TORCHS = set(vars(nn.Module()))
-SET_ANEW = {"is_last_backward", "places"}
+SET_ANEW = {"is_last_backward", "places", "made_for"}
 
 
 def fingerprint(x: Any) -> Any:

@@ -81,7 +81,12 @@ def set_a_flag(net, optimizers):
     net.name = "other"
 
 
-@pytest.mark.parametrize("change", [train, set_a_flag])
+def make_a_schedule(net, optimizers):
+    """As distributed/schedule.py does with --pp, for the shape of the micro-batches."""
+    net.made_for = (4, torch.Size([2, 8]))
+
+
+@pytest.mark.parametrize("change", [train, set_a_flag, make_a_schedule])
 def test_nothing_is_named_without_a_reason(change, tmp_path, capsys):
     """A buffer, weights and moments are saved; a switch or a text is no number that a step counts."""
     assert lines_of_saves(capsys, change, out=tmp_path) == [[]]
