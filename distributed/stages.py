@@ -4,16 +4,14 @@ many stages as --pp_schedule_csv names. Only runs with --pp load this file."""
 import math
 import re
 
-from distributed.layout import ParallelConfig
-
 ONE_STAGE_PER_RANK = ("GPipe", "1F1B")
 # parameters of parts with a fixed stage
 KNOWN = ("tok_embeddings.", "blocks.", "norm.", "head.", "mtp.")
 
 
-def split_stages(cfg: ParallelConfig, pp: int, n_layers: int) -> list[list[str]]:
-    """Module names of every pipeline stage, in order. Raises ValueError when the layers do not fill
-    the stages."""
+def split_stages(cfg, pp: int, n_layers: int) -> list[list[str]]:
+    """Module names of every pipeline stage, in order. cfg: a PipelineConfig. Raises ValueError when
+    the layers do not fill the stages."""
     blocks = [f"blocks.{i}" for i in range(n_layers)]
     if cfg.pp_stage_fqns:
         return named_stages(cfg.pp_stage_fqns, ["tok_embeddings", *blocks, "norm", "head"])

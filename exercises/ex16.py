@@ -150,7 +150,7 @@ def check_rows():
 
 def check_denominator():
     masks = [[1.0] * 3, [0.0] * 4, [1.0, 0.0, 1.0, 1.0, 1.0]]
-    samples = [Sample(mask=mask, ids=mask, prompt=[1], advantage=0.5) for mask in masks]
+    samples = [Sample(mask=mask, ids=[1] * len(mask), prompt=[1], advantage=0.5) for mask in masks]
     said = "3 samples with 3, 0 and 4 trained tokens, max_new_tokens 10"
     for divisor, want in (
         ("samples", 2),

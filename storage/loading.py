@@ -4,6 +4,7 @@ tensors. Only runs that begin with saved weights load this file."""
 import os
 from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,7 +47,7 @@ def choose_step(folder: str, step: int, group, say) -> tuple[str, dict, list[str
     def check(path):
         manifest = on_rank_0(lambda: read_manifest(path), group)
         sizes = {name: size for name, (size, _) in manifest["files"].items()}
-        share = sorted(sizes, key=sizes.get)[rank::world_size]
+        share = sorted(sizes, key=sizes.__getitem__)[rank::world_size]
         n_bytes = sum(sizes[name] for name in share)
         progress = Progress(f"verifying {path}", n_bytes, say)
         fail_together(lambda: check_files(path, manifest, share, progress), group)
@@ -196,7 +197,7 @@ def load_weights(modules: list[nn.Module], folder: str, exclude=()) -> None:
     if has_adapters(newest_readable(folder)):
         path, _, table = open_saved(folder)
         return fill_merged(modules, path, table)
-    config = modules[0].config
+    config: Any = modules[0].config
     model = {
         "module": type(config).__module__,
         "class": type(config).__name__.removesuffix("Config"),

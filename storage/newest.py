@@ -7,10 +7,9 @@ import os
 import re
 import sys
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from distributed.agree import Failed
 from distributed.layout import named_tensors
@@ -170,7 +169,7 @@ def saved_model(path: str) -> tuple[type, object]:
         raise ValueError(f"{path}/state.json does not describe a model: {error}") from None
 
 
-def open_saved(folder: str) -> tuple[str, nn.Module, object]:
+def open_saved(folder: str) -> tuple[str, Any, dict]:
     """(path, model on meta, DCP's table) of a step folder, or of a run folder's newest good
     checkpoint. Raises ValueError.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from corpus.cache import parse_mixture
 from corpus.shards import MASKED, is_shards, read_index
 from corpus.special import prefix_ids
-from corpus.tokenizer import load_tokenizer, tokenizer_path
+from corpus.tokenizer import load_tokenizer, token_text, tokenizer_path
 from flags.files import read_json, sha256_file
 from storage.newest import ABOUT, Source, newest_readable
 from storage.source_tokenizer import text_folder
@@ -36,7 +36,7 @@ def describe_beginning(tokenizer_file: str) -> str:
     prefix = prefix_ids(tokenizer)
     if not prefix or index["version"] == MASKED or "begin" in index["source"]:
         return ""
-    name = "".join(tokenizer.id_to_token(i) for i in prefix)
+    name = "".join(token_text(tokenizer, i) for i in prefix)
     return (
         f"the documents of {shards} do not begin with {name}, as texts do for the model of "
         "--init_from; make them with data.py prepare --bos"

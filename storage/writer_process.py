@@ -30,5 +30,7 @@ def begin_writing():
 
 
 def end_with_parent():
-    torch.multiprocessing.parent_process().join()
+    parent = torch.multiprocessing.parent_process()
+    assert parent is not None  # this is the writer process
+    parent.join()
     os._exit(1)

@@ -8,6 +8,7 @@ start does. Nothing is built, nothing is written to --out, and an earlier run th
 import json
 import tempfile
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ COMPARED = ("steps", "val_every", "data", "val_data", "val_batches", "seq_len")
 
 def check(main, cfg) -> None:
     """Print one line of JSON. Errors of main, such as a ValueError for a wrong flag, are passed on."""
-    found = dict.fromkeys(COMPARED)
+    found: dict[str, Any] = dict.fromkeys(COMPARED)
     for name in found.keys() & vars(cfg).keys():
         found[name] = getattr(cfg, name)
     # grpo.py has one seed for everything

@@ -176,7 +176,7 @@ def file_of(recipe: str, out: str) -> Path:
 def sources_of(recipe: Path) -> dict[str, str]:
     """{file: sha256} of the recipe and of all files of its checkout that training may import, and
     the version of torch. tools/ has reports, which training never runs."""
-    found = {"torch": torch.__version__}
+    found = {"torch": str(torch.__version__)}
     waiting = [recipe.stem]
     while waiting:
         file = waiting.pop().replace(".", "/") + ".py"
