@@ -10,7 +10,6 @@ than two.
 """
 
 import atexit
-import functools
 import os
 import queue
 import tempfile
@@ -121,13 +120,17 @@ class Pool:
         return [out[rank] for rank in range(self.world_size)]
 
     def close(self):
-        pool.cache_clear()
+        if POOLS.get(self.world_size) is self:
+            del POOLS[self.world_size]
         for w in self.workers:
             w.kill()
 
 
-@functools.cache
+POOLS = {}  # number of workers -> the pool; those of other sizes go on when one is closed
+
+
 def pool(world_size: int) -> Pool:
-    p = Pool(world_size)
-    atexit.register(p.close)
-    return p
+    if world_size not in POOLS:
+        POOLS[world_size] = Pool(world_size)
+        atexit.register(POOLS[world_size].close)
+    return POOLS[world_size]
