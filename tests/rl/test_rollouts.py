@@ -590,7 +590,7 @@ def test_a_batch_of_other_flags_is_sampled_again(tmp_path):
     assert [line["staleness"] for line in again["step"]] == [0, 0] and [
         line["staleness"] for line in again["group"]
     ] == [0, 1]
-    prompts = [s.prompt for s in batches_of(tmp_path / "group", 2)[0]["samples"]]
+    prompts = [s["prompt"] for s in batches_of(tmp_path / "group", 2)[0]["samples"]]
     shown = [
         json.loads(line) for line in (tmp_path / "group" / "samples.jsonl").read_text().splitlines()
     ]
