@@ -170,7 +170,7 @@ def edited(tmp_path, old: str, new: str):
 
 @pytest.mark.slow
 def test_a_cut_that_fails_is_named(tmp_path):
-    old = "            b, ref = batches[i], refs[i]\n"
+    old = "            assert lp.dtype == torch.float32, lp.dtype\n"
     new = old + '            assert self.layout.tp == 1, "no tp here"\n'
     status, said, _ = check(edited(tmp_path, old, new), *SMALL, cwd=tmp_path)
     assert status == 1, said
