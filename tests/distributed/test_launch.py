@@ -519,12 +519,13 @@ class Nodes:
     """Two torchrun agents on this machine that take each other for two machines; the first holds
     the rendezvous."""
 
-    def __init__(self, start, out, nnodes):
+    def __init__(self, start, out, nnodes, script=RECIPE):
         self.holder = hold_port()
         self.port = port_of(self.holder)
         self.start_job = start
         self.out = out
         self.nnodes = nnodes
+        self.script = script
         self.first = self.start()
         self.first.until(self.has_rendezvous)
         self.second = self.start()
@@ -552,9 +553,8 @@ class Nodes:
         env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # see docs/cluster.md
         # or on a busy machine a run is over before the test can end a node
         slow = ["--checkpoint_every", 1]
-        return self.start_job(
-            self.out, 1, "--global_batch_size", 2, *slow, torchrun=torchrun, **env
-        )
+        flags = ["--global_batch_size", 2, *slow]
+        return self.start_job(self.out, 1, *flags, script=self.script, torchrun=torchrun, **env)
 
     def has_rendezvous(self) -> bool:
         with socket.socket() as s:
@@ -584,25 +584,51 @@ def is_pending(pid: int, number: int) -> bool:
     )
 
 
+def closed(out, step) -> Path:
+    """While this file exists, a run of `gated` waits in this step."""
+    return Path(f"{out}.closed at step {step}")
+
+
+def gated(folder) -> Path:
+    """The recipe, which waits in a step for as long as the test keeps it closed."""
+    return fork(
+        folder,
+        """
+        import os, time
+        while os.path.exists(f"{cfg.out}.closed at step {step}"):
+            time.sleep(0.02)
+    """,
+    )
+
+
 @pytest.mark.slow
 def test_a_node_is_lost_and_comes_back(tmp_path, start, undisturbed):
     """--nnodes 1:2: the other node goes on alone, with the same global batch. When the lost node
-    comes back, torchrun stops the
-    one that runs, which saves, and starts both. Lost again, it leaves the other to end the run
-    alone."""
-    nodes = Nodes(start, tmp_path / "run", "1:2")
-    nodes.first.until_step(9)
+    comes back, torchrun stops the one that runs, which saves, and starts both. Lost again, it
+    leaves the other to end the run alone. The run waits in steps 9, 13 and 17, so that it is
+    never over before the test has done its part: an agent that ends waits five minutes for others."""
+    out = tmp_path / "run"
+    for step in (9, 13, 17):
+        closed(out, step).touch()
+    nodes = Nodes(start, out, "1:2", script=gated(tmp_path))
+    nodes.first.until_step(8)
     nodes.second.launcher.kill()
+    nodes.second.end()
+    closed(out, 9).unlink()
     nodes.first.until(lambda: "continuing from" in nodes.first.text())
+    nodes.first.until_step(12)
     alone = nodes.first.worker(0)
-    os.kill(alone, signal.SIGSTOP)  # it would be done before the other has started
+    os.kill(alone, signal.SIGSTOP)
     replacement = nodes.start()
     nodes.first.until(lambda: is_pending(alone, signal.SIGTERM))
+    closed(out, 13).unlink()
     os.kill(alone, signal.SIGCONT)
     # whichever has rank 0
     nodes.first.until(lambda: "(written by 1 rank(s))" in nodes.first.text() + replacement.text())
-    nodes.first.until_step(nodes.first.last_step() + 3)
+    nodes.first.until_step(16)
     replacement.launcher.kill()
+    replacement.end()
+    closed(out, 17).unlink()
     assert nodes.first.end() == 0
     # a busy machine may lose a node once more, so the run is compared, not the number of restarts
     said = nodes.first.text()
