@@ -50,7 +50,7 @@ from storage.provenance import check_machines, code_roots, git_commit, local_cod
 from storage.run_tensors import RunTensors
 from storage.source_tokenizer import has_new_ids, ids_of_run
 from storage.unsaved import Unsaved
-from storage.writer import Writer, layout_in_manifest, set_aside
+from storage.writer import Writer, layout_in_manifest
 
 # Conditions without which a flag has no effect: see flags/config.py
 INIT = Need("without --init_from", lambda c: c.init_from)
@@ -327,8 +327,18 @@ class Checkpoints:
             self.say(
                 f"--init_from {cfg.init_from} is IGNORED: {self.out} has checkpoints of its own"
             )
-        folder, manifest = self.choose_checkpoint(start.folder, start.step)
         from storage.changes import compare_start
+
+        # only runs that begin with saved weights need the file
+        from storage.loading import choose_step, describe_load, put_into_run, set_newer_aside
+
+        folder, manifest, damaged = choose_step(start.folder, start.step, self.group, self.say)
+        if start.folder == self.out and not cfg.load_only:
+            # Rename only after a good checkpoint was found; otherwise the next start would silently
+            # begin at step 0.
+            on_rank_0(
+                lambda: set_newer_aside(self.out, manifest["step"], damaged, self.say), self.group
+            )
 
         differ = on_rank_0(
             lambda: compare_start(
@@ -341,9 +351,6 @@ class Checkpoints:
             ),
             self.group,
         )
-        # only runs that begin with saved weights need the file
-        from storage.loading import describe_load, put_into_run
-
         put_into_run(
             self.run,
             self.numbers,
@@ -376,23 +383,6 @@ class Checkpoints:
 
         load_hf(self.modules, self.cfg.init_from, self.excluded(), self.group)
         self.say(f"step 0, with the weights of {self.cfg.init_from} (Hugging Face)")
-
-    def choose_checkpoint(self, source, step) -> tuple[str, dict]:
-        """(folder, manifest) of the newest undamaged checkpoint: one decision for all ranks; each
-        rank checks a share of the files."""
-        from storage.loading import choose_step  # only runs that begin with saved weights
-
-        folder, manifest, damaged = choose_step(source, step, self.group, self.say)
-        if source == self.out and not self.cfg.load_only:
-            # Rename only after a good checkpoint was found; otherwise the next start would silently
-            # begin at step 0.
-            on_rank_0(lambda: self.set_newer_aside(manifest["step"], damaged), self.group)
-        return folder, manifest
-
-    def set_newer_aside(self, step: int, damaged: list[str]) -> None:
-        for newer, path in step_folders(self.out):
-            if newer > step:
-                set_aside(path, "damaged" if path in damaged else "abandoned", self.say)
 
     def say(self, text):
         if self.rank == 0:

@@ -35,7 +35,7 @@ import torch
 from corpus.cache import cache_folder, cached_corpus, parse_mixture
 from corpus.shards import MASKED, array_of, check_arrays, is_shards, opened_array, read_index
 from corpus.special import NEW_TOKENIZER, TextSource, find_tokenizer
-from corpus.tokenizer import bytes_of_tokens, listed_tokens, load_tokenizer
+from corpus.tokenizer import bytes_of_tokens, load_tokenizer, tokens_beside
 from flags.config import Need, flag, own_rank
 from flags.files import sha256_file
 
@@ -220,7 +220,7 @@ class TokenData:
         self.token_bytes = None
         if tokenizer_json:
             self.tokenizer_file = str(tokenizer_file)
-            listed = listed_tokens(str(folder))
+            listed = tokens_beside(str(folder))
             self.token_bytes = bytes_of_tokens(tokenizer_json, self.vocab_size, listed)
         opened_array.cache_clear()  # the folder may have been made anew
         # once per machine: there may be millions; each rank checks what it opens

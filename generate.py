@@ -20,7 +20,7 @@ from corpus.special import ids_of
 from corpus.tokenizer import ChatConfig, load_tokenizer
 from distributed.refusals import refuse
 from flags.config import Parser, parse_config, usage_error
-from flags.files import printable, read_json, step_folders, tokenizer_hint
+from flags.files import printable, read_json, step_folders
 from rl.decoding import draw_noise, rollout
 from storage.newest import is_hf_folder
 from storage.saved import load_model
@@ -141,6 +141,8 @@ def open_checkpoint(folder: str, device="cpu"):
 def no_tokenizer(folder: str, path: str) -> str:
     """The error for weights without tokenizer.json. path: where it should be."""
     if is_hf_folder(folder):
+        from flags.hints import tokenizer_hint
+
         return f"{path} has no tokenizer.json{tokenizer_hint(path) or ': put one there'}"
     return (
         f"{folder} has no tokenizer.json, its data came without one: call generate.generate with "

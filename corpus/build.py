@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from corpus.beside import BESIDE, files_beside
 from corpus.files import CONVERSATION, bad_byte, check_beginning, check_nuls, unpacked
 from corpus.mixture import PACKED, format_of, prepare_column
 from corpus.shard_damage import changed_files
@@ -36,7 +37,7 @@ from corpus.spelling import (
     spelling_rules,
     traits_of,
 )
-from corpus.tokenizer import BESIDE, BPE_VOCAB, files_beside, load_tokenizer, token_text
+from corpus.tokenizer import BPE_VOCAB, load_tokenizer, token_text
 from corpus.write_shards import write_index, write_shard
 from distributed.agree import brief
 from flags.config import own_rank

@@ -10,9 +10,10 @@ from pathlib import Path
 from shlex import quote
 from typing import NamedTuple
 
+from corpus.beside import files_beside
 from corpus.shards import cache_name
 from corpus.special import TextSource, find_tokenizer, prefix_ids
-from corpus.tokenizer import BPE_VOCAB, added_beside, files_beside, load_tokenizer, tokenizer_path
+from corpus.tokenizer import BPE_VOCAB, added_beside, load_tokenizer, tokenizer_path
 from flags.config import own_rank
 from flags.files import sha256_file
 

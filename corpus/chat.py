@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import jinja2.meta
 import jinja2.nodes
 
+from corpus.beside import read_beside, read_special_tokens
 from corpus.sandbox import BEGIN, END, Endless, Sandbox, limits
-from corpus.tokenizer import encoding_of, load_tokenizer, read_beside, read_special_tokens
+from corpus.tokenizer import encoding_of, load_tokenizer
 from flags.files import HF_LIMIT, hf_file
 
 # other words for a role, in lower case, in "role" as in "from"

@@ -14,7 +14,7 @@ from typing import Any
 
 from corpus.mixture import FORMATS, format_of, is_text_file, prepare_column
 from distributed.agree import brief
-from flags.files import hub_hint
+from flags.hints import hub_hint
 
 # columns of a conversation: see corpus/chat.py
 CONVERSATION = ("messages", "conversations", "tools", "system")

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from corpus.tokenizer import BESIDE
+from corpus.beside import BESIDE
 
 VERSION = 2  # of this format; version 1 had shards with another header
 MASKED = 3  # version 2 with masks; programs that know only 2 must refuse the folder

@@ -11,14 +11,8 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from corpus.tokenizer import (
-    encoding_of,
-    files_beside,
-    load_tokenizer,
-    read_beside,
-    read_special_tokens,
-    tokenizer_path,
-)
+from corpus.beside import files_beside, read_beside, read_special_tokens
+from corpus.tokenizer import encoding_of, load_tokenizer, tokenizer_path
 
 # Tokens that end a document of text: a tokenizer uses the first token of this list in its vocabulary
 EOT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")

@@ -8,7 +8,6 @@ import socket
 import sys
 import threading
 import time
-import uuid
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -74,6 +73,8 @@ def connect(layout: Layout, cfg, device: str = "auto", seed: int = 0, trace: str
             is_master,
             timeout=timeout,
         )
+        from distributed.launcher import agree_on_attempt  # plain python needs no other process
+
         store = dist.PrefixStore(agree_on_attempt(store, layout, cfg.init_timeout_s), store)
     backend = "gloo"
     if layout.device.type == "cuda":
@@ -145,34 +146,6 @@ def usable_cores() -> int:
         return max(1, min(cores, -(-int(quota) // int(period))))
     except (OSError, ValueError):  # no control group of version 2, or "max"
         return cores
-
-
-def agree_on_attempt(store: dist.Store, layout: Layout, timeout_s: int) -> str:
-    """Agree on a new name for the attempt, as a prefix of all its keys in the store.
-
-    torchrun keeps one store for all restarts, with the addresses of dead processes. Its restart
-    count cannot be the name,
-    because each node counts alone. So rank 0 makes up a name, every other rank makes up a key and
-    stores the key, and rank 0 stores the name under each key found, until all ranks have read the
-    name. A living process soon overwrites a dead one's key.
-    """
-    key = uuid.uuid4().hex  # rank 0: the name; others: the key to wait at
-    if layout.rank > 0:
-        store.set(f"rank {layout.rank}", key)
-        name = store.get(key).decode()  # waits for rank 0
-        store.add(f"{name} joined", 1)
-        return name
-    deadline = time.monotonic() + timeout_s
-    while missing := layout.world_size - 1 - store.add(f"{key} joined", 0):
-        if time.monotonic() > deadline:
-            raise TimeoutError(
-                f"{missing} of {layout.world_size} processes did not come in {timeout_s} s"
-            )
-        for rank in range(1, layout.world_size):
-            if store.check([f"rank {rank}"]):
-                store.set(store.get(f"rank {rank}").decode(), key)
-        time.sleep(0.02)
-    return key
 
 
 def set_timeouts(layout: Layout, timeout_s: int) -> None:

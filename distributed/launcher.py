@@ -5,6 +5,11 @@ import os
 import socket
 import threading
 import time
+import uuid
+
+import torch.distributed as dist
+
+from distributed.layout import Layout
 
 
 def check_launcher() -> None:
@@ -78,3 +83,31 @@ def watch_launcher() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def agree_on_attempt(store: dist.Store, layout: Layout, timeout_s: int) -> str:
+    """Agree on a new name for the attempt, as a prefix of all its keys in the store.
+
+    torchrun keeps one store for all restarts, with the addresses of dead processes. Its restart
+    count cannot be the name,
+    because each node counts alone. So rank 0 makes up a name, every other rank makes up a key and
+    stores the key, and rank 0 stores the name under each key found, until all ranks have read the
+    name. A living process soon overwrites a dead one's key.
+    """
+    key = uuid.uuid4().hex  # rank 0: the name; others: the key to wait at
+    if layout.rank > 0:
+        store.set(f"rank {layout.rank}", key)
+        name = store.get(key).decode()  # waits for rank 0
+        store.add(f"{name} joined", 1)
+        return name
+    deadline = time.monotonic() + timeout_s
+    while missing := layout.world_size - 1 - store.add(f"{key} joined", 0):
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"{missing} of {layout.world_size} processes did not come in {timeout_s} s"
+            )
+        for rank in range(1, layout.world_size):
+            if store.check([f"rank {rank}"]):
+                store.set(store.get(f"rank {rank}").decode(), key)
+        time.sleep(0.02)
+    return key

@@ -9,7 +9,6 @@ import socket
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 # with fullmatch: a folder renamed to old-step-5 is not ours
@@ -105,6 +104,8 @@ def hf_file(folder: str, name: str, limit: float = math.inf) -> str:
             f"{path} is a link that leads out of the folder, to {real}; put the file itself there"
         )
     if not os.path.isdir(folder):
+        from flags.hints import hub_hint  # only mistakes need the file
+
         raise ValueError(f"{folder} is no folder{hub_hint(folder)}")
     if not os.path.lexists(real):
         raise ValueError(f"{path} is missing")
@@ -115,34 +116,6 @@ def hf_file(folder: str, name: str, limit: float = math.inf) -> str:
             f"{path} has {os.path.getsize(real):,} bytes, which is absurd: {limit:,} are the most"
         )
     return real
-
-
-def tokenizer_hint(folder: str) -> str:
-    """The command for a tokenizer.json of a folder that has a tokenizer in other files; else ''."""
-    others = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
-    there = [name for name in others if os.path.isfile(os.path.join(folder, name))]
-    if not there:
-        return ""
-    return (
-        f"; {there[0]} is there, and transformers makes a tokenizer.json of it: python -c 'import "
-        "sys; from transformers import AutoTokenizer as T; T.from_pretrained(sys.argv[1])"
-        f".save_pretrained(sys.argv[1])' {quote(folder)}"
-    )
-
-
-def hub_hint(path: str, kind: str = "model") -> str:
-    """The download command for a missing path that looks like a name on the Hugging Face Hub; else
-    ''. kind: "model" or "dataset"."""
-    owner, _, name = path.rpartition("/")
-    looks = (
-        re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", path)
-        and not path.endswith((".json", ".txt"))
-        and owner != "runs"
-    )
-    if not looks or os.path.lexists(path) or owner and os.path.isdir(owner):
-        return ""
-    of = " --repo-type dataset" * (kind == "dataset")
-    return f"; a {kind} of the Hugging Face Hub must be on the disk first: hf download {path}{of} --local-dir {name}"
 
 
 def check_local(path: str, flag: str) -> None:

@@ -36,6 +36,7 @@ from distributed.layout import Layout, local_tensor
 from flags.config import own_rank
 from flags.files import step_folders
 from models.loss import IGNORE
+from storage.loading import create_optimizer_state, fill_twins, restore_numbers
 
 START = 'torchft_lighthouse --bind "[::]:29510" --min_replicas 1 --heartbeat_timeout_ms 1000'
 # in which groups may differ
@@ -200,15 +201,14 @@ class ReplicaGroups:
             )
         moments = [key for key in theirs["tensors"] if key.startswith("optimizer.")]
         if moments:
-            self.checkpoints.run.create_optimizer_state(
-                {key.removeprefix("optimizer.").rpartition(".")[0] for key in moments}
-            )
+            fqns = {key.removeprefix("optimizer.").rpartition(".")[0] for key in moments}
+            create_optimizer_state(self.checkpoints.run, fqns)
         ours = self.checkpoints.run.named(bool(moments))
         assert ours.keys() == theirs["tensors"].keys(), "the same flags make the same tensors"
         for key, tensor in ours.items():
             local_tensor(tensor).copy_(theirs["tensors"][key])
-        self.checkpoints.run.fill_twins()
-        self.checkpoints.numbers.restore(theirs["numbers"])
+        fill_twins(self.checkpoints.run)
+        restore_numbers(self.checkpoints.numbers, theirs["numbers"])
         self.state.update(theirs["state"])
 
     def meet(self) -> None:

@@ -29,15 +29,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from corpus.beside import read_special_tokens
 from corpus.files import unpacked
 from corpus.mixture import PACKED, format_of
 from corpus.special import ids_of, prefix_ids
 from corpus.spelling import tokenizer_inside
-from corpus.tokenizer import check_hf_tokenizer, encoding_of, load_tokenizer, read_special_tokens
+from corpus.tokenizer import check_hf_tokenizer, encoding_of, load_tokenizer
 from distributed.refusals import refuse
 from flags.config import Need, flag
 from flags.escapes import unescape
-from flags.files import step_folders, tokenizer_hint
+from flags.files import step_folders
+from flags.hints import tokenizer_hint
 from rl.answers import KINDS, is_right, never_right
 from rl.environments import ask_for_two, load_own, open_env
 from rl.prompts import Line, check_template, fill_template

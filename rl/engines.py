@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distributed.agree import reason
-from distributed.launch import StopSignal, agree_on_attempt, own_gpu
+from distributed.launch import StopSignal, own_gpu
+from distributed.launcher import agree_on_attempt
 from distributed.layout import Layout, dtype_of_compute, n_experts_of
 from distributed.refusals import runs_on_cuda
 from flags.config import Need, flag

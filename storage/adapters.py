@@ -154,3 +154,31 @@ def add_adapters_of(path: str, table, modules: list[nn.Module]):
             a = a[:, column : column + shape[1]].to(local.device)
             b = adapters[f"{name}.lora_b.weight"][row : row + shape[0]].to(local.device)
             local.copy_(merged_weight(local, a, b, scale))
+
+
+def check_frozen(
+    lora_rank: int, init_from: str, init_model_only: bool, exclude_from_loading: list[str]
+):
+    """Raises ValueError if a run with --lora_rank would freeze weights that have not learned. The
+    parameters are the flags of these names."""
+    if not init_from:
+        raise ValueError(
+            f"--lora_rank {lora_rank} trains beside weights that have learned; give "
+            "--init_from FOLDER"
+        )
+    if not init_model_only:
+        raise ValueError(
+            "--no-init_model_only with --lora_rank: the optimizer there has state of frozen "
+            "weights; leave it out"
+        )
+    drawn = [pattern for pattern in exclude_from_loading if pattern != "optimizer"]
+    if drawn:
+        raise ValueError(
+            f"--exclude_from_loading {','.join(drawn)} with --lora_rank would freeze random "
+            "weights; leave it out"
+        )
+    # needed to continue a run, too: checkpoints hold adapters only
+    if not os.path.isdir(init_from):
+        raise ValueError(
+            f"--init_from {init_from} is no folder; give the one of the frozen weights"
+        )

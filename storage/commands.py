@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from corpus.tokenizer import read_beside, tokenizer_and_beside
+from corpus.beside import read_beside
+from corpus.tokenizer import tokenizer_and_beside
 from distributed.agree import Failed, reason
 from distributed.layout import named_tensors
 from flags.config import Parser, usage_error

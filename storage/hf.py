@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from corpus.tokenizer import check_hf_tokenizer, read_hf_json
+from corpus.beside import read_hf_json
+from corpus.tokenizer import check_hf_tokenizer
 from distributed.agree import brief, fail_together, rank_in, reason
 from distributed.layout import local_slice, local_tensor, mtp_depth_of, named_tensors
 from flags.files import hf_file, matches

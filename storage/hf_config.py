@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from torch import nn
 
-from corpus.tokenizer import read_hf_json
+from corpus.beside import read_hf_json
 from distributed.agree import reason
 from flags.config import spell, unwrap
 from storage.source_tokenizer import weights_folder

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from corpus.beside import files_beside
 from corpus.special import SpecialIds
-from corpus.tokenizer import files_beside, load_tokenizer
+from corpus.tokenizer import load_tokenizer
 from distributed.agree import brief, fail_together, gather, new_gloo_group, on_rank_0, rank_in
 from distributed.layout import named_tensors, reshard
 from flags.files import check_local, fsync, json_bytes, publish, write_file

@@ -1,6 +1,7 @@
 """Weights of a checkpoint into a run of any layout: which step folder, whether it fits, and the
 tensors. Only runs that begin with saved weights load this file."""
 
+import json
 import os
 from dataclasses import asdict
 from functools import partial
@@ -20,7 +21,7 @@ from distributed.agree import (
     rank_in,
 )
 from distributed.layout import named_tensors
-from flags.files import matches, read_json
+from flags.files import matches, read_json, step_folders
 from storage.dcp import read_table, read_tensors
 from storage.manifest import Progress, check_files, read_manifest
 from storage.newest import (
@@ -32,9 +33,10 @@ from storage.newest import (
     newest_readable,
     open_saved,
 )
-from storage.optimizer_numbers import OptimizerNumbers
+from storage.optimizer_numbers import OptimizerNumbers, freeze, is_json
 from storage.provenance import changed_code
 from storage.run_tensors import RunTensors, model_tensors, split_twins
+from storage.writer import set_aside
 
 
 def choose_step(folder: str, step: int, group, say) -> tuple[str, dict, list[str]]:
@@ -61,6 +63,13 @@ def choose_step(folder: str, step: int, group, say) -> tuple[str, dict, list[str
     if unlisted:
         say(f"{path} has files that no save has written, and they are not read: {brief(unlisted)}")
     return path, manifest, paths[: paths.index(path)]
+
+
+def set_newer_aside(out: str, step: int, damaged: list[str], say) -> None:
+    """Renames the step folders of a run that are newer than the step it continues."""
+    for newer, path in step_folders(out):
+        if newer > step:
+            set_aside(path, "damaged" if path in damaged else "abandoned", say)
 
 
 def check_excluded(patterns: list[str], modules: list[nn.Module], group) -> None:
@@ -112,6 +121,87 @@ def check_fit(tensors: dict[str, Tensor], there: dict, folder: str, same_dtype: 
         )
 
 
+# --- The state of the optimizers ---
+def create_optimizer_state(run: RunTensors, fqns: set[str]) -> None:
+    """Lets torch create the state of these parameters, before tensors are read: a step with zero
+    gradients and lr 0 changes no weight.
+
+    Parameters outside of `fqns` get no state: excluded, or never had a gradient.
+    """
+    for fqn, param in [*run.params.items(), *run.twins.items()]:
+        param.grad = None
+        if fqn in fqns:
+            param.grad = torch.zeros_like(param)
+    for optimizer in run.optimizers:
+        lrs = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * 0  # a float, or a tensor
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        for group, lr in zip(optimizer.param_groups, lrs):
+            group["lr"] = lr
+
+
+def create_late_state(run: RunTensors, table: dict, late: list[str]) -> None:
+    """Creates state that the optimizer makes in a later step than its first. table: the tensors of
+    the checkpoint; late: names of such state."""
+    for key, saved in table.items():
+        fqn, _, name = key.removeprefix("optimizer.").rpartition(".")
+        if name not in late:
+            continue
+        for param in (run.params.get(fqn), run.twins.get(fqn)):
+            if param is None or name in run.state_of(param):
+                continue
+            # a number of its own, or a tensor like the parameter
+            like = torch.zeros((), device=param.device)
+            if saved.size == param.shape:
+                like = param
+            owner = next(o for o in run.optimizers if param in o.state)
+            owner.state[param][name] = torch.zeros_like(like.detach(), dtype=saved.dtype)
+
+
+def fill_twins(run: RunTensors) -> None:
+    """Copies weights and optimizer state, after tensors were read, from each parameter to the twin
+    of the same name."""
+    for fqn, twin in run.twins.items():
+        twin.detach().copy_(run.params[fqn].detach())
+        for name, t in run.state_of(twin).items():
+            t.copy_(run.state_of(run.params[fqn])[name])
+
+
+def restore_numbers(numbers: OptimizerNumbers, saved: dict[str, list[dict]]) -> None:
+    """Restores the result of numbers.changed() on this rank's groups, and first values elsewhere:
+    creating the state took a step."""
+    for optimizer, first in zip(numbers.optimizers, numbers.first, strict=True):
+        attributes = {}
+        of_groups = []
+        for group in optimizer.param_groups:
+            saved_attributes, values = saved_of_group(numbers.names, saved, group)
+            attributes = attributes or saved_attributes
+            of_groups.append(values)
+        targets = [vars(optimizer), *optimizer.param_groups]
+        parts = [attributes, *of_groups]
+        for target, before, new in zip(targets, first, parts, strict=True):
+            for name, value in (before | new).items():
+                if not is_json(value):
+                    continue
+                present = target.get(name)
+                if isinstance(present, Tensor):
+                    present.fill_(value)
+                elif freeze(present, (optimizer,)) != value:
+                    # a tuple stays a tuple
+                    target[name] = json.loads(json.dumps(value))  # a copy
+
+
+def saved_of_group(names: dict[int, str], saved: dict[str, list[dict]], group: dict) -> list[dict]:
+    """[attributes of the optimizer, values of the group], found by any parameter of the group."""
+    for p in group["params"]:
+        fqn = names[id(p)]
+        if fqn in saved:
+            return saved[fqn]
+    return [{}, {}]
+
+
 def put_into_run(
     run: RunTensors,
     numbers: OptimizerNumbers,
@@ -142,17 +232,17 @@ def put_into_run(
             if key.startswith("optimizer."):
                 moments[key] = saved
                 fqns.add(key.removeprefix("optimizer.").rpartition(".")[0])
-        fail_together(lambda: run.create_optimizer_state(fqns), group)
-        run.create_late_state(moments, about.get("late", []))
+        fail_together(lambda: create_optimizer_state(run, fqns), group)
+        create_late_state(run, moments, about.get("late", []))
     tensors = {}
     for key, t in run.named(with_optimizer).items():
         if not matches(excluded, key):
             tensors[key] = t
     check_fit(tensors, wanted, folder, everything, group)
     fail_together(lambda: read_tensors(tensors, folder, table), group)
-    run.fill_twins()
+    fill_twins(run)
     if with_optimizer:
-        numbers.restore(about.get("optimizer", {}))
+        restore_numbers(numbers, about.get("optimizer", {}))
 
 
 def describe_load(

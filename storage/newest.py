@@ -13,7 +13,7 @@ import torch
 
 from distributed.agree import Failed
 from distributed.layout import named_tensors
-from flags.files import hub_hint, read_json, step_folders
+from flags.files import read_json, step_folders
 from storage.dcp import read_table
 from storage.manifest import TABLE, Damaged, check_files, read_manifest, verify
 from storage.provenance import changed_code, local_code
@@ -53,6 +53,8 @@ def candidates(folder: str, step: int = -1) -> list[str]:
         what = "is no folder"
         if os.path.isdir(folder):
             what = "holds no checkpoint"
+        from flags.hints import hub_hint
+
         raise ValueError(
             f"{folder} {what}; give a run folder, or one of its folders "
             f"checkpoints/step-N{hub_hint(folder)}"

@@ -149,37 +149,6 @@ class OptimizerNumbers:
                     found[self.names[id(p)]] = [attributes, values]
         return found
 
-    def restore(self, saved: dict[str, list[dict]]) -> None:
-        """Restores changed()'s result on this rank's groups, and first values elsewhere: creating
-        the state took a step."""
-        for optimizer, first in zip(self.optimizers, self.first, strict=True):
-            attributes = {}
-            of_groups = []
-            for group in optimizer.param_groups:
-                saved_attributes, values = self.saved_of_group(saved, group)
-                attributes = attributes or saved_attributes
-                of_groups.append(values)
-            targets = [vars(optimizer), *optimizer.param_groups]
-            parts = [attributes, *of_groups]
-            for target, before, new in zip(targets, first, parts, strict=True):
-                for name, value in (before | new).items():
-                    if not is_json(value):
-                        continue
-                    present = target.get(name)
-                    if isinstance(present, Tensor):
-                        present.fill_(value)
-                    elif freeze(present, (optimizer,)) != value:
-                        # a tuple stays a tuple
-                        target[name] = json.loads(json.dumps(value))  # a copy
-
-    def saved_of_group(self, saved: dict[str, list[dict]], group: dict) -> list[dict]:
-        """[attributes of the optimizer, values of the group], found by any parameter of the group."""
-        for p in group["params"]:
-            fqn = self.names[id(p)]
-            if fqn in saved:
-                return saved[fqn]
-        return [{}, {}]
-
 
 def find_copies(tensors: dict[str, Tensor], gather) -> dict[str, Tensor]:
     """Tensors held by several ranks, which must stay equal: parameters of several pipeline stages,

@@ -12,7 +12,7 @@ from typing import Any
 from safetensors.torch import save
 from torch import Tensor
 
-from corpus.tokenizer import read_hf_json
+from corpus.beside import read_hf_json
 from distributed.agree import brief
 from distributed.layout import n_experts_of
 from flags.files import json_bytes, publish, read_json, write_file

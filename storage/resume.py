@@ -91,6 +91,8 @@ def check_run(out: str, identity: dict, cfg, lr_at=None) -> None:
             "the step"
         )
     if "lora" in identity:
+        from storage.adapters import check_frozen  # only --lora_rank needs the file
+
         rank = identity["lora"]["rank"]
         check_frozen(rank, cfg.init_from, cfg.init_model_only, cfg.exclude_from_loading)
     source = resume_source(out, cfg.init_from, cfg.load_step, cfg.init_model_only)
@@ -115,34 +117,6 @@ def check_run(out: str, identity: dict, cfg, lr_at=None) -> None:
         text = describe_start(path, differ, cfg, lr_at) if source.everything else ""
         if text and own_rank() == 0:
             print(text, flush=True)
-
-
-def check_frozen(
-    lora_rank: int, init_from: str, init_model_only: bool, exclude_from_loading: list[str]
-):
-    """Raises ValueError if a run with --lora_rank would freeze weights that have not learned. The
-    parameters are the flags of these names."""
-    if not init_from:
-        raise ValueError(
-            f"--lora_rank {lora_rank} trains beside weights that have learned; give "
-            "--init_from FOLDER"
-        )
-    if not init_model_only:
-        raise ValueError(
-            "--no-init_model_only with --lora_rank: the optimizer there has state of frozen "
-            "weights; leave it out"
-        )
-    drawn = [pattern for pattern in exclude_from_loading if pattern != "optimizer"]
-    if drawn:
-        raise ValueError(
-            f"--exclude_from_loading {','.join(drawn)} with --lora_rank would freeze random "
-            "weights; leave it out"
-        )
-    # needed to continue a run, too: checkpoints hold adapters only
-    if not os.path.isdir(init_from):
-        raise ValueError(
-            f"--init_from {init_from} is no folder; give the one of the frozen weights"
-        )
 
 
 HELD = set()  # folders locked by this process

@@ -1,7 +1,6 @@
 """The tensors of a run by the names that they have in a checkpoint: "model.<fqn>" and
 "optimizer.<fqn>.<state name>". To be written, or to be read into in place."""
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -107,44 +106,3 @@ class RunTensors:
         for optimizer in self.optimizers:
             found |= optimizer.state.get(param, {})
         return found
-
-    # --- before tensors are read ---
-    def create_optimizer_state(self, fqns: set[str]) -> None:
-        """Lets torch create the state of these parameters: a step with zero gradients and lr 0
-        changes no weight.
-
-        Parameters outside of `fqns` get no state: excluded, or never had a gradient.
-        """
-        for fqn, param in [*self.params.items(), *self.twins.items()]:
-            param.grad = torch.zeros_like(param) if fqn in fqns else None
-        for optimizer in self.optimizers:
-            lrs = [group["lr"] for group in optimizer.param_groups]
-            for group in optimizer.param_groups:
-                group["lr"] = group["lr"] * 0  # a float, or a tensor
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            for group, lr in zip(optimizer.param_groups, lrs):
-                group["lr"] = lr
-
-    def create_late_state(self, table: dict, late: list[str]) -> None:
-        """Creates state that the optimizer makes in a later step than its first. table: the tensors
-        of the checkpoint; late: names of such state."""
-        for key, saved in table.items():
-            fqn, _, name = key.removeprefix("optimizer.").rpartition(".")
-            if name not in late:
-                continue
-            for param in (self.params.get(fqn), self.twins.get(fqn)):
-                if param is None or name in self.state_of(param):
-                    continue
-                # a number of its own, or a tensor like the parameter
-                like = param if saved.size == param.shape else torch.zeros((), device=param.device)
-                owner = next(o for o in self.optimizers if param in o.state)
-                owner.state[param][name] = torch.zeros_like(like.detach(), dtype=saved.dtype)
-
-    # --- after tensors were read ---
-    def fill_twins(self) -> None:
-        """Copies weights and optimizer state from each parameter to the twin of the same name."""
-        for fqn, twin in self.twins.items():
-            twin.detach().copy_(self.params[fqn].detach())
-            for name, t in self.state_of(twin).items():
-                t.copy_(self.state_of(self.params[fqn])[name])

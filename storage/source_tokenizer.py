@@ -7,11 +7,11 @@ check_tokenizer in storage/other_tokenizer.py.
 import os
 from pathlib import Path
 
+from corpus.beside import BESIDE, has_files_beside, read_beside
 from corpus.cache import parse_mixture
 from corpus.shards import MASKED, is_shards, read_index
 from corpus.special import EOT_NAMES, SpecialIds, TextSource, special_ids
-from corpus.tokenizer import BESIDE, read_beside
-from flags.files import matches, read_json, tokenizer_hint
+from flags.files import matches, read_json
 from storage.newest import (
     ABOUT,
     ADAPTER,
@@ -157,7 +157,7 @@ def ids_of_run(
 def tells_all(folder: str, ends: list[int]) -> bool:
     """Whether a tokenizer.json alone shows that these ends are the usual one: such a run starts
     without the library of tokenizers, whose import takes a while."""
-    if any(os.path.lexists(os.path.join(folder, name)) for name in BESIDE):
+    if has_files_beside(folder):
         return False
     added = read_json(folder, "tokenizer.json").get("added_tokens") or []
     ids = {token["content"]: token["id"] for token in added}
@@ -195,6 +195,8 @@ def source_tokenizer(
         folder = text_folder(init_from)
     file = os.path.join(folder, "tokenizer.json")
     if not os.path.lexists(file):
+        from flags.hints import tokenizer_hint
+
         raise ValueError(
             f"{file} is missing: give the tokenizer of these weights with --tokenizer"
             + tokenizer_hint(folder)

@@ -37,7 +37,8 @@ from torch.distributed.run import get_args_parser
 import train_llama3
 from data import DataConfig, open_data
 from distributed.agree import fail_together, new_gloo_group, on_rank_0, scatter
-from distributed.launch import agree_on_attempt, allow_many_ranks, connect, disconnect, usable_cores
+from distributed.launch import allow_many_ranks, connect, disconnect, usable_cores
+from distributed.launcher import agree_on_attempt
 from distributed.layout import Layout
 from flags.config import parse_config
 from flags.files import step_folders

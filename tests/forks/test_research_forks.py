@@ -23,6 +23,7 @@ from models.dropout import dropout
 from models.layers import places_of
 from storage.adapters import read_adapters
 from storage.dcp import read_table
+from storage.loading import restore_numbers
 from storage.manifest import read_manifest
 from storage.optimizer_numbers import OptimizerNumbers, find_copies, merge_numbers, sum_copies
 from training.optim import set_lr
@@ -407,7 +408,7 @@ def test_numbers_outside_of_the_state_are_found_and_restored():
     saved = json.loads(json.dumps(outside.changed()))
     assert saved == {"p": [{"total": 1.5}, {"k": 3}]}
     optimizer, outside = stepped("Own", 1)  # the step that creates the state
-    outside.restore(saved)
+    restore_numbers(outside, saved)
     assert (optimizer.total, optimizer.param_groups[0]["k"]) == (1.5, 3)
     refuses("Averaging keeps ema outside of self.state", stepped("Averaging", 1)[1].changed)
     wrapper = stepped("Own", 0)[0]

@@ -26,6 +26,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
 from corpus import chat, sandbox
+from corpus.beside import read_special_tokens
 from corpus.build import is_chat
 from corpus.chat import (
     add_marks,
@@ -35,7 +36,7 @@ from corpus.chat import (
     tokens_and_mask,
 )
 from corpus.commands import documents_of
-from corpus.tokenizer import ChatConfig, load_tokenizer, read_special_tokens
+from corpus.tokenizer import ChatConfig, load_tokenizer
 from data import DataConfig, open_data
 from sft.chat_data import ChatData
 from storage.prompt import open_chat

@@ -30,12 +30,13 @@ from transformers import (
 )
 
 import finetune
+from corpus.added_tokens import listed_tokens
 from corpus.answer_ends import find_ends
 from corpus.cache import cached_corpus
 from corpus.chat import chat_tokenizer, parse_conversation, read_template, tokens_and_mask
 from corpus.shards import FIRST, LOSS, read_index
 from corpus.special import TextSource, ids_of
-from corpus.tokenizer import bytes_of_tokens, listed_tokens, load_tokenizer
+from corpus.tokenizer import bytes_of_tokens, load_tokenizer
 from generate import generate
 from storage import commands
 from storage.hf import load_hf_model
