@@ -1,5 +1,6 @@
 """Judges submissions: one in its own process (check), or those of a class, unattended (grade)."""
 
+import contextlib
 import json
 import os
 import re
@@ -71,6 +72,9 @@ def judged(folder, limit: float, memory=0, alone=False, prints=False, only=()) -
             )
             print(json.dumps(work), file=process.stdin, flush=True)
             found = reached(read, nonce, start + limit)
+            if found == {}:  # its end of the pipe is closed: the process is about to end
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(start + limit - time.monotonic(), 0))
             status = process.poll()
         finally:
             os.close(read)
