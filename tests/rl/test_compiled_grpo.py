@@ -8,9 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from layouts import without_inductor
-from policy import MODEL, assert_close, gradients, samples_of, sharp_model, trainer_of
+from policy import MODEL, OTHERS, assert_close, gradients, samples_of, sharp_model, trainer_of
 from pool import pool
-from test_packing import OTHERS
 from torch._dynamo.utils import counters
 
 from rl import agreement, rollouts

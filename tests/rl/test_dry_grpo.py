@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from dry import Settled
 from policy import ENV, SMALL
 from pool import pool
 from programs import REPO, run_program
-from test_dryrun import Settled
 
 import grpo
 from grpo import Config, Trainer

@@ -5,6 +5,7 @@ import pytest
 import torch
 from layouts import drawn_adapters
 from policy import (
+    LORA,
     TINY,
     assert_close,
     gradients,
@@ -15,7 +16,6 @@ from policy import (
     steps_of,
     trainer_of,
 )
-from test_grpo import LORA
 
 from rl.policy import forward
 from storage.adapters import is_adapter

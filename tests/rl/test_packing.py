@@ -9,8 +9,16 @@ import policy
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import KINDS, config, layouts_of
-from policy import assert_close, full_logprobs, gradients, samples_of, sharp_model, trainer_of
+from layouts import layouts_of
+from policy import (
+    OTHERS,
+    assert_close,
+    full_logprobs,
+    gradients,
+    samples_of,
+    sharp_model,
+    trainer_of,
+)
 from pool import pool
 from tables import as_parameters
 
@@ -123,12 +131,6 @@ def test_a_packed_row_is_its_samples_one_after_the_other():
 
 
 # ---------------------------------------------------------------- the same training step
-
-# sharp_model makes the routers certain of their choices
-OTHERS = {
-    name: config(**KINDS[name], n_layers=2, vocab_size=24) for name in ("qwen3_moe", "deepseek")
-}
-OTHERS["tied"] = config(n_layers=2, vocab_size=24, tie_embeddings=True)
 
 
 def off_policy(samples, seed=1):
