@@ -737,7 +737,7 @@ ERRORS = [
 ]
 
 
-@pytest.mark.parametrize("flags, file, content, message", ERRORS, ids=range(len(ERRORS)))
+@pytest.mark.parametrize("flags, file, content, message", ERRORS)
 def test_what_is_wrong_is_one_line(flags, file, content, message, folders, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if content is not None:
