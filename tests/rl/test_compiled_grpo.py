@@ -76,4 +76,5 @@ def test_compiled_blocks_train_as_eager_ones_and_are_compiled_once(n, flags, mod
             assert numbers.entropy == pytest.approx(want.entropy, abs=1e-5)
             assert_close(grads, wanted, 1e-5)
         # all in the first step, and none in rollouts
-        assert graphs[0][0] > 0 == graphs[0][1] and set(graphs) == {graphs[0]}
+        assert graphs[0][0] > 0 == graphs[0][1]
+        assert set(graphs) == {graphs[0]}

@@ -206,16 +206,15 @@ def test_prompts_answers_and_rewards_of_a_file(tmp_path):
         write_problems(tmp_path / "b.jsonl", *sums(7, 0, 20), *sums(7, 0, 2)),
     )
     env = open_problems(train, eval_data=test)
-    assert (
-        env.ALPHABET == "+0123456789=" and len(env.problems) == 40 and len(env.eval_problems) == 20
-    )
+    assert env.ALPHABET == "+0123456789="
+    assert len(env.problems) == 40
+    assert len(env.eval_problems) == 20
     drawn = [environments.draw_task(env, "train/0", i) for i in range(40)]
-    assert sorted(drawn) == sorted(env.problems) and ("3+4=", "7") in drawn
+    assert sorted(drawn) == sorted(env.problems)
+    assert ("3+4=", "7") in drawn
     held_out = environments.held_out_tasks(env, -1)
-    assert (
-        sorted(held_out) == sorted(f"7+{b}=" for b in range(20))
-        and len(environments.held_out_tasks(env, 5)) == 5
-    )
+    assert sorted(held_out) == sorted(f"7+{b}=" for b in range(20))
+    assert len(environments.held_out_tasks(env, 5)) == 5
     assert env.reward("3+4=", " 7\n") == 1.0 == env.reward("7+1=", "8")
     assert (
         env.reward("3+4=", "07")
@@ -229,9 +228,8 @@ def test_prompts_answers_and_rewards_of_a_file(tmp_path):
     ] == [0.0, 0.0, 1.0]
     # the same spelling as in evaluate.py
     half = open_problems(train, prompt_template="Q: {question}\\nIs it {{answer}}?")
-    assert half.problems[4] == ("Q: 3+4=\nIs it {answer}?", "7") and not hasattr(
-        half, "eval_problems"
-    )
+    assert half.problems[4] == ("Q: 3+4=\nIs it {answer}?", "7")
+    assert not hasattr(half, "eval_problems")
     assert set(environments.held_out_tasks(half, -1)) == {
         p for p, _ in half.problems if environments.is_held_out(p)
     }
@@ -251,10 +249,8 @@ def test_messages_and_answers_as_verl_has_them(tmp_path):
     ]
     pq.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     env = open_problems(tmp_path / "a.parquet")
-    assert (
-        env.problems == [("2+3=", "5"), ("add\n\n2+3=", "5")]
-        and env.reward("add\n\n2+3=", "5") == 1.0
-    )
+    assert env.problems == [("2+3=", "5"), ("add\n\n2+3=", "5")]
+    assert env.reward("add\n\n2+3=", "5") == 1.0
     hf_folder(tmp_path / "hf", "llama")
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
     (tmp_path / "hf" / "chat_template.jinja").write_text(template)
@@ -287,7 +283,8 @@ def test_messages_and_answers_as_verl_has_them(tmp_path):
         write_problems(tmp_path / "a.jsonl", {"prompt": "say x", "word": "x"}),
         reward=str(tmp_path / "own.py"),
     )
-    assert own.problems == [("say x", "")] and own.reward("say x", "x") == 1.0
+    assert own.problems == [("say x", "")]
+    assert own.reward("say x", "x") == 1.0
 
 
 def test_a_reward_of_your_own_is_given_what_it_asks_for(tmp_path):
@@ -305,10 +302,8 @@ def test_a_reward_of_your_own_is_given_what_it_asks_for(tmp_path):
         "    return weight * (used and arithmetic(completion) == int(answer))\n"
     )
     env = open_problems(data, reward=str(own))
-    assert (
-        env.reward(lines[2]["prompt"], "8*2+3") == 2.0
-        and env.reward(lines[2]["prompt"], "19") == 0.0
-    )
+    assert env.reward(lines[2]["prompt"], "8*2+3") == 2.0
+    assert env.reward(lines[2]["prompt"], "19") == 0.0
     own.write_text(
         "def reward(prompt, completion, answer, truncated, fields):\n    return truncated and "
         "fields['answer'] == 1"
@@ -420,15 +415,14 @@ def test_gsm8k(tmp_path):
 @pytest.mark.skipif(not GSM8K.exists(), reason="no gsm8k_train.jsonl")
 def test_the_published_gsm8k():
     env = open_problems(GSM8K, env="gsm8k", eval_data=str(GSM8K.with_name("gsm8k_test.jsonl")))
-    assert len(env.problems) == 7473 and len(env.eval_problems) == 1319
+    assert len(env.problems) == 7473
+    assert len(env.eval_problems) == 1319
     for prompt, answer in env.problems + env.eval_problems:
         number = answer.split("#### ")[1]
-        assert answers.final_number(answer) == float(number.replace(",", "")) and answers.is_right(
-            "math", answer, number
-        )
-        assert (
-            env.reward(prompt, answer) == 1.0 and env.reward(prompt, answer, truncated=True) == 0.0
-        )
+        assert answers.final_number(answer) == float(number.replace(",", ""))
+        assert answers.is_right("math", answer, number)
+        assert env.reward(prompt, answer) == 1.0
+        assert env.reward(prompt, answer, truncated=True) == 0.0
         assert env.reward(prompt, f"{answer}\nNo: #### {answers.final_number(answer) + 1}") == 0.0
     # a model with random weights also reads the few characters outside of ASCII
     text = grpo.Text("", alphabet=env.ALPHABET)
@@ -495,10 +489,8 @@ def test_a_run_on_two_files(tmp_path):
         2,
     ]
     said = run(1, *flags, "--out", tmp_path / "run")
-    assert (
-        "1 of 31 problems are left out: with their prompts --seq_len 16" in said
-        and "1 of 21 eval problems are left" in said
-    )
+    assert "1 of 31 problems are left out: with their prompts --seq_len 16" in said
+    assert "1 of 21 eval problems are left" in said
     assert len(steps_of(tmp_path / "run")) == 2
     evals = [
         line
@@ -514,8 +506,6 @@ def test_a_run_on_two_files(tmp_path):
     said = run(
         1, *flags[:-2], "--steps", 3, "--env_data", test, "--out", tmp_path / "none", status=2
     )
-    assert (
-        said.count("\n") == 1
-        and "21 of the 21 prompts of --eval_data" in said
-        and not (tmp_path / "none").exists()
-    )
+    assert said.count("\n") == 1
+    assert "21 of the 21 prompts of --eval_data" in said
+    assert not (tmp_path / "none").exists()

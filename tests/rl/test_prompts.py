@@ -153,7 +153,9 @@ def test_a_game_does_not_hear_thoughts():
     for n, is_over in ((2, False), (3, False), (4, False), (5, True)):
         s = Sample(ids=[1, 2, 3, 4, 5][:n])
         assert turns.is_over(s) == is_over
-    assert turns.answer(s).result() is None and heard == ["b"] and turns.earned == [1.0]
+    assert turns.answer(s).result() is None
+    assert heard == ["b"]
+    assert turns.earned == [1.0]
     assert turns.answer(Sample(ids=[1, 2, 0])).result() is None
     assert heard == ["b"]  # the end of the text, in a thought
 
@@ -183,11 +185,14 @@ def test_equal_lines_are_left_out_and_equal_prompts_are_not(tmp_path):
     env = open_problems(
         write_problems(tmp_path / "a.jsonl", *same, *more, same[3]), reward=str(own)
     )
-    assert len(env.problems) == 30 and "1 of 31 lines of --env_data are left out" in env.left_out[0]
+    assert len(env.problems) == 30
+    assert "1 of 31 lines of --env_data are left out" in env.left_out[0]
     names = [name for name, _ in env.problems][:10]
-    assert names[0] == "Write a line." and len(set(names)) == 10
+    assert names[0] == "Write a line."
+    assert len(set(names)) == 10
     for i, name in enumerate(names):
-        assert env.reward(name, f"word{i}") == 1.0 and env.reward(name, f"word{i + 1}") == 0.0
+        assert env.reward(name, f"word{i}") == 1.0
+        assert env.reward(name, f"word{i + 1}") == 0.0
         assert env.messages.get(name, name) == "Write a line."
     split = [dict(environments.shuffled(env, split, 0)) for split in ("train", "eval")]
     assert sum(names[0] in part for part in split) == 1
