@@ -657,11 +657,12 @@ def test_a_study_continues_after_a_kill(tmp_path):
         "--log_every",
         5,
     )
-    run(command(tmp_path / "whole", *flags))
+    env = ENV | {"PYTHONPATH": str(REPO)}  # the copy of the recipe is in another folder
+    run(command(tmp_path / "whole", *flags), env=env)
     for number in (signal.SIGKILL, signal.SIGINT):
         out = tmp_path / number.name
         closed.touch()
-        process = subprocess.Popen(command(out, *flags), cwd=REPO, env=ENV)
+        process = subprocess.Popen(command(out, *flags), cwd=REPO, env=env)
         while not list(out.glob("*/*/checkpoints/step-18")):
             assert process.poll() is None
             time.sleep(0.1)
@@ -672,7 +673,7 @@ def test_a_study_continues_after_a_kill(tmp_path):
         else:
             closed.unlink()  # it waits for its runs, which finish their step
             assert process.wait(timeout=120) == 130
-        run(command(out, *flags))
+        run(command(out, *flags), env=env)
         assert losses(out) == losses(tmp_path / "whole")
         rows = [
             json.loads((folder / "verdicts.json").read_text())
@@ -680,7 +681,7 @@ def test_a_study_continues_after_a_kill(tmp_path):
         ]
         assert rows[0] == rows[1]
     inodes = {path: path.stat().st_mtime for path in out.glob("*/*/metrics.jsonl")}
-    run(command(out, *flags))
+    run(command(out, *flags), env=env)
     assert inodes == {path: path.stat().st_mtime for path in out.glob("*/*/metrics.jsonl")}
 
 
