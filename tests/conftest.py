@@ -19,7 +19,8 @@ from flags.config import FROM_FILE
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-pytest_plugins = ["clock", "crashes"]  # what each file cost; which workers of the pool died
+# what each file cost; which workers of the pool died; the names of rows
+pytest_plugins = ["clock", "crashes", "places"]
 OLDER = []  # (what words_of a test contain, why it is skipped)
 if torch.__version__ < "2.13":
     schedules = "ZBV|ZeroBubble|Dua|zero_bubble|zero bubble|down and back|schedule_from_csv"
@@ -91,7 +92,7 @@ def pytest_collection_finish():
 
 def words_of(item) -> str:
     """The name of a test; with the row itself, where a name says only in which line the row is."""
-    if ".txt:" in item.nodeid:
+    if re.search(r"\.(txt|py):\d", item.nodeid):
         return f"{item.nodeid} {item.callspec.params}"
     return item.nodeid
 

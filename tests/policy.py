@@ -1,5 +1,6 @@
 """Shared by tests of GRPO: a small policy, its samples, its Trainer, and whole runs of grpo.py."""
 
+import json
 import random
 from dataclasses import replace
 
@@ -7,6 +8,7 @@ import runs
 import torch
 import torch.distributed as dist
 from chats import bpe
+from layouts import KINDS, config
 from runs import REPO, metrics
 
 import grpo
@@ -15,6 +17,7 @@ from distributed.refusals import check_layout
 from grpo import Config, Trainer
 from models.llama3 import Llama3Config
 from parallel import make_mesh
+from rl import datasets
 from rl.decoding import rollout
 from storage.hf import class_of
 
@@ -58,6 +61,23 @@ MODEL = Llama3Config(
     vocab_size=24,
     max_seq_len=64,
 )
+# other policies; sharp_model makes the routers certain of their choices
+OTHERS = {
+    name: config(**KINDS[name], n_layers=2, vocab_size=24) for name in ("qwen3_moe", "deepseek")
+}
+OTHERS["tied"] = config(n_layers=2, vocab_size=24, tie_embeddings=True)
+LORA = dict(lora_rank=4, lora_on=["wq", "wo", "w1"], init_from="not read here", kl_coef=0.5)
+
+
+def write_problems(path, *lines) -> str:
+    """The path of a new file with one JSON value in each line."""
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def open_problems(env_data, **flags):
+    """The task of --env dataset, or of another --env, with these problems."""
+    return datasets.open_task(grpo.Config(**{"env": "dataset", "env_data": str(env_data), **flags}))
 
 
 def sharp_model(config=MODEL, seed=0):

@@ -10,6 +10,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -58,6 +59,18 @@ def ended(
 def run(command: list, cwd=REPO, **options) -> str:
     """stdout of a command that has ended as it must."""
     return ended(command, cwd, **options).stdout
+
+
+def fork(folder, lines: str) -> Path:
+    """A copy of train_llama3.py in another folder, with `lines` in every step between the backward
+    and the clipping."""
+    source = (REPO / "train_llama3.py").read_text()
+    place = "        grad_norm = parallel.clip_grad_norm("
+    assert source.count(place) == 1
+    added = textwrap.indent(textwrap.dedent(lines).strip("\n"), " " * 8)
+    script = folder / "train_fork.py"
+    script.write_text(source.replace(place, f"{added}\n{place}"))
+    return script
 
 
 def json_lines(file) -> list[dict]:
@@ -146,10 +159,11 @@ class Job:
     def until(self, condition, timeout=90):
         """Waits until condition() holds; a job that ends before fails the test."""
         deadline = time.monotonic() + timeout
-        while not condition():
-            assert self.launcher.poll() is None, (
-                f"ended with {self.launcher.returncode} before that\n{self.text()[-3000:]}"
-            )
+        while True:
+            ended = self.launcher.poll()  # before the condition, which its last act may fulfil
+            if condition():
+                return
+            assert ended is None, f"ended with {ended} before that\n{self.text()[-3000:]}"
             assert time.monotonic() < deadline, f"not within {timeout} s\n{self.text()[-3000:]}"
             time.sleep(0.005)
 

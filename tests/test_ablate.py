@@ -13,7 +13,7 @@ import time
 
 import numpy as np
 import pytest
-from runs import ENV, REPO, ended, metrics, run
+from runs import ENV, REPO, ended, fork, metrics, run
 
 import ablate
 from tools.study.ladder import fit_sizes, line_at
@@ -116,9 +116,8 @@ def test_one_interval_is_students():
     d = [0.10, 0.13, 0.11]
     low, high, level = interval(d, 0.05, add_looks([], 3, 3))
     half = 4.30265 * np.std(d, ddof=1) / 3**0.5
-    assert level == 0.95 and (low, high) == pytest.approx(
-        (np.mean(d) - half, np.mean(d) + half), rel=1e-5
-    )
+    assert level == 0.95
+    assert (low, high) == pytest.approx((np.mean(d) - half, np.mean(d) + half), rel=1e-5)
 
 
 def test_looks_cost():
@@ -126,11 +125,9 @@ def test_looks_cost():
     looks cost nothing."""
     looks = add_looks([], 3, 12)
     d = list(np.random.default_rng(0).normal(0, 1, 12))
-    assert (
-        [n for n, _ in looks] == list(range(3, 13))
-        and looks[-1][1] == 1
-        and add_looks(looks, 4, 10) == looks
-    )
+    assert [n for n, _ in looks] == list(range(3, 13))
+    assert looks[-1][1] == 1
+    assert add_looks(looks, 4, 10) == looks
     assert all(
         np.ptp(interval(d[:n], 0.05, looks)[:2]) > np.ptp(interval(d[:n], 0.05, [[n, 1.0]])[:2])
         for n, _ in looks
@@ -242,14 +239,16 @@ def test_a_planted_difference_is_found_with_a_third_of_the_runs():
 
 def test_until_stops_at_a_difference_that_is_small_enough():
     (low, high), pairs = simulate(np.random.default_rng(2), study(until=0.05), noise=0.005)
-    assert -0.05 < low <= 0 <= high < 0.05 and pairs < 12
+    assert -0.05 < low <= 0 <= high < 0.05
+    assert pairs < 12
 
 
 def test_fit_sizes():
     N = [1e5, 3e5, 1e6, 3e6, 1e7]
     found = fit_sizes(N, [1.7 + 50 * n**-0.3 for n in N])
     assert (found["E"], found["A"], found["a"]) == pytest.approx((1.7, 50, 0.3), rel=2e-2)
-    assert found["low"] <= found["a"] <= found["high"] and max(map(abs, found["residuals"])) < 1e-3
+    assert found["low"] <= found["a"] <= found["high"]
+    assert max(map(abs, found["residuals"])) < 1e-3
 
 
 # ---------------------------------------------------------------- the report
@@ -287,13 +286,13 @@ def test_verdicts(tmp_path, capsys, difference, verdict, text):
         "pairs",
         "verdict",
     }
-    assert (
-        row["verdict"] == verdict
-        and row["pairs"] == 3
-        and row["difference"] == pytest.approx(difference)
-    )
+    assert row["verdict"] == verdict
+    assert row["pairs"] == 3
+    assert row["difference"] == pytest.approx(difference)
     assert row["low"] < difference < row["high"]
-    assert text in out and "the same" in out and text in (tmp_path / "report.md").read_text()
+    assert text in out
+    assert "the same" in out
+    assert text in (tmp_path / "report.md").read_text()
     assert row["differences"] == pytest.approx([difference - 0.01, difference, difference + 0.01])
 
 
@@ -381,7 +380,8 @@ def test_report(tmp_path, capsys, settings, base, other, expected, text):
     }
     folder = write(tmp_path, study(**settings), runs)
     assert ablate.main(["--report", str(folder)]) == ablate.main(["--collect", str(folder)])
-    assert row_of(tmp_path) | expected == row_of(tmp_path) and text in capsys.readouterr().out
+    assert row_of(tmp_path) | expected == row_of(tmp_path)
+    assert text in capsys.readouterr().out
 
 
 def test_sources_of_a_recipe_in_forks_are_those_of_the_whole_checkout():
@@ -476,7 +476,8 @@ def tuning(tmp_path, *finals):
 )
 def test_the_winner_of_a_search(tmp_path, finals, best, text):
     found, [said] = tuning(tmp_path, *finals)
-    assert found == {"a": best} and re.search(text, said)
+    assert found == {"a": best}
+    assert re.search(text, said)
 
 
 def test_a_search_without_a_winner(tmp_path):
@@ -637,9 +638,16 @@ def losses(out):
 @pytest.mark.slow
 def test_a_study_continues_after_a_kill(tmp_path):
     """SIGKILL in the middle of one, SIGINT of another: the same verdicts as undisturbed, and no
-    finished run runs again."""
+    finished run runs again. A run waits in step 20 while the file `closed` exists, so that the study
+    is not over before its signal."""
+    closed = tmp_path / "closed"
+    waits = f"""
+        import os, time
+        while step == 20 and os.path.exists({str(closed)!r}):
+            time.sleep(0.02)
+    """
     flags = (
-        "train_llama3.py",
+        str(fork(tmp_path, waits)),
         "--vary",
         "lr=1e-3,1e-2",
         "--seeds",
@@ -649,15 +657,23 @@ def test_a_study_continues_after_a_kill(tmp_path):
         "--log_every",
         5,
     )
-    run(command(tmp_path / "whole", *flags))
+    env = ENV | {"PYTHONPATH": str(REPO)}  # the copy of the recipe is in another folder
+    run(command(tmp_path / "whole", *flags), env=env)
     for number in (signal.SIGKILL, signal.SIGINT):
         out = tmp_path / number.name
-        process = subprocess.Popen(command(out, *flags), cwd=REPO, env=ENV)
-        while not list(out.glob("*/*/checkpoints/step-*")):
+        closed.touch()
+        process = subprocess.Popen(command(out, *flags), cwd=REPO, env=env)
+        while not list(out.glob("*/*/checkpoints/step-18")):
+            assert process.poll() is None
             time.sleep(0.1)
         process.send_signal(number)
-        assert process.wait(timeout=120) == (-9 if number == signal.SIGKILL else 130)
-        run(command(out, *flags))
+        if number == signal.SIGKILL:
+            assert process.wait(timeout=120) == -9
+            closed.unlink()
+        else:
+            closed.unlink()  # it waits for its runs, which finish their step
+            assert process.wait(timeout=120) == 130
+        run(command(out, *flags), env=env)
         assert losses(out) == losses(tmp_path / "whole")
         rows = [
             json.loads((folder / "verdicts.json").read_text())
@@ -665,7 +681,7 @@ def test_a_study_continues_after_a_kill(tmp_path):
         ]
         assert rows[0] == rows[1]
     inodes = {path: path.stat().st_mtime for path in out.glob("*/*/metrics.jsonl")}
-    run(command(out, *flags))
+    run(command(out, *flags), env=env)
     assert inodes == {path: path.stat().st_mtime for path in out.glob("*/*/metrics.jsonl")}
 
 
@@ -708,15 +724,20 @@ def test_a_fork_meets_a_commit(tmp_path):
     del study[2 + steps : 4 + steps]
     run([*study, "--only", f"old lr=1e-3/{APART}"])
     said = run(study)
-    assert "3 runs, " in said and "old is best with lr=2e-2" in said and "compare" not in said
+    assert "3 runs, " in said
+    assert "old is best with lr=2e-2" in said
+    assert "compare" not in said
     settings = json.loads((tmp_path / "study/study.json").read_text())
     assert [(v["flags"][-2:], v["steps"]) for v in settings["variants"].values()] == 2 * [
         (["--steps=40", "--lr=2e-2"], 40)
     ]
     row = row_of(tmp_path / "study")
     report = (tmp_path / "study/report.md").read_text()
-    assert row["pairs"] == 2 and row["verdict"] != "identical" and row["difference"] != 0
-    assert "+    alpha: float" in report and "+        return h + 0 * self.ffn(" in report
+    assert row["pairs"] == 2
+    assert row["verdict"] != "identical"
+    assert row["difference"] != 0
+    assert "+    alpha: float" in report
+    assert "+        return h + 0 * self.ffn(" in report
     assert "data:image/png" in (tmp_path / "study/report.html").read_text()
 
 
@@ -743,11 +764,11 @@ def test_equal_variants_over_sizes(tmp_path):
     del study[3 + TINY.index("--steps") : 5 + TINY.index("--steps")]
     said = run([word.replace("2,dim=32,", "2,") for word in study])
     rows = json.loads((tmp_path / "ladder.json").read_text())
-    assert [row["verdict"] for row in rows] == 4 * ["identical"] + ["extrapolated"] and rows[-1][
-        "difference"
-    ] == 0
+    assert [row["verdict"] for row in rows] == 4 * ["identical"] + ["extrapolated"]
+    assert rows[-1]["difference"] == 0
     assert rows[-1]["parameters"] == 1e6
-    assert "b: L = " in said and rows[3]["parameters"] > rows[0]["parameters"]
+    assert "b: L = " in said
+    assert rows[3]["parameters"] > rows[0]["parameters"]
 
 
 @pytest.mark.slow
@@ -818,7 +839,8 @@ def test_forks(tmp_path):
         "worse",
         3,
     )
-    assert "identical in every logged step" in said and "OSError: no more" in said
+    assert "identical in every logged step" in said
+    assert "OSError: no more" in said
 
 
 @pytest.mark.slow

@@ -106,9 +106,8 @@ def results(capsys, folder, task, **flags) -> tuple[list[dict], dict]:
     out.unlink(missing_ok=True)
     evaluated(checkpoint=folder, task=task, out=str(out), **flags)
     *items, last = read_lines(out)
-    assert [item["index"] for item in items] == list(range(len(items))) and last["summary"][
-        "n"
-    ] == len(items)
+    assert [item["index"] for item in items] == list(range(len(items)))
+    assert last["summary"]["n"] == len(items)
     assert f"({len(items)} line" in capsys.readouterr().out
     return items, last["summary"]
 
@@ -184,7 +183,8 @@ def test_every_token_of_a_text_is_scored_once(folders, tasks, capsys):
                 end = min(len(ids) - 1, 32 if i <= 32 else 32 + -(-(i - 32) // stride) * stride)
                 begins = max(0, end - 32)
                 want += their_logprob(model, ids[begins:i], ids[i : i + 1])
-            assert item["tokens"] == len(ids) - 1 and item["bytes"] == len(text.encode())
+            assert item["tokens"] == len(ids) - 1
+            assert item["bytes"] == len(text.encode())
             assert item["logprob"] == pytest.approx(want, abs=1e-3)
         tokens, nats = sum(i["tokens"] for i in items), -sum(i["logprob"] for i in items)
         assert summary["loss"] == pytest.approx(nats / tokens)
@@ -208,9 +208,8 @@ def test_answers_are_those_of_transformers(kind, folders, tasks, capsys):
         ids = ids[0, prompt.input_ids.shape[1] :].tolist()
         ended = ids[-1] in ends
         text = tokenizer.decode(ids[:-1] if ended else ids)
-        assert item["prediction"] == text.split("7")[0] and item["truncated"] == (
-            not ended and "7" not in text
-        )
+        assert item["prediction"] == text.split("7")[0]
+        assert item["truncated"] == (not ended and "7" not in text)
     assert summary["truncated"] == sum(item["truncated"] for item in items) / len(items)
 
 
@@ -227,7 +226,8 @@ def test_an_answer_ends_at_the_first_stop(folders, tasks, capsys):
         assert item["prediction"] == whole["prediction"].split(stop)[0]
         assert item["truncated"] == (whole["truncated"] and stop not in whole["prediction"])
         assert item["tokens"] < 24 or stop not in whole["prediction"][:-3]
-    assert items[3]["tokens"] <= 12 and summary["truncated"] < 1
+    assert items[3]["tokens"] <= 12
+    assert summary["truncated"] < 1
 
 
 def test_a_stop_of_single_bytes_is_not_overrun(folders, tasks, capsys):
@@ -375,7 +375,8 @@ def test_a_run_a_step_and_the_folder_that_it_came_from(folders, tasks, tmp_path,
     want, _ = results(capsys, folders("qwen3_moe"), **flags)
     for i, folder in enumerate((run_folder, f"{run_folder}/checkpoints/step-0")):
         items, summary = results(capsys, folder, **flags)
-        assert items == want and summary["checkpoint"] == f"{run_folder}/checkpoints/step-0"
+        assert items == want
+        assert summary["checkpoint"] == f"{run_folder}/checkpoints/step-0"
         pool(4).run(
             on_a_layout, [dict(checkpoint=folder, out=f"{tmp_path}/{i}.jsonl", ep=4, **flags)]
         )
@@ -401,10 +402,8 @@ def test_windows_score_each_token_once():
         for longest, stride in ((1, 1), (8, 8), (8, 3), (8, 1), (64, 64)):
             ids, at = list(range(1, n + 1)), 0
             for context, scored in evaluate.rolling_windows(ids, 0, longest, stride):
-                assert (
-                    scored == ids[at : at + len(scored)]
-                    and len(context) + len(scored) <= longest + 1
-                )
+                assert scored == ids[at : at + len(scored)]
+                assert len(context) + len(scored) <= longest + 1
                 assert [*context, *scored] == [0, *ids][
                     at + 1 - len(context) : at + 1 + len(scored)
                 ]
@@ -425,7 +424,8 @@ def test_where_a_context_ends(folders, tmp_path):
     assert evaluate.encode_pair(text, "", "3") == ([text.first], ids("3")) == ([2], ids("3"))
     assert evaluate.encode_pair(text, " ", "3") == ([2], ids(" 3"))
     # a shared token
-    assert len(ids("Sum")) == 1 and evaluate.encode_pair(text, "Su", "m") == ([2], ids("Sum"))
+    assert len(ids("Sum")) == 1
+    assert evaluate.encode_pair(text, "Su", "m") == ([2], ids("Sum"))
     refuses("'' has no tokens", evaluate.encode_pair, text, "12", "")
     # a tokenizer with a first token, added once, also to texts with the token
     tokenizer = Tokenizer.from_file(f"{folders('llama')}/tokenizer.json")
@@ -439,7 +439,8 @@ def test_where_a_context_ends(folders, tmp_path):
         json.dumps(config | {"bos_token": "<|im_start|>"})
     )
     text = Text(str(tmp_path / "bos"))
-    assert text.first == 1 and evaluate.encode_pair(text, "12", " 3") == (
+    assert text.first == 1
+    assert evaluate.encode_pair(text, "12", " 3") == (
         [1, *ids("12")],
         ids(" 3"),
     )
@@ -469,7 +470,9 @@ def test_prompts(folders, tasks, tmp_path):
     )[0]
     assert prompt == Text(folders("llama"), chat=text.chat).prompt(asked[0] + HINTS["gsm8k"])
     (request, _), *_ = evaluate.ask_choices(evaluate.Config(), text, lines[:1], 64)[0]
-    assert request[0] == 1 and 2 in request  # markers are tokens
+    # markers are tokens
+    assert request[0] == 1
+    assert 2 in request
     for flags, message in [
         (dict(prompt_template="{answer_2}"), "has no answer_2, which --prompt_template asks for"),
         (
@@ -515,7 +518,8 @@ def test_stops():
         r"\nu",
     ]
     cut = evaluate.cut_at_stop
-    assert cut("a\nQ: b", False, ["\nQ:"]) == "a" and cut("a", False, ["\nQ:"]) is None
+    assert cut("a\nQ: b", False, ["\nQ:"]) == "a"
+    assert cut("a", False, ["\nQ:"]) is None
     assert cut("a\nQ: b</think>c\nQ: d", True, ["\nQ:"]) == "a\nQ: b</think>c"
     assert cut("<think>a\nQ: b", False, ["\nQ:"]) is None
 
@@ -577,9 +581,8 @@ def test_what_counts_as_the_right_answer():
     samples = [Sample(text=text, ids=[1, 2], truncated=truncated) for _, text, truncated, _ in rows]
     items, metrics, _ = judge(lines, samples)
     assert [item["correct"] for item in items] == [row[-1] for row in rows]
-    assert metrics["exact_match"] == pytest.approx(4 / 7) and metrics["truncated"] == pytest.approx(
-        1 / 7
-    )
+    assert metrics["exact_match"] == pytest.approx(4 / 7)
+    assert metrics["truncated"] == pytest.approx(1 / 7)
     assert items[0] == dict(
         question="why",
         prediction="it is 1234 .\n",
@@ -607,9 +610,8 @@ def test_what_is_right_can_be_said(answers, correct):
         wanted = "a.jsonl:0: nothing can be right with --answers number for '1/2'"
         return refuses(wanted, questions.check_line, lines[0], "answer", answers)
     items, metrics, _ = judge(lines, samples, answers)
-    assert [item["correct"] for item in items] == correct and metrics[
-        "exact_match"
-    ] == pytest.approx(sum(correct) / 3)
+    assert [item["correct"] for item in items] == correct
+    assert metrics["exact_match"] == pytest.approx(sum(correct) / 3)
 
 
 QUESTION = '{"question": "x", "answer": "y"}'
@@ -737,7 +739,7 @@ ERRORS = [
 ]
 
 
-@pytest.mark.parametrize("flags, file, content, message", ERRORS, ids=range(len(ERRORS)))
+@pytest.mark.parametrize("flags, file, content, message", ERRORS)
 def test_what_is_wrong_is_one_line(flags, file, content, message, folders, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if content is not None:
@@ -794,7 +796,8 @@ def test_packed_files_and_files_of_windows(tasks, tmp_path, name, change):
         evaluate.read_task(str(tmp_path / name)),
         evaluate.read_task(tasks["choice"]),
     )
-    assert kind == "choice" and [line.fields for line in got] == [line.fields for line in want]
+    assert kind == "choice"
+    assert [line.fields for line in got] == [line.fields for line in want]
     assert got[3].where == f"{tmp_path / name}:4"
 
 
@@ -827,7 +830,8 @@ def test_prompts_that_are_too_long_lose_their_beginning(folders, tmp_path, capsy
     ids = model.generate(torch.tensor([context[4 - 24 :]]), max_new_tokens=4, do_sample=False)[
         0, 20:
     ].tolist()
-    assert summary["cut"] == 1 and items[0]["prediction"] == tokenizer.decode(ids)
+    assert summary["cut"] == 1
+    assert items[0]["prediction"] == tokenizer.decode(ids)
 
 
 def test_samples_depend_on_their_question_alone(folders, tasks, tmp_path):
@@ -842,4 +846,6 @@ def test_samples_depend_on_their_question_alone(folders, tasks, tmp_path):
     a, b, c, d = (
         [line.get("prediction") for line in read_lines(tmp_path / name)] for name in "abcd"
     )
-    assert a == b != c and d[:3] == a[:3] and len(d) == 4
+    assert a == b != c
+    assert d[:3] == a[:3]
+    assert len(d) == 4

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from layouts import drawn_adapters
 from policy import (
+    LORA,
     TINY,
     assert_close,
     assert_same,
@@ -58,7 +59,8 @@ def test_uniform_model_and_finite_difference():
     s = Sample(prompt=[3, 1], ids=[7, 9], logprobs=[0.0] * 2, mask=[1.0] * 2, advantage=1.0)
     trainer = trainer_of()
     _, packed = next(trainer.microbatches([s]))
-    assert packed["tokens"].tolist() == [[3, 1, 7]] and packed["labels"].tolist() == [[1, 7, 9]]
+    assert packed["tokens"].tolist() == [[3, 1, 7]]
+    assert packed["labels"].tolist() == [[1, 7, 9]]
     assert packed["mask"].tolist() == [[0, 1, 1]]
     lp, _ = trainer.model(packed["tokens"], labels=packed["labels"], positions=packed["positions"])
     assert torch.allclose(lp[0, 1:], full_logprobs(model, s), atol=1e-5)
@@ -146,10 +148,8 @@ def test_log_softmax_is_in_fp32_on_both_sides(dtype):
     assert lp.dtype == entropy.dtype == torch.float32
     h, w = torch.randn(3, 1, 8, dtype=dtype), torch.randn(24, 8, dtype=dtype)
     logits = decoding.column_logits(h, w, column=torch.zeros(3).long())
-    assert (
-        logits.dtype == torch.float32
-        and decoding.draw(logits, torch.rand(3), 1.0)[1].dtype == torch.float32
-    )
+    assert logits.dtype == torch.float32
+    assert decoding.draw(logits, torch.rand(3), 1.0)[1].dtype == torch.float32
 
 
 # ---------------------------------------------------------------- advantages and losses
@@ -157,14 +157,13 @@ def test_log_softmax_is_in_fp32_on_both_sides(dtype):
 
 def test_advantages():
     """Groups of one, of equal rewards, biased standard deviation."""
-    assert (
-        advantages([1.0], True) == [0.0]
-        and advantages([0.3] * 4, True) == [0.0] * 4
-        and advantages([1.0], False) == [0.0]
-    )
+    assert advantages([1.0], True) == [0.0]
+    assert advantages([0.3] * 4, True) == [0.0] * 4
+    assert advantages([1.0], False) == [0.0]
     assert advantages([1.0, 0.0, 0.0, 0.0], False) == [0.75, -0.25, -0.25, -0.25]
     a = torch.tensor(advantages([1.0, 0.0, 0.0, 0.0], True))
-    assert abs(a.square().mean() - 1) < 1e-4 and abs(a.sum()) < 1e-6
+    assert abs(a.square().mean() - 1) < 1e-4
+    assert abs(a.sum()) < 1e-6
 
 
 def test_overlong_penalty():
@@ -173,7 +172,8 @@ def test_overlong_penalty():
         0,
         -0.5,
         -1,
-    ] and overlong_penalty(20, 20, 0) == 0
+    ]
+    assert overlong_penalty(20, 20, 0) == 0
 
 
 def with_tools(samples):
@@ -387,7 +387,8 @@ def test_truncated_samples_leave_numerator_and_denominator_together(kind):
     """--mask_truncated: as if never sampled, except in the proof, which covers all samples."""
     samples = samples_of(sharp_model(), n_prompts=6)
     cut, rest = [s for s in samples if s.truncated], [s for s in samples if not s.truncated]
-    assert cut and rest
+    assert cut
+    assert rest
     plain, trainer = (
         sharp_model(),
         trainer_of(loss=kind, clip_low=0.2, clip_high=0.28, local_batch_size=4),
@@ -454,19 +455,16 @@ def test_metrics_are_those_of_the_whole_step(tmp_path):
         run(1, *TINY, *flags, *more, "--out", tmp_path / name)
         runs[name] = steps_of(tmp_path / name)
     assert any(0 < step["zero_variance_groups"] < 1 for step in runs["plain"])
-    assert all("kl" not in step for step in runs["plain"]) and all(
-        abs(step["kl"]) < 1e-9 for step in runs["all"]
-    )
+    assert all("kl" not in step for step in runs["plain"])
+    assert all(abs(step["kl"]) < 1e-9 for step in runs["all"])
     for name in ("parts", "all"):
         for a, b in zip(runs["plain"], runs[name], strict=True):
             assert a["tokens_hash"] == b["tokens_hash"]
             assert all(
                 a[key] == pytest.approx(b[key], rel=1e-4) for key in ("entropy", "ratio_outside")
             )
-            assert (
-                a["loss"] == pytest.approx(b["loss"], abs=1e-6)
-                and a["logprob_max_diff"] < 1e-4 > b["logprob_max_diff"]
-            )
+            assert a["loss"] == pytest.approx(b["loss"], abs=1e-6)
+            assert a["logprob_max_diff"] < 1e-4 > b["logprob_max_diff"]
 
 
 def test_a_trained_model_has_a_learning_rate_of_its_own():
@@ -543,7 +541,6 @@ def ranks_train(flags: dict, samples):
     return found, grads, norm, [s.ids for s in batch["samples"]], again
 
 
-LORA = dict(lora_rank=4, lora_on=["wq", "wo", "w1"], init_from="not read here", kl_coef=0.5)
 LAYOUTS = [
     (2, {"dp_shard": 2}),
     (2, {"tp": 2}),
@@ -602,7 +599,8 @@ def test_a_run_and_its_folder(tmp_path):
         for line in steps
     )
     shown = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
-    assert {s["step"] for s in shown} == {0, 1, 2, 3} and set(shown[0]) >= {
+    assert {s["step"] for s in shown} == {0, 1, 2, 3}
+    assert set(shown[0]) >= {
         "prompt",
         "completion",
         "reward",
@@ -611,14 +609,14 @@ def test_a_run_and_its_folder(tmp_path):
     }
     # not always the first
     assert [s["group"] for s in shown if not s["evaluation"]][::4] == [1, 2, 3]
-    assert (
-        "reward   . training   o validation" in stdout and (out / "checkpoints" / "step-3").is_dir()
-    )
+    assert "reward   . training   o validation" in stdout
+    assert (out / "checkpoints" / "step-3").is_dir()
     code = json.loads((out / "checkpoints" / "step-3" / "code.json").read_bytes())
     # the user's reward, too
     assert {"grpo.py", "models/llama3.py", "tests/env_counting.py"} <= code.keys()
     assert json.loads((out / "config.json").read_bytes())["_run"]["code"].keys() == code.keys()
-    assert stdout.startswith("flags: ") and f" --out {out} " in stdout.splitlines()[0]
+    assert stdout.startswith("flags: ")
+    assert f" --out {out} " in stdout.splitlines()[0]
     before = [(out / name).read_bytes() for name in ("metrics.jsonl", "config.json")]
     assert "is finished" in run(1, *TINY, "--steps", 3, "--lr", 0.1, "--out", out)
     assert [(out / name).read_bytes() for name in ("metrics.jsonl", "config.json")] == before
@@ -677,9 +675,8 @@ def test_the_reference_is_saved_once(tmp_path, start):
     whole = steps_of(out)
     for processes, tolerance in ((1, 0.0), (2, 1e-5)):
         said = run(processes, *flags, "--load_step", 2, "--out", out)
-        assert "supervised warm-up" not in said and saved == {
-            path: path.stat().st_mtime_ns for path in saved
-        }
+        assert "supervised warm-up" not in said
+        assert saved == {path: path.stat().st_mtime_ns for path in saved}
         assert_same(steps_of(out), whole, tolerance)
     shutil.rmtree(out / "reference")
     assert "has not kept its initial policy: it was begun without this flag" in run(
@@ -717,22 +714,19 @@ def test_from_a_hugging_face_folder_and_back(tmp_path, kind):
         tmp_path / "back",
     )
     steps = steps_of(tmp_path / "run")
-    assert len(steps) == 2 and all(
-        line["grad_norm"] > 0 and 0 < line["logprob_max_diff"] < 1e-4 for line in steps
-    )
+    assert len(steps) == 2
+    assert all(line["grad_norm"] > 0 and 0 < line["logprob_max_diff"] < 1e-4 for line in steps)
     shown = json.loads((tmp_path / "run" / "samples.jsonl").read_text().splitlines()[0])
-    assert shown["prompt"].startswith("<|im_start|>user\n") and shown["prompt"].endswith(
-        "><|im_end|>\n<|im_start|>assistant\n"
-    )
+    assert shown["prompt"].startswith("<|im_start|>user\n")
+    assert shown["prompt"].endswith("><|im_end|>\n<|im_start|>assistant\n")
     model, again = (
         AutoModelForCausalLM.from_pretrained(tmp_path / "back"),
         AutoTokenizer.from_pretrained(tmp_path / "back"),
     )
     before = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     ids = again("Sum the digits of 123", return_tensors="pt").input_ids
-    assert torch.isfinite(model(ids).logits).all() and not torch.equal(
-        model(ids).logits, before(ids).logits
-    )
+    assert torch.isfinite(model(ids).logits).all()
+    assert not torch.equal(model(ids).logits, before(ids).logits)
     ours, _ = load_hf_model(str(tmp_path / "back"))
     assert torch.allclose(ours(ids), model(ids).logits, atol=1e-4)
 
@@ -759,10 +753,12 @@ def test_own_checkpoints_keep_the_chat_template_and_the_ends(tmp_path, capsys):
         grpo.Text(folder, chat=open_chat(folder, grpo.Config()))
         for folder in (str(tmp_path / "hf"), str(tmp_path / "run"))
     )
-    assert theirs.ends == [2, 0] and sorted(ours.ends) == [0, 2] and theirs.bos and ours.bos
-    assert theirs.prompt("12>") == ours.prompt("12>") and "user" in ours.tokenizer.decode(
-        ours.prompt("12>")
-    )
+    assert theirs.ends == [2, 0]
+    assert sorted(ours.ends) == [0, 2]
+    assert theirs.bos
+    assert ours.bos
+    assert theirs.prompt("12>") == ours.prompt("12>")
+    assert "user" in ours.tokenizer.decode(ours.prompt("12>"))
     generate.main(
         [
             "--checkpoint",
@@ -810,7 +806,8 @@ def test_dynamic_sampling_fills_the_batch(tmp_path):
         sum(line[name] for line in without)
         for name in ("all_failed_groups", "zero_variance_groups")
     )
-    assert failed > equal / 2 > 0 and {line["prompts_drawn"] for line in without} == {4}
+    assert failed > equal / 2 > 0
+    assert {line["prompts_drawn"] for line in without} == {4}
 
 
 # ---------------------------------------------------------------- signals, hangs, patience
@@ -904,11 +901,11 @@ def test_killed_and_continued_is_undisturbed(tmp_path, start, where, flags):
     job.until((tmp_path / "waiting").exists)
     job.kill_everything()
     (tmp_path / "go").touch()
-    assert [line["step"] for line in steps_of(job.out)] == [1, 2, 3] and os.listdir(
-        job.out / "checkpoints"
-    ) == ["step-2"]
+    assert [line["step"] for line in steps_of(job.out)] == [1, 2, 3]
+    assert os.listdir(job.out / "checkpoints") == ["step-2"]
     again = start(1, *flags)
-    assert again.end() == 0 and "continuing from" in again.text()
+    assert again.end() == 0
+    assert "continuing from" in again.text()
     run(1, *LONG, "--env", tmp_path / "env.py", *flags, "--out", tmp_path / "whole")
     assert_same(steps_of(job.out), steps_of(tmp_path / "whole"), 0.0)
     for name in ("eval_reward", "eval_greedy"):
@@ -938,15 +935,15 @@ def test_a_signal_saves_and_ends(tmp_path, start, processes, how, steps_ahead):
             os.kill(pid, signal.SIGINT if "SIGINT" in how else signal.SIGTERM)
     (tmp_path / "go").touch()
     # torchrun's own status, for a signal or for a worker's 75, is 1
-    assert job.end(within=60) == (75 if processes == 1 else 1)
+    assert job.end() == (75 if processes == 1 else 1)
     said = job.text()
-    assert "stopped after step" in said and "error on rank" not in said
-    assert (
-        os.listdir(job.out / "checkpoints") == [f"step-{job.last_step()}"]
-        and 3 <= job.last_step() <= 4
-    )
+    assert "stopped after step" in said
+    assert "error on rank" not in said
+    assert os.listdir(job.out / "checkpoints") == [f"step-{job.last_step()}"]
+    assert 3 <= job.last_step() <= 4
     again = start(processes, *flags)
-    assert again.end() == 0 and "continuing from" in again.text()
+    assert again.end() == 0
+    assert "continuing from" in again.text()
     run(1, *LONG, "--env", tmp_path / "env.py", "--out", tmp_path / "whole", *flags[:2])
     assert_same(steps_of(job.out), steps_of(tmp_path / "whole"), 1e-5 if processes > 1 else 0.0)
 
@@ -957,7 +954,8 @@ def test_a_signal_without_checkpoints_ends_as_well(tmp_path, start):
     job.until((tmp_path / "waiting").exists)
     os.kill(job.worker(0), signal.SIGTERM)
     (tmp_path / "go").touch()
-    assert job.end(within=60) == 1 and "stopped after step" in job.text()
+    assert job.end() == 1
+    assert "stopped after step" in job.text()
 
 
 @pytest.mark.slow
@@ -975,10 +973,7 @@ def test_trainer_and_generator_end_together(tmp_path, start, rank):
         return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0] == "Z"
 
     others = [pid for pid, env in job.processes().items() if env.get("RANK") == str(1 - rank)]
-    job.until(
-        lambda: all(not Path("/proc", str(pid)).exists() or zombie(pid) for pid in others),
-        timeout=30,
-    )
+    job.until(lambda: all(not Path("/proc", str(pid)).exists() or zombie(pid) for pid in others))
 
 
 @pytest.mark.slow
@@ -1006,7 +1001,8 @@ def test_rewards_may_take_longer_than_training(tmp_path, start, processes, late,
     time.sleep(9)
     (tmp_path / "go").touch()
     assert job.end() == 0, job.text()[-3000:]
-    assert max(line["rollout_s"] for line in steps_of(job.out)) > 8 and job.last_step() == 4
+    assert max(line["rollout_s"] for line in steps_of(job.out)) > 8
+    assert job.last_step() == 4
 
 
 @pytest.mark.slow
@@ -1016,4 +1012,5 @@ def test_a_hang_in_training_still_ends_the_run(tmp_path, start):
         2, "--dp_shard", 2, "--train_timeout_s", 6, program=tmp_path / "hangs.py", HANGS_AT="1, 3"
     )
     job.until(lambda: "error on rank 0" in job.text())
-    assert job.last_step() == 2 and "imed out" in job.text()
+    assert job.last_step() == 2
+    assert "imed out" in job.text()

@@ -161,6 +161,29 @@ def test_models_know_no_process_groups():
         assert "torch.distributed" not in path.read_text(), path
 
 
+def imports_of_tests(text: str) -> list[str]:
+    """Modules test_*.py that a source imports, at its top or inside a function."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or "", *(alias.name for alias in node.names)]
+        found += [name for name in names if name.split(".")[-1].startswith("test_")]
+    return found
+
+
+def test_no_test_imports_another():
+    """A mistake in one file of tests would stop the collection of others. What several need lies in
+    tests/, in a file that is no test."""
+    for file, text in house().items():
+        if room_of(file) == "tests":
+            assert imports_of_tests(text) == [], file
+    text = "import test_a\n\ndef f():\n    from test_b import c\n    from tests import test_d\n"
+    assert imports_of_tests(text) == ["test_a", "test_b", "test_d"]
+
+
 # ---------------------------------------------------------------- small enough to be read
 
 

@@ -458,7 +458,8 @@ def test_layers_of_multi_token_prediction_in_files(tmp_path, capsys):
     assert torch.equal(with_mtp(tokens), want)
     # reinforcement learning has no second prediction
     trained = model_of(grpo.Config(init_from=full), c.vocab_size)[1]
-    assert c.mtp_depth == 1 and trained == replace(with_mtp.config, mtp_depth=0)
+    assert c.mtp_depth == 1
+    assert trained == replace(with_mtp.config, mtp_depth=0)
 
     plain = normal(DeepSeek(replace(c, mtp_depth=0)), seed=5)
     assert hf.load_hf(plain, full) == []

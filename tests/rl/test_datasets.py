@@ -5,7 +5,7 @@ import json
 import pyarrow
 import pyarrow.parquet as pq
 import pytest
-from policy import REPO, TINY, hf_folder, run, steps_of
+from policy import REPO, TINY, hf_folder, open_problems, run, steps_of, write_problems
 from saves import refuses
 
 import grpo
@@ -16,17 +16,8 @@ from storage.provenance import local_code
 GSM8K = REPO.parent / "shared" / "data" / "gsm8k_train.jsonl"  # the published problems, if at hand
 
 
-def write(path, *lines) -> str:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return str(path)
-
-
 def sums(a, begin, end) -> list[dict]:
     return [{"question": f"{a}+{b}=", "answer": a + b} for b in range(begin, end)]
-
-
-def task(env_data, **flags):
-    return datasets.open_task(grpo.Config(**{"env": "dataset", "env_data": str(env_data), **flags}))
 
 
 # ---------------------------------------------------------------- answers
@@ -186,9 +177,11 @@ def test_mathematics(text, answer, right):
 
 
 def test_mathematics_by_a_library(tmp_path, monkeypatch):
-    data = write(tmp_path / "a.jsonl", {"question": "expand (x+1)^2", "answer": "x^2+2x+1"})
+    data = write_problems(
+        tmp_path / "a.jsonl", {"question": "expand (x+1)^2", "answer": "x^2+2x+1"}
+    )
     if answers.find_spec("math_verify"):
-        judge = task(data, reward="math_verify").reward
+        judge = open_problems(data, reward="math_verify").reward
         assert [
             judge("expand (x+1)^2", f"so it is $\\boxed{{{text}}}$")
             for text in ("(x+1)^2", "x^2+1")
@@ -196,7 +189,10 @@ def test_mathematics_by_a_library(tmp_path, monkeypatch):
         assert judge("expand (x+1)^2", "$(x+1)^2$", truncated=True) == 0.0
     monkeypatch.setattr(answers, "find_spec", lambda name: None)
     refuses(
-        "math_verify needs a library: pip install math-verify", task, data, reward="math_verify"
+        "math_verify needs a library: pip install math-verify",
+        open_problems,
+        data,
+        reward="math_verify",
     )
 
 
@@ -206,20 +202,19 @@ def test_mathematics_by_a_library(tmp_path, monkeypatch):
 def test_prompts_answers_and_rewards_of_a_file(tmp_path):
     """Two files, neither is split; a model with random weights knows the characters of both."""
     train, test = (
-        write(tmp_path / "a.jsonl", *sums(3, 0, 40)),
-        write(tmp_path / "b.jsonl", *sums(7, 0, 20), *sums(7, 0, 2)),
+        write_problems(tmp_path / "a.jsonl", *sums(3, 0, 40)),
+        write_problems(tmp_path / "b.jsonl", *sums(7, 0, 20), *sums(7, 0, 2)),
     )
-    env = task(train, eval_data=test)
-    assert (
-        env.ALPHABET == "+0123456789=" and len(env.problems) == 40 and len(env.eval_problems) == 20
-    )
+    env = open_problems(train, eval_data=test)
+    assert env.ALPHABET == "+0123456789="
+    assert len(env.problems) == 40
+    assert len(env.eval_problems) == 20
     drawn = [environments.draw_task(env, "train/0", i) for i in range(40)]
-    assert sorted(drawn) == sorted(env.problems) and ("3+4=", "7") in drawn
+    assert sorted(drawn) == sorted(env.problems)
+    assert ("3+4=", "7") in drawn
     held_out = environments.held_out_tasks(env, -1)
-    assert (
-        sorted(held_out) == sorted(f"7+{b}=" for b in range(20))
-        and len(environments.held_out_tasks(env, 5)) == 5
-    )
+    assert sorted(held_out) == sorted(f"7+{b}=" for b in range(20))
+    assert len(environments.held_out_tasks(env, 5)) == 5
     assert env.reward("3+4=", " 7\n") == 1.0 == env.reward("7+1=", "8")
     assert (
         env.reward("3+4=", "07")
@@ -228,14 +223,13 @@ def test_prompts_answers_and_rewards_of_a_file(tmp_path):
         == 0.0
     )
     assert [
-        task(train, reward=kind).reward("3+4=", "it is 14/2")
+        open_problems(train, reward=kind).reward("3+4=", "it is 14/2")
         for kind in ("exact", "number", "math")
     ] == [0.0, 0.0, 1.0]
     # the same spelling as in evaluate.py
-    half = task(train, prompt_template="Q: {question}\\nIs it {{answer}}?")
-    assert half.problems[4] == ("Q: 3+4=\nIs it {answer}?", "7") and not hasattr(
-        half, "eval_problems"
-    )
+    half = open_problems(train, prompt_template="Q: {question}\\nIs it {{answer}}?")
+    assert half.problems[4] == ("Q: 3+4=\nIs it {answer}?", "7")
+    assert not hasattr(half, "eval_problems")
     assert set(environments.held_out_tasks(half, -1)) == {
         p for p, _ in half.problems if environments.is_held_out(p)
     }
@@ -254,11 +248,9 @@ def test_messages_and_answers_as_verl_has_them(tmp_path):
         for said in ([user], [system, user])
     ]
     pq.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    env = task(tmp_path / "a.parquet")
-    assert (
-        env.problems == [("2+3=", "5"), ("add\n\n2+3=", "5")]
-        and env.reward("add\n\n2+3=", "5") == 1.0
-    )
+    env = open_problems(tmp_path / "a.parquet")
+    assert env.problems == [("2+3=", "5"), ("add\n\n2+3=", "5")]
+    assert env.reward("add\n\n2+3=", "5") == 1.0
     hf_folder(tmp_path / "hf", "llama")
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
     (tmp_path / "hf" / "chat_template.jinja").write_text(template)
@@ -282,16 +274,17 @@ def test_messages_and_answers_as_verl_has_them(tmp_path):
     refuses(
         "--system 'Be brief.': the prompts have a system message of their own", text.prompt, ids[1]
     )
-    data = write(tmp_path / "a.jsonl", {"prompt": [user, {"role": "user"}], "answer": 5})
-    refuses("a.jsonl:1: prompt is no text, and no list of messages", task, data)
+    data = write_problems(tmp_path / "a.jsonl", {"prompt": [user, {"role": "user"}], "answer": 5})
+    refuses("a.jsonl:1: prompt is no text, and no list of messages", open_problems, data)
     (tmp_path / "own.py").write_text(
         "def reward(completion, fields):\n    return float(completion == fields['word'])"
     )
-    own = task(
-        write(tmp_path / "a.jsonl", {"prompt": "say x", "word": "x"}),
+    own = open_problems(
+        write_problems(tmp_path / "a.jsonl", {"prompt": "say x", "word": "x"}),
         reward=str(tmp_path / "own.py"),
     )
-    assert own.problems == [("say x", "")] and own.reward("say x", "x") == 1.0
+    assert own.problems == [("say x", "")]
+    assert own.reward("say x", "x") == 1.0
 
 
 def test_a_reward_of_your_own_is_given_what_it_asks_for(tmp_path):
@@ -300,7 +293,7 @@ def test_a_reward_of_your_own_is_given_what_it_asks_for(tmp_path):
         {"prompt": f"Make {t} of 8, 2 and 3", "answer": t, "numbers": [8, 2, 3]}
         for t in (1, 12, 19)
     ]
-    data, own = write(tmp_path / "a.jsonl", *lines), tmp_path / "my_reward.py"
+    data, own = write_problems(tmp_path / "a.jsonl", *lines), tmp_path / "my_reward.py"
     own.write_text(
         "from rl.tasks.calculator import arithmetic\nimport re\n\n\ndef reward(completion, answer, "
         "fields, weight=2.0):\n"
@@ -308,16 +301,14 @@ def test_a_reward_of_your_own_is_given_what_it_asks_for(tmp_path):
         "sorted(fields['numbers'])\n"
         "    return weight * (used and arithmetic(completion) == int(answer))\n"
     )
-    env = task(data, reward=str(own))
-    assert (
-        env.reward(lines[2]["prompt"], "8*2+3") == 2.0
-        and env.reward(lines[2]["prompt"], "19") == 0.0
-    )
+    env = open_problems(data, reward=str(own))
+    assert env.reward(lines[2]["prompt"], "8*2+3") == 2.0
+    assert env.reward(lines[2]["prompt"], "19") == 0.0
     own.write_text(
         "def reward(prompt, completion, answer, truncated, fields):\n    return truncated and "
         "fields['answer'] == 1"
     )
-    assert rewards.pay(task(data, reward=str(own)), lines[0]["prompt"], [""], [True]) == [
+    assert rewards.pay(open_problems(data, reward=str(own)), lines[0]["prompt"], [""], [True]) == [
         (1.0, "", {})
     ]
     # a checkpoint keeps the source of the reward
@@ -331,10 +322,10 @@ def test_a_reward_of_your_own_is_given_what_it_asks_for(tmp_path):
         ("import nope", "No module named 'nope'"),
     ]:
         own.write_text(code)
-        refuses(message, task, data, reward=str(own))
+        refuses(message, open_problems, data, reward=str(own))
     refuses(
         "--reward best is no file ending in .py and none of exact, number, math",
-        task,
+        open_problems,
         data,
         reward="best",
     )
@@ -387,13 +378,13 @@ UNUSABLE = [
 
 @pytest.mark.parametrize("lines, flags, message", UNUSABLE)
 def test_files_that_cannot_be_used(tmp_path, lines, flags, message):
-    data = write(tmp_path / "a.jsonl", *lines)
-    write(tmp_path / "b.jsonl", *sums(7, 0, 3))
+    data = write_problems(tmp_path / "a.jsonl", *lines)
+    write_problems(tmp_path / "b.jsonl", *sums(7, 0, 3))
     flags = {
         name: str(tmp_path / value) if name == "eval_data" else value
         for name, value in flags.items()
     }
-    refuses(message, task, data, **flags)
+    refuses(message, open_problems, data, **flags)
 
 
 def test_gsm8k(tmp_path):
@@ -401,7 +392,7 @@ def test_gsm8k(tmp_path):
         {"question": f"{i} and {i}?", "answer": f"<<{i}+{i}>> so\n#### 1,0{i:02d}"}
         for i in range(40)
     ]
-    env = task(write(tmp_path / "p.jsonl", *lines), env="gsm8k")
+    env = open_problems(write_problems(tmp_path / "p.jsonl", *lines), env="gsm8k")
     prompt, answer = environments.draw_task(env, "eval", 0)
     number = answer.split("#### ")[1].replace(",", "")
     assert prompt.endswith(
@@ -414,23 +405,24 @@ def test_gsm8k(tmp_path):
     )
     assert env.reward(prompt, "#### 12") == 0.0 == env.reward(prompt, "no idea")
     assert (
-        task(tmp_path / "p.jsonl", env="gsm8k", prompt_template="{question}").problems[0][0]
+        open_problems(tmp_path / "p.jsonl", env="gsm8k", prompt_template="{question}").problems[0][
+            0
+        ]
         == "0 and 0?"
     )
 
 
 @pytest.mark.skipif(not GSM8K.exists(), reason="no gsm8k_train.jsonl")
 def test_the_published_gsm8k():
-    env = task(GSM8K, env="gsm8k", eval_data=str(GSM8K.with_name("gsm8k_test.jsonl")))
-    assert len(env.problems) == 7473 and len(env.eval_problems) == 1319
+    env = open_problems(GSM8K, env="gsm8k", eval_data=str(GSM8K.with_name("gsm8k_test.jsonl")))
+    assert len(env.problems) == 7473
+    assert len(env.eval_problems) == 1319
     for prompt, answer in env.problems + env.eval_problems:
         number = answer.split("#### ")[1]
-        assert answers.final_number(answer) == float(number.replace(",", "")) and answers.is_right(
-            "math", answer, number
-        )
-        assert (
-            env.reward(prompt, answer) == 1.0 and env.reward(prompt, answer, truncated=True) == 0.0
-        )
+        assert answers.final_number(answer) == float(number.replace(",", ""))
+        assert answers.is_right("math", answer, number)
+        assert env.reward(prompt, answer) == 1.0
+        assert env.reward(prompt, answer, truncated=True) == 0.0
         assert env.reward(prompt, f"{answer}\nNo: #### {answers.final_number(answer) + 1}") == 0.0
     # a model with random weights also reads the few characters outside of ASCII
     text = grpo.Text("", alphabet=env.ALPHABET)
@@ -442,10 +434,10 @@ def test_a_run_goes_on_with_the_characters_that_it_began_with(tmp_path):
     model."""
 
     def text_of(*questions):
-        data = write(
+        data = write_problems(
             tmp_path / "a.jsonl", *({"question": question, "answer": "1"} for question in questions)
         )
-        text = grpo.Text("", str(tmp_path), task(data).ALPHABET)
+        text = grpo.Text("", str(tmp_path), open_problems(data).ALPHABET)
         text.save()
         return text
 
@@ -467,8 +459,12 @@ def test_a_run_goes_on_with_the_characters_that_it_began_with(tmp_path):
 def test_a_run_on_two_files(tmp_path):
     """A run trains on a file and evaluates on all of another; too long prompts of both are left out
     and counted."""
-    train = write(tmp_path / "a.jsonl", *sums(3, 0, 30), {"question": "1" * 20, "answer": 1})
-    test = write(tmp_path / "b.jsonl", *sums(7, 0, 20), {"question": "2" * 30, "answer": 1})
+    train = write_problems(
+        tmp_path / "a.jsonl", *sums(3, 0, 30), {"question": "1" * 20, "answer": 1}
+    )
+    test = write_problems(
+        tmp_path / "b.jsonl", *sums(7, 0, 20), {"question": "2" * 30, "answer": 1}
+    )
     flags = [
         *TINY[2 : TINY.index("--eval_n")],
         "--eval_k",
@@ -493,10 +489,8 @@ def test_a_run_on_two_files(tmp_path):
         2,
     ]
     said = run(1, *flags, "--out", tmp_path / "run")
-    assert (
-        "1 of 31 problems are left out: with their prompts --seq_len 16" in said
-        and "1 of 21 eval problems are left" in said
-    )
+    assert "1 of 31 problems are left out: with their prompts --seq_len 16" in said
+    assert "1 of 21 eval problems are left" in said
     assert len(steps_of(tmp_path / "run")) == 2
     evals = [
         line
@@ -512,8 +506,6 @@ def test_a_run_on_two_files(tmp_path):
     said = run(
         1, *flags[:-2], "--steps", 3, "--env_data", test, "--out", tmp_path / "none", status=2
     )
-    assert (
-        said.count("\n") == 1
-        and "21 of the 21 prompts of --eval_data" in said
-        and not (tmp_path / "none").exists()
-    )
+    assert said.count("\n") == 1
+    assert "21 of the 21 prompts of --eval_data" in said
+    assert not (tmp_path / "none").exists()

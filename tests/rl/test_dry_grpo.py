@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from dry import Settled
 from policy import ENV, SMALL
 from pool import pool
 from programs import REPO, run_program
-from test_dryrun import Settled
 
 import grpo
 from grpo import Config, Trainer
@@ -119,18 +119,15 @@ def test_generators_references_and_engines():
     usual = observe_phases(grpo.main, config())
     both = observe_phases(grpo.main, config(dp_shard=2, gen_ranks=2, kl_coef=0.1))
     (_, n_params, _, phases), (whole, _, _) = both, usual[2]
-    assert both[2][:2] == (whole // 2, whole // 2) and phases["update"].held == whole
-    assert (
-        list(phases) == ["update", "generator"]
-        and phases["generator"].held == 4 * n_params == whole
-    )
+    assert both[2][:2] == (whole // 2, whole // 2)
+    assert phases["update"].held == whole
+    assert list(phases) == ["update", "generator"]
+    assert phases["generator"].held == 4 * n_params == whole
     # k, v, layers ... keys
     assert phases["generator"].cache * 2 == usual[3]["rollout"].cache == 2 * 2 * 2 * 8 * 4 * 32 * 64
     piped = observe_phases(grpo.main, config(pp=2, gen_ranks=2, batch_invariant=True))
-    assert (
-        list(piped[3]) == ["update, stage 0", "update, stage 1", "generator"]
-        and piped[1] == n_params
-    )
+    assert list(piped[3]) == ["update, stage 0", "update, stage 1", "generator"]
+    assert piped[1] == n_params
     assert piped[3]["generator"] == phases["generator"]
     remote = observe_phases(grpo.main, config(engine="http://127.0.0.1:1", engine_seed=True))
     assert list(remote[3]) == ["update"]
@@ -142,12 +139,16 @@ def test_the_command(tmp_path):
         return run_program(command, env=ENV, cwd=tmp_path, timeout=300)
 
     done = run("--dry_run", "--dp_shard", 4, "--tp", 2, "--device", "cpu")
-    assert done.returncode == 0 and not (tmp_path / "run").exists(), done.stderr
-    assert "dp_shard 4 x tp 2" in done.stdout and "update: fsdp reduce_scatter" in done.stdout
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "run").exists(), done.stderr
+    assert "dp_shard 4 x tp 2" in done.stdout
+    assert "update: fsdp reduce_scatter" in done.stdout
     assert [line.split()[0] for line in done.stdout.splitlines()[2:4]] == ["update", "rollout"]
     for argv, said in (
         (["--plot"], "--plot draws the curves"),
         (["--machine", "H100"], "unknown flag --machine"),
     ):
         done = run("--dry_run", *argv)
-        assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
+        assert done.returncode == 2
+        assert said in done.stderr
+        assert done.stderr.count("\n") == 1

@@ -48,10 +48,12 @@ def test_a_program_can_harm_nobody(tmp_path, name):
             time.monotonic(),
             HOSTILE[name].format(folder=tmp_path, port=server.getsockname()[1]),
         )
-        assert code_task.run(program) is None and time.monotonic() - began < 30
+        assert code_task.run(program) is None
+        assert time.monotonic() - began < 30
     # only the root file system is read-only
     own_mount = os.stat(tmp_path).st_dev != os.stat("/").st_dev
-    assert (os.listdir(tmp_path) == ["mine"] or own_mount) and code_task.run("print(7)") == "7"
+    assert os.listdir(tmp_path) == ["mine"] or own_mount
+    assert code_task.run("print(7)") == "7"
 
 
 @pytest.mark.parametrize(

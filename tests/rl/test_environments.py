@@ -45,11 +45,9 @@ def test_a_reward_that_is_none_names_its_sample(value):
     ((nothing, failure, _),) = rewards.pay(
         SimpleNamespace(reward=reward), "1 2", ["some\nwhere"], [False]
     )
-    assert (
-        nothing is None
-        and "no reward for prompt '1 2', completion 'some\\nwhere'" in failure
-        and "\n" not in failure
-    )
+    assert nothing is None
+    assert "no reward for prompt '1 2', completion 'some\\nwhere'" in failure
+    assert "\n" not in failure
 
 
 def test_prompts_are_drawn_without_replacement_where_there_is_a_list():
@@ -59,12 +57,12 @@ def test_prompts_are_drawn_without_replacement_where_there_is_a_list():
     assert len(held_out) == len(set(held_out)) == sum(map(environments.is_held_out, prompts)) == 122
     n = len(prompts) - len(held_out)
     drawn = [environments.draw_task(env, "train/0", i)[0] for i in range(2 * n)]
-    assert (
-        set(drawn[:n]) == set(drawn[n:]) == set(prompts) - set(held_out) and drawn[:n] != drawn[n:]
-    )
+    assert set(drawn[:n]) == set(drawn[n:]) == set(prompts) - set(held_out)
+    assert drawn[:n] != drawn[n:]
     assert set(environments.held_out_tasks(env, 50)) < set(held_out)
     many = environments.held_out_tasks(environments.open_env("reverse"), 1024)
-    assert len(set(many)) == 1024 and all(map(environments.is_held_out, many))
+    assert len(set(many)) == 1024
+    assert all(map(environments.is_held_out, many))
     # of unknown number
     small = SimpleNamespace(__name__="small", make=lambda rng: (str(rng.randrange(100)), ""))
     assert sorted(environments.held_out_tasks(small, 1024)) == sorted(
@@ -102,7 +100,8 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path, finite):
         tmp_path / "run",
     )
     steps = steps_of(tmp_path / "run")
-    assert len(steps) == 2 and all((line["prompts_too_long"] > 0) == (not finite) for line in steps)
+    assert len(steps) == 2
+    assert all((line["prompts_too_long"] > 0) == (not finite) for line in steps)
     assert (
         "problems are left out: with their prompts --seq_len 16 leaves no room"
         if finite
@@ -119,11 +118,9 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path, finite):
         tmp_path / "none",
     ]
     said = run(1, *TINY, *flags, status=2)
-    assert (
-        "--seq_len" in said
-        and said.count("\n") == 1
-        and not (tmp_path / "none" / "metrics.jsonl").exists()
-    )
+    assert "--seq_len" in said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "none" / "metrics.jsonl").exists()
 
 
 def test_prompts_that_leave_little_room_are_told():
@@ -137,7 +134,8 @@ def test_prompts_that_leave_little_room_are_told():
     assert said.startswith(
         "2 of 4 prompts leave less than --max_new_tokens 16 in --seq_len 29, the "
     )
-    assert "longest 2:" in said and "--seq_len 43 has room for all" in said
+    assert "longest 2:" in said
+    assert "--seq_len 43 has room for all" in said
     assert "of 64 prompts leave less" in environments.leave_out_long(endless, text, 29, 16)[0]
     for env in (finite, endless):
         assert environments.leave_out_long(env, text, 43, 16) == []
@@ -175,11 +173,9 @@ def test_a_reward_that_fails_ends_the_run_in_one_line(tmp_path, processes, flags
         status=1,
     )
     ours = [line for line in said.splitlines() if "error on rank" in line]
-    assert (
-        len(ours) == 1
-        and "env.py: no reward for prompt '" in ours[0]
-        and ", completion '" in ours[0]
-    )
+    assert len(ours) == 1
+    assert "env.py: no reward for prompt '" in ours[0]
+    assert ", completion '" in ours[0]
     assert processes > 1 or said.count("\n") == 1  # torchrun adds a report of its own
 
 
@@ -200,7 +196,8 @@ def test_environments_pay_for_their_own_answers_only(name):
     text = grpo.Text("", alphabet=env.ALPHABET)
     for prompt, answer in tasks:
         s = environments.supervised_sample(env, text, prompt, answer)
-        assert text.decode(s.ids) == answer and text.tokenizer.decode(s.prompt) == prompt
+        assert text.decode(s.ids) == answer
+        assert text.tokenizer.decode(s.prompt) == prompt
         masked = text.decode([t for t, m in zip(s.ids, s.mask) if not m])
         assert masked == (
             "".join(f"{turn.split('=')[1]};" for turn in answer.split(";")[:-1])
@@ -222,29 +219,25 @@ def test_a_tool_is_asked_once_where_a_token_goes_on_after_its_mark():
     for last in (3, 4):  # 4: the mark and a new line in one token
         turns, ids = environments.Turns(env, text, ["task"]), [1, 2, last, 5, 1, 2, last]
         ask = lambda begin, end: turns.reply(Sample(begin=begin, ids=ids[:end]))  # noqa: B023, E731
-        assert [ask(0, 1), ask(0, 2), ask(4, 5)] == [[], [], []] and turns.calls == [0]
-        assert [ask(0, 3).result(), ask(4, 7).result()] == [[5], [5]] and turns.calls == [2]
+        assert [ask(0, 1), ask(0, 2), ask(4, 5)] == [[], [], []]
+        assert turns.calls == [0]
+        assert [ask(0, 3).result(), ask(4, 7).result()] == [[5], [5]]
+        assert turns.calls == [2]
         assert heard[-2:] == ["1+1</code>", f"1+1</{words[last]}21+1</code>"]
     env.tool = lambda completion: 1 / 0
-    assert (
-        turns.reply(Sample(ids=[1, 2, 3])).result() is None
-        and "ZeroDivisionError" in turns.failed[0]
-    )
+    assert turns.reply(Sample(ids=[1, 2, 3])).result() is None
+    assert "ZeroDivisionError" in turns.failed[0]
     game = SimpleNamespace(
         TURN_END="</code>",
         reset=lambda task: (task, ""),
         step=lambda state, said: ("", False, math.nan),
     )
     turns = environments.Turns(game, text, ["task"])
-    assert (
-        turns.reply(Sample(ids=[1, 2, 3])).result() is None
-        and "the reward is nan" in turns.failed[0]
-    )
+    assert turns.reply(Sample(ids=[1, 2, 3])).result() is None
+    assert "the reward is nan" in turns.failed[0]
     game.step = lambda state, said: ("", 1.0, True)
-    assert (
-        turns.reply(Sample(ids=[1, 2, 3])).result() is None
-        and "True or False, not 1.0" in turns.failed[1]
-    )
+    assert turns.reply(Sample(ids=[1, 2, 3])).result() is None
+    assert "True or False, not 1.0" in turns.failed[1]
 
 
 def test_an_environment_with_state_plays_each_sample_by_itself():
@@ -264,10 +257,8 @@ def test_an_environment_with_state_plays_each_sample_by_itself():
     )
     text = grpo.Text("", alphabet="0123456789>.", env=game)
     s = environments.supervised_sample(game, text, "35", "1272.73.7799")
-    assert (
-        s.mask == [1.0] * 3 + [0.0] * 2 + [1.0] + [0.0] * 2 + [1.0]
-        and text.decode(s.prompt) == "53>"
-    )
+    assert s.mask == [1.0] * 3 + [0.0] * 2 + [1.0] + [0.0] * 2 + [1.0]
+    assert text.decode(s.prompt) == "53>"
     text.ends, trainer = [], trainer_of(seq_len=64, unknown=[0, *range(13, 24)])
     cfg = grpo.Config(
         prompts_per_step=6, group_size=4, seq_len=64, max_new_tokens=40, reward_threads=3
@@ -276,8 +267,10 @@ def test_an_environment_with_state_plays_each_sample_by_itself():
     for s in samples:
         *turns, _ = "".join(word for word, mask in zip(s.text, s.mask) if mask).split("7")
         said = "".join(word for word, mask in zip(s.text, s.mask) if not mask)
-        assert s.calls == len(turns) <= 3 and s.truncated == (len(turns) < 3)
-        assert s.reward == sum(map(len, turns)) and "2.3."[: 2 * len(turns)].startswith(said)
+        assert s.calls == len(turns) <= 3
+        assert s.truncated == (len(turns) < 3)
+        assert s.reward == sum(map(len, turns))
+        assert "2.3."[: 2 * len(turns)].startswith(said)
     assert {s.calls for s in samples} >= {1, 3}
 
 
@@ -327,10 +320,8 @@ def test_own_environments(tmp_path):
 def test_arithmetic_is_no_eval():
     assert calculator.arithmetic("2*(3+4)-1") == 13 == calculator.arithmetic("91/7")
     assert str(calculator.arithmetic("9/3")) == "3"  # as in the calculator's text
-    assert (
-        calculator.arithmetic("1/3") == Fraction(1, 3)
-        and calculator.arithmetic("(1/3 + 1/6) * 4") == 2
-    )
+    assert calculator.arithmetic("1/3") == Fraction(1, 3)
+    assert calculator.arithmetic("(1/3 + 1/6) * 4") == 2
     for text in (
         "2**9",
         "1/0",
@@ -436,7 +427,8 @@ def test_the_warm_up_speaks_and_hears(monkeypatch, capsys):
     env = environments.open_env("reverse")
     text = grpo.Text("", alphabet=env.ALPHABET)
     monkeypatch.setattr(warm_up, "supervised_sample", lambda *args: None)
-    assert warm_up.warm_up(trainer, env, text, stop) and len(steps) == 3
+    assert warm_up.warm_up(trainer, env, text, stop)
+    assert len(steps) == 3
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("supervised warm-up: step 1 of at most 9, loss 1.500")
     assert said[-1] == "stopped in the supervised warm-up: the same command begins again"

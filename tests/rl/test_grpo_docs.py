@@ -59,9 +59,8 @@ def test_every_number_is_explained_and_every_explained_number_is_written(tmp_pat
     ]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     names = [(name, what) for first, what in rows for name in re.findall(r"`(\w+)`", first)]
-    assert len(names) == len(dict(names)) and all(
-        len(row) == 2 and len(row[1]) > 10 for row in rows
-    )
+    assert len(names) == len(dict(names))
+    assert all(len(row) == 2 and len(row[1]) > 10 for row in rows)
     assert written - dict(names).keys() == set()
     folders = ("rl", "support", "corpus", "storage")
     source = "".join(
@@ -69,7 +68,8 @@ def test_every_number_is_explained_and_every_explained_number_is_written(tmp_pat
     )
     source += (REPO / "grpo.py").read_text()
     for name in dict(names).keys() - written:
-        assert "only with `--" in dict(names)[name] and re.search(rf"\b{name}\b", source), name
+        assert "only with `--" in dict(names)[name], name
+        assert re.search(rf"\b{name}\b", source), name
 
 
 def test_flags_of_the_page_are_flags_of_our_programs():
@@ -90,7 +90,8 @@ def test_flags_of_the_page_are_flags_of_our_programs():
     ]
     ours = re.sub("|".join(others), "", PAGE)
     named = set(re.findall(r"--(?:no-)?([a-z]\w+)", ours))
-    assert len(named) > 40 and named - known == set()
+    assert len(named) > 40
+    assert named - known == set()
 
 
 def test_the_letters_of_the_page(tmp_path):
@@ -117,10 +118,8 @@ def test_the_letters_of_the_page(tmp_path):
     assert all(env.reward(prompt, answer) == 1.0 for prompt, answer in env.problems[:50])
     messages = lines["chat"][0]["messages"]
     render = read_template(str(tmp_path), "").render
-    assert (
-        render(messages, None).startswith(render(messages[:1], None, True))
-        and render(messages[:1], None, True)[-1] == ">"
-    )
+    assert render(messages, None).startswith(render(messages[:1], None, True))
+    assert render(messages[:1], None, True)[-1] == ">"
 
 
 def test_the_own_task_of_the_page_pays_its_answers(tmp_path):
@@ -129,5 +128,6 @@ def test_the_own_task_of_the_page_pays_its_answers(tmp_path):
     env = environments.open_env(str(tmp_path / "my_env.py"))
     for seed in range(20):
         prompt, answer = env.make(random.Random(seed))
-        assert env.reward(prompt, answer) == 1.0 and env.reward(prompt, answer + "a") == 0.0
+        assert env.reward(prompt, answer) == 1.0
+        assert env.reward(prompt, answer + "a") == 0.0
         assert set(prompt + answer) <= set(env.ALPHABET)

@@ -93,14 +93,13 @@ def test_a_server_gives_the_run_that_is_sampled_in_place(tmp_path, kind, process
     there, here = steps_of(tmp_path / "server"), steps_of(tmp_path / "place")
     assert_same(there, here, 1e-5)
     assert [line["staleness"] for line in there] == [line["staleness"] for line in here]
-    assert (
-        evaluations(tmp_path / "server") == evaluations(tmp_path / "place")
-        and len(engine.folders) >= 4
-    )
+    assert evaluations(tmp_path / "server") == evaluations(tmp_path / "place")
+    assert len(engine.folders) >= 4
     # else any version would give these
     assert len({line[1:] for line in evaluations(tmp_path / "place")}) > 1
     # each version was removed after the next
-    assert f"by {url}" in said and os.listdir(tmp_path / "server" / "engine") == []
+    assert f"by {url}" in said
+    assert os.listdir(tmp_path / "server" / "engine") == []
     assert not any(os.path.exists(folder) for folder in engine.folders)
 
 
@@ -141,7 +140,8 @@ def test_turns_go_on_behind_the_reply_of_the_environment(tmp_path, kind, env):
         [s["completion"] for s in samples if s["evaluation"] and s["step"] == 0]
         for samples in (there, here)
     ]
-    assert greedy[0] == greedy[1] and len(set(greedy[0])) > 1
+    assert greedy[0] == greedy[1]
+    assert len(set(greedy[0])) > 1
     steps, drawn = (
         steps_of(tmp_path / "server"),
         [s["completion"] for s in there if not s["evaluation"]],
@@ -240,14 +240,11 @@ def test_a_server_that_dies_costs_nothing(tmp_path):
     with serving(Engine("vllm", dies)) as url:
         said = run(1, *flags, "--engine", url, "--engine_seed", "--out", out, status=1)
     ours = [line for line in said.splitlines() if "--engine" in line]
-    assert (
-        len(ours) == 1
-        and "no answer to /v1/completions (RemoteDisconnected" in ours[0]
-        and "Traceback" not in said
-    )
-    assert [line["step"] for line in steps_of(out)] == [1, 2] and "step-2" in os.listdir(
-        out / "checkpoints"
-    )
+    assert len(ours) == 1
+    assert "no answer to /v1/completions (RemoteDisconnected" in ours[0]
+    assert "Traceback" not in said
+    assert [line["step"] for line in steps_of(out)] == [1, 2]
+    assert "step-2" in os.listdir(out / "checkpoints")
     with serving(Engine("sglang")) as url:
         assert "continuing from" in run(1, *flags, "--engine", url, "--out", out)
     run(1, *flags, "--out", tmp_path / "place")
@@ -260,9 +257,8 @@ def test_a_server_that_was_started_again_ends_the_run(tmp_path):
         Engine("vllm", spoiled(lambda answer: {"weight_version": "default"}, ["/weight_info"]))
     ) as url:
         said = run(1, *SAME, "--steps", 1, "--engine", url, "--out", tmp_path, status=1)
-    assert (
-        "it has the weights 'default' and not " in said and not (tmp_path / "checkpoints").exists()
-    )
+    assert "it has the weights 'default' and not " in said
+    assert not (tmp_path / "checkpoints").exists()
 
 
 # ---------------------------------------------------------------- what a server may answer
@@ -291,7 +287,8 @@ def test_both_kinds_answer_alike(weights, kind):
         found = ask(url, weights)
     with serving(Engine("vllm")) as url:
         assert found == ask(url, weights)
-    assert len(found) == 4 and {reason for _, _, reason in found} == {"stop", "length"}
+    assert len(found) == 4
+    assert {reason for _, _, reason in found} == {"stop", "length"}
     assert all((reason == "stop") == (ids[-1] in ENDS) for ids, _, reason in found)
 
 
@@ -455,7 +452,8 @@ def test_a_server_is_looked_for_before_anything_is_built(weights, request):
 
 def test_an_older_vllm_cannot_tell_its_version(weights):
     with serving(Engine("vllm", tells=False)) as url:
-        assert not Server(url, 20.0).tells and len(ask(url, weights)) == 4
+        assert not Server(url, 20.0).tells
+        assert len(ask(url, weights)) == 4
 
 
 @pytest.mark.parametrize(

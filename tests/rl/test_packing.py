@@ -9,8 +9,16 @@ import policy
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import KINDS, config, layouts_of
-from policy import assert_close, full_logprobs, gradients, samples_of, sharp_model, trainer_of
+from layouts import layouts_of
+from policy import (
+    OTHERS,
+    assert_close,
+    full_logprobs,
+    gradients,
+    samples_of,
+    sharp_model,
+    trainer_of,
+)
 from pool import pool
 from tables import as_parameters
 
@@ -40,14 +48,14 @@ def test_a_plan_has_every_sample_once_and_few_tokens_of_padding(n, ranks, room):
     lengths = lognormal(n)
     plan = plan_of(lengths, ranks, pack_tokens=room)
     # every rank has equally many forwards
-    assert len(plan) == ranks and len({len(share) for share in plan}) == 1
+    assert len(plan) == ranks
+    assert len({len(share) for share in plan}) == 1
     assert sorted(i for share in plan for rows, _ in share for row in rows for i in row) == list(
         range(n)
     )
     for rows, T in (forward for share in plan for forward in share):
-        assert T % 8 == 0 and max(sum(lengths[i] for i in row) for row in rows) <= T <= (
-            room or 4096
-        )
+        assert T % 8 == 0
+        assert max(sum(lengths[i] for i in row) for row in rows) <= T <= (room or 4096)
     per_forward = [[max(len(rows), 1) * T for rows, T in share] for share in plan]
     fed, real = sum(map(sum, per_forward)), sum(lengths)
     if room:
@@ -78,7 +86,9 @@ def test_in_a_pipeline_all_forwards_have_one_shape_and_each_stage_has_one(n, fla
         range(n)
     )
     ((B, T, forwards),) = {(len(rows), T, len(share)) for share in plan for rows, T in share}
-    assert forwards >= 4 and B * T <= 8 * 4096 and (B == 1 or 2 * forwards * B < n + 8)
+    assert forwards >= 4
+    assert B * T <= 8 * 4096
+    assert B == 1 or 2 * forwards * B < n + 8
     assert T >= max(
         sum(lengths[i] for i in row) for share in plan for rows, _ in share for row in rows
     )
@@ -98,18 +108,16 @@ def test_samples_that_fill_a_sequence_alone_are_planned():
 def test_a_packed_row_is_its_samples_one_after_the_other():
     samples = samples_of(sharp_model(), n_prompts=3, group_size=2)
     parts = list(trainer_of(pack_tokens=128).microbatches(samples))
-    assert len(parts) == 1 and parts[0][1]["tokens"].shape[0] == 1
+    assert len(parts) == 1
+    assert parts[0][1]["tokens"].shape[0] == 1
     part, b = parts[0]
     begin, ids = 0, sum((s.ids for s in samples), [])
     for k, s in enumerate(part):
         whole, here = s.prompt + s.ids, slice(begin, begin + packing.n_read(s))
-        assert (
-            b["tokens"][0, here].tolist() == whole[:-1]
-            and b["labels"][0, here].tolist() == whole[1:]
-        )
-        assert b["positions"][0, here].tolist() == list(range(len(whole) - 1)) and set(
-            b["doc_ids"][0, here].tolist()
-        ) == {k}
+        assert b["tokens"][0, here].tolist() == whole[:-1]
+        assert b["labels"][0, here].tolist() == whole[1:]
+        assert b["positions"][0, here].tolist() == list(range(len(whole) - 1))
+        assert set(b["doc_ids"][0, here].tolist()) == {k}
         asked = b["at"][0, here]
         assert (
             [ids[i] for i in asked[asked >= 0].tolist()]
@@ -117,18 +125,11 @@ def test_a_packed_row_is_its_samples_one_after_the_other():
             == b["labels"][0, here][b["mask"][0, here] > 0].tolist()
         )
         begin = here.stop
-    assert b["mask"][0, begin:].sum() == 0 and set(b["doc_ids"][0, begin:].tolist()) <= {
-        len(samples)
-    }
+    assert b["mask"][0, begin:].sum() == 0
+    assert set(b["doc_ids"][0, begin:].tolist()) <= {len(samples)}
 
 
 # ---------------------------------------------------------------- the same training step
-
-# sharp_model makes the routers certain of their choices
-OTHERS = {
-    name: config(**KINDS[name], n_layers=2, vocab_size=24) for name in ("qwen3_moe", "deepseek")
-}
-OTHERS["tied"] = config(n_layers=2, vocab_size=24, tie_embeddings=True)
 
 
 def off_policy(samples, seed=1):
@@ -175,14 +176,13 @@ def assert_equal_steps(a, b, tolerance=1e-5):
     for mine, theirs in zip(scored, scored_there):
         assert mine == pytest.approx(theirs, abs=1e-5)
     for found, want in zip(steps, wanted, strict=True):
-        assert (
-            found["tokens"] > 0
-            and found["tokens"] * want["ranks"] == want["tokens"] * found["ranks"]
-        )
+        assert found["tokens"] > 0
+        assert found["tokens"] * want["ranks"] == want["tokens"] * found["ranks"]
         for name in ("logprob_k3", "ratio_outside", "entropy", "logprob_max_diff"):
             assert found[name] == pytest.approx(want[name], rel=1e-4, abs=1e-5), name
         if "loss" in want:
-            assert found["loss"] == pytest.approx(want["loss"], abs=1e-5) and want["clip_share"] > 0
+            assert found["loss"] == pytest.approx(want["loss"], abs=1e-5)
+            assert want["clip_share"] > 0
             assert found["clip_share"] == pytest.approx(want["clip_share"], abs=1e-6)
             assert_close(found["gradients"], want["gradients"], tolerance)
 

@@ -5,8 +5,8 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from policy import open_problems, write_problems
 from saves import refuses
-from test_datasets import task, write
 
 from flags.escapes import unescape
 from rl import answers, environments, prompts, rewards
@@ -153,7 +153,9 @@ def test_a_game_does_not_hear_thoughts():
     for n, is_over in ((2, False), (3, False), (4, False), (5, True)):
         s = Sample(ids=[1, 2, 3, 4, 5][:n])
         assert turns.is_over(s) == is_over
-    assert turns.answer(s).result() is None and heard == ["b"] and turns.earned == [1.0]
+    assert turns.answer(s).result() is None
+    assert heard == ["b"]
+    assert turns.earned == [1.0]
     assert turns.answer(Sample(ids=[1, 2, 0])).result() is None
     assert heard == ["b"]  # the end of the text, in a thought
 
@@ -180,20 +182,25 @@ def test_equal_lines_are_left_out_and_equal_prompts_are_not(tmp_path):
     own.write_text("def reward(completion, fields): return float(fields['must'] in completion)\n")
     same = [{"prompt": "Write a line.", "must": f"word{i}"} for i in range(10)]
     more = [{"prompt": f"Write {i}.", "must": "x"} for i in range(20)]
-    env = task(write(tmp_path / "a.jsonl", *same, *more, same[3]), reward=str(own))
-    assert len(env.problems) == 30 and "1 of 31 lines of --env_data are left out" in env.left_out[0]
+    env = open_problems(
+        write_problems(tmp_path / "a.jsonl", *same, *more, same[3]), reward=str(own)
+    )
+    assert len(env.problems) == 30
+    assert "1 of 31 lines of --env_data are left out" in env.left_out[0]
     names = [name for name, _ in env.problems][:10]
-    assert names[0] == "Write a line." and len(set(names)) == 10
+    assert names[0] == "Write a line."
+    assert len(set(names)) == 10
     for i, name in enumerate(names):
-        assert env.reward(name, f"word{i}") == 1.0 and env.reward(name, f"word{i + 1}") == 0.0
+        assert env.reward(name, f"word{i}") == 1.0
+        assert env.reward(name, f"word{i + 1}") == 0.0
         assert env.messages.get(name, name) == "Write a line."
     split = [dict(environments.shuffled(env, split, 0)) for split in ("train", "eval")]
     assert sum(names[0] in part for part in split) == 1
     assert all(set(names) <= set(part) or not set(names) & set(part) for part in split)
     pair = [{"prompt": "1+1=", "answer": 2, "id": i} for i in range(2)]
-    assert len(task(write(tmp_path / "b.jsonl", *pair)).problems) == 2
-    other = write(tmp_path / "c.jsonl", pair[0], {"prompt": "1+1=", "answer": 3})
-    refuses("the prompt is that of .*c.jsonl:1, and the answer another", task, other)
+    assert len(open_problems(write_problems(tmp_path / "b.jsonl", *pair)).problems) == 2
+    other = write_problems(tmp_path / "c.jsonl", pair[0], {"prompt": "1+1=", "answer": 3})
+    refuses("the prompt is that of .*c.jsonl:1, and the answer another", open_problems, other)
 
 
 # a third of the tables is judged by the libraries, too, where they are installed

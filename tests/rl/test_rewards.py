@@ -34,7 +34,8 @@ def test_a_reward_that_hangs_is_given_up_and_the_others_go_on():
                 reward_timeout_s=0.3,
                 reward_threads=n,
             )
-            assert [results[1], results[3]] == [1.0, 1.0] and threading.active_count() > 3 * n
+            assert [results[1], results[3]] == [1.0, 1.0]
+            assert threading.active_count() > 3 * n
             late = "no reward for prompt '1 2', completion 'hang': it takes longer than --reward_timeout_s 0.3"
             assert [str(r) for r in results[::2]] == [late] * 3
         ended = paid(
@@ -67,7 +68,8 @@ def test_an_endless_loop_is_ended():
         results = paid(
             reward, ["loop", "a", "stubborn", "b"], reward_timeout_s=0.2, reward_threads=n
         )
-        assert [results[1], results[3]] == [1.0, 1.0] and "longer than" in results[0]
+        assert [results[1], results[3]] == [1.0, 1.0]
+        assert "longer than" in results[0]
     for _ in range(100):
         if threading.active_count() == before:
             break
@@ -89,10 +91,8 @@ def test_threads_give_the_rewards_of_one():
         results = paid(reward, texts, reward_threads=n, reward_timeout_s=limit)
         failed = {i: str(result) for i, result in enumerate(results) if isinstance(result, str)}
         assert [i for i, result in enumerate(results) if i != result] == [7, 13] == sorted(failed)
-        assert (
-            "completion '7': ValueError('the reward is nan')" in failed[7]
-            and "\n" not in failed[13]
-        )
+        assert "completion '7': ValueError('the reward is nan')" in failed[7]
+        assert "\n" not in failed[13]
 
 
 def test_together_is_shorter():
@@ -127,7 +127,8 @@ def test_named_parts_are_added_up_and_logged_and_a_group_is_paid_at_once(tmp_pat
         tmp_path / "run",
     )
     for line in steps_of(tmp_path / "run"):
-        assert line["reward_part_size"] == 0.5 and 0.25 <= line["reward_part_longest"] <= 1
+        assert line["reward_part_size"] == 0.5
+        assert 0.25 <= line["reward_part_longest"] <= 1
         assert math.isclose(line["reward_mean"], line["reward_part_longest"] + 0.5, abs_tol=1e-6)
     for value, message in (
         ([1.0], "1 rewards for 2 samples"),
@@ -136,10 +137,8 @@ def test_named_parts_are_added_up_and_logged_and_a_group_is_paid_at_once(tmp_pat
     ):
         group = SimpleNamespace(group_reward=lambda prompt, completions: value)  # noqa: B023
         paid = rewards.pay(group, "1", ["a", "b"], [False, False])
-        assert (
-            all(p.reward is None and message in p.failure for p in paid)
-            and "completion 'b'" in paid[1].failure
-        )
+        assert all(p.reward is None and message in p.failure for p in paid)
+        assert "completion 'b'" in paid[1].failure
 
 
 def test_errors_are_over_prompts():
@@ -197,7 +196,5 @@ def test_a_run_with_rewards_that_fail(tmp_path, processes, flags):
     )
     assert sum(line["failed_rewards"] for line in steps_of(tmp_path / "run")) > 0
     shown = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").open()]
-    assert (
-        all((s["reward"] == -0.5) == (len(s["completion"]) % 3 == 1) for s in shown)
-        and len(shown) == 8
-    )
+    assert all((s["reward"] == -0.5) == (len(s["completion"]) % 3 == 1) for s in shown)
+    assert len(shown) == 8

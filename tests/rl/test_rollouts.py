@@ -59,7 +59,8 @@ def test_a_sample_depends_on_its_noise_and_not_on_its_row():
     together = samples_of(model, n_prompts=11, group_size=3)
     lengths = {len(s.ids) for s in together}
     # rows end at different times, so rows are refilled
-    assert len(lengths) > 3 and any(not s.truncated for s in together)
+    assert len(lengths) > 3
+    assert any(not s.truncated for s in together)
     for rows in (3, 7, 100):
         again = samples_of(model, n_prompts=11, group_size=3, rows=rows)
         assert [s.ids for s in again] == [s.ids for s in together]
@@ -94,8 +95,11 @@ def test_rewards_begin_while_other_samples_go_on(monkeypatch, kind):
     samples = rollouts.sample_groups(
         cfg, env, text, layout, model, [(f"train/0/{i}", str(i), "") for i in range(6)], 3, 1.0
     )
-    assert len(samples) == 18 and all(s.reward == 1 and s.text == str(list(s.ids)) for s in samples)
-    assert bool(seen) == (kind != "tool") and all(seen) and begun.is_set()
+    assert len(samples) == 18
+    assert all(s.reward == 1 and s.text == str(list(s.ids)) for s in samples)
+    assert bool(seen) == (kind != "tool")
+    assert all(seen)
+    assert begun.is_set()
 
 
 def test_prompts_are_read_once_for_their_group_and_rows_are_refilled():
@@ -120,7 +124,8 @@ def test_a_rank_that_is_done_goes_on_with_those_that_are_not():
     samples = decoding.rollout(
         sharp_model(), [[1, 2, 3]] * 8, noise, 1.0, [], max_len=32, rows=64, agree=agree
     )
-    assert [len(s.ids) for s in samples] == [5] * 32 and next(answers, None) is None
+    assert [len(s.ids) for s in samples] == [5] * 32
+    assert next(answers, None) is None
 
 
 def test_eos_is_in_and_everything_after_it_is_out_also_when_padding_is_eos():
@@ -128,23 +133,23 @@ def test_eos_is_in_and_everything_after_it_is_out_also_when_padding_is_eos():
     model = sharp_model()
     samples = samples_of(model, n_prompts=12)
     whole = [s for s in samples if not s.truncated]
-    assert whole and all(
+    assert whole
+    assert all(
         s.ids[-1] == 0 and 0 not in s.ids[:-1] and s.mask == [1.0] * len(s.ids) for s in whole
     )
     samples, packed = next(trainer_of().microbatches(samples))  # right padding is id 0 as well
     assert packed["mask"].sum() == sum(len(s.ids) for s in samples)
     for row, s in zip(range(len(samples)), samples):
         ends = len(s.prompt) + len(s.ids) - 1
-        assert packed["mask"][row, ends - 1] == 1 and packed["mask"][row, ends:].sum() == 0
+        assert packed["mask"][row, ends - 1] == 1
+        assert packed["mask"][row, ends:].sum() == 0
 
 
 def test_what_has_probability_0_is_never_sampled():
     """test_generate.py has the distribution; here are its ends."""
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, -torch.inf]])
-    assert (
-        decoding.draw(logits, torch.tensor([1 - 2**-24]), 1.0)[0] == 3
-        and decoding.draw(logits, torch.rand(1), 0.0)[0] == 0
-    )
+    assert decoding.draw(logits, torch.tensor([1 - 2**-24]), 1.0)[0] == 3
+    assert decoding.draw(logits, torch.rand(1), 0.0)[0] == 0
     assert decoding.draw(logits.flip(1), torch.zeros(1), 1.0)[0] == 1
     wide = torch.full((3, 2000), -torch.inf)  # a draw has two levels, with chunks of the vocabulary
     wide[0, 0] = wide[1, 1999] = wide[2, decoding.DRAW_CHUNK - 1] = wide[2, decoding.DRAW_CHUNK] = 0
@@ -177,17 +182,19 @@ def test_ids_that_the_tokenizer_lacks_are_never_sampled():
         samples_of(trainer_of(unknown=ids).model, n_prompts=8, group_size=6)
         for ids in (None, unknown)
     )
-    assert {i for s in usual for i in s.ids} & set(unknown) and not {
-        i for s in samples for i in s.ids
-    } & set(unknown)
+    assert {i for s in usual for i in s.ids} & set(unknown)
+    assert not {i for s in samples for i in s.ids} & set(unknown)
     trainer, other = trainer_of(unknown=unknown), trainer_of()
     found = trainer.train_on(samples)
-    assert found.logprob_max_diff < 1e-4 and math.isfinite(found.entropy)
+    assert found.logprob_max_diff < 1e-4
+    assert math.isfinite(found.entropy)
     assert other.train_on(samples).logprob_max_diff > 0.01
     head = gradients(trainer)[
         next(fqn for fqn in gradients(trainer) if fqn.endswith("head.weight"))
     ]
-    assert (head[unknown] == 0).all() and head.isfinite().all() and head.any()
+    assert (head[unknown] == 0).all()
+    assert head.isfinite().all()
+    assert head.any()
 
 
 def test_tool_tokens_are_read_and_not_trained():
@@ -219,7 +226,8 @@ def test_tool_tokens_are_read_and_not_trained():
     ]
     trainers = [trainer_of(loss="dapo") for _ in end]
     losses = [t.train_on([s]).loss for t, s in zip(trainers, end)]
-    assert losses[0] == losses[1] and trainers[0].denominator == 2
+    assert losses[0] == losses[1]
+    assert trainers[0].denominator == 2
     assert all(
         torch.equal(a, b)
         for a, b in zip(gradients(trainers[0]).values(), gradients(trainers[1]).values())
@@ -236,10 +244,8 @@ def test_what_is_trained_are_the_sampled_ids():
     batch = rollouts.make_batch(cfg, env, text, trainer.layout, trainer.model, 0, 0)
     for s in batch["samples"]:
         _, packed = next(trainer.microbatches([replace(s, advantage=1.0)]))
-        assert (
-            packed["labels"][0][packed["mask"][0] > 0].tolist() == [*s.ids]
-            and s.text == "something else"
-        )
+        assert packed["labels"][0][packed["mask"][0] > 0].tolist() == [*s.ids]
+        assert s.text == "something else"
 
 
 class Noting(Config):
@@ -356,10 +362,10 @@ def test_batches_ahead_are_saved_as_arrays(tmp_path):
     assert [*batch["samples"][0].logprobs] == numbers
     ((name, content),) = rollouts.pack_batches([batch], cfg).items()
     (tmp_path / name).write_bytes(content)
-    assert len(content) < 16 * 1000 + 3000 and rollouts.reuse_batches(
-        {"ahead": 1}, str(tmp_path), cfg, True
-    ) == [batch]
-    assert rollouts.pack_batches([], cfg) == {} and rollouts.reuse_batches({}, "", cfg, True) == []
+    assert len(content) < 16 * 1000 + 3000
+    assert rollouts.reuse_batches({"ahead": 1}, str(tmp_path), cfg, True) == [batch]
+    assert rollouts.pack_batches([], cfg) == {}
+    assert rollouts.reuse_batches({}, "", cfg, True) == []
 
 
 @pytest.mark.slow
@@ -391,9 +397,18 @@ def test_a_run_goes_on_with_all_batches_that_were_ahead(tmp_path, k, processes, 
 
 
 GAME = """
+import os
+import time
+
 from tests.env_counting import ALPHABET, make
 
 TURN_END = "7"
+here = os.path.dirname(__file__)
+
+
+def trained():
+    path = f"{here}/run/metrics.jsonl"
+    return open(path).read().count("reward_mean") if os.path.exists(path) else 0
 
 
 def reset(task):
@@ -401,6 +416,8 @@ def reset(task):
 
 
 def step(state, text):
+    while os.path.exists(f"{here}/closed") and trained() >= 5:  # until the test has killed the run
+        time.sleep(0.01)
     state.append(text)
     return str(len(state)), len(state) == 4, len(text) % 3 / 4
 """
@@ -437,16 +454,17 @@ def test_games_sampled_ahead_go_on_after_a_kill(tmp_path):
         0,
     ]
     out = tmp_path / "run"
+    (tmp_path / "closed").touch()
     job = Job(policy.launch(2, *flags, "--out", out), out, tmp_path / "log")
     job.until_step(5)
     job.kill_everything()
+    (tmp_path / "closed").unlink()
     assert 5 <= max(line["step"] for line in steps_of(out)) < 12
     assert "continuing from" in run(2, *flags, "--out", out)
     run(2, *flags, "--out", tmp_path / "whole")
     assert_same(steps_of(out), steps_of(tmp_path / "whole"), 0.0)
-    assert steps_of(out)[-1]["staleness"] == 2 and all(
-        line["tool_calls"] > 0.5 for line in steps_of(out)
-    )
+    assert steps_of(out)[-1]["staleness"] == 2
+    assert all(line["tool_calls"] > 0.5 for line in steps_of(out))
 
 
 def test_trainer_and_generator_meet_at_the_start(monkeypatch):
@@ -467,7 +485,8 @@ def test_trainer_and_generator_meet_at_the_start(monkeypatch):
         engines.open_bridge(cfg, rank, cpu).talk.broadcast(numbers[rank], 0).wait()
 
     with ThreadPoolExecutor(2) as threads:
-        assert [*threads.map(meet, (0, 1))] == [*threads.map(meet, (0, 1))] and numbers == [0, 0]
+        assert [*threads.map(meet, (0, 1))] == [*threads.map(meet, (0, 1))]
+        assert numbers == [0, 0]
     cfg.init_timeout_s = 1
     with pytest.raises(TimeoutError, match="1 of 2 processes did not come in 1 s"):
         meet(0)
@@ -502,14 +521,12 @@ def test_weights_travel_bit_by_bit(tmp_path, kind):
             torch.nn.init.normal_(p)
         listed = list_weights(ours, torch.bfloat16, again and kind == "adapters")
         packed, whole = pack_weights(listed, Layout(), None), list_weights(ours, torch.bfloat16)
-        assert [*packed] == [*listed] and pack_weights(
-            listed, Layout(dp_shard=2, rank=1), None
-        ) == {}
+        assert [*packed] == [*listed]
+        assert pack_weights(listed, Layout(dp_shard=2, rank=1), None) == {}
         for fqn, sent in packed.items():
             received[fqn][0].data.copy_(sent)
-        assert [*whole] == [*received] and (
-            len(listed) < len(whole) or not (again and kind == "adapters")
-        )
+        assert [*whole] == [*received]
+        assert len(listed) < len(whole) or not (again and kind == "adapters")
         assert all(
             received[fqn][0].dtype == dtype and torch.equal(t.to(dtype), received[fqn][0])
             for fqn, (t, dtype) in whole.items()
@@ -584,18 +601,20 @@ def test_a_batch_of_other_flags_is_sampled_again(tmp_path):
         shutil.copytree(out, tmp_path / name)
         said = run(1, *flags, *other, "--load_step", 2, "--out", tmp_path / name)
         again[name] = steps_of(tmp_path / name)[2:]
-        assert ("sampled again" in said) == (name != "same") and len(again[name]) == 2
+        assert ("sampled again" in said) == (name != "same")
+        assert len(again[name]) == 2
     assert_same(again["same"], steps_of(out)[2:], 0.0)
-    assert "--async_steps 1 -> 0" not in said and "--group_size 4 -> 8" in said
-    assert [line["staleness"] for line in again["step"]] == [0, 0] and [
-        line["staleness"] for line in again["group"]
-    ] == [0, 1]
+    assert "--async_steps 1 -> 0" not in said
+    assert "--group_size 4 -> 8" in said
+    assert [line["staleness"] for line in again["step"]] == [0, 0]
+    assert [line["staleness"] for line in again["group"]] == [0, 1]
     prompts = [s["prompt"] for s in batches_of(tmp_path / "group", 2)[0]["samples"]]
     shown = [
         json.loads(line) for line in (tmp_path / "group" / "samples.jsonl").read_text().splitlines()
     ]
     # a group has one prompt
-    assert len({s["prompt"] for s in shown if s["step"] == 3}) == 1 and prompts[0] != prompts[4]
+    assert len({s["prompt"] for s in shown if s["step"] == 3}) == 1
+    assert prompts[0] != prompts[4]
 
 
 @pytest.mark.slow
@@ -629,7 +648,8 @@ def test_generator_ranks_compute_what_the_trainer_computes(tmp_path, kind, dtype
         [{name: step[name] for name in exact} for step in steps_of(tmp_path / out)]
         for out in ("one", "two")
     )
-    assert one == two and all(step["grad_norm"] > 0 for step in one)
+    assert one == two
+    assert all(step["grad_norm"] > 0 for step in one)
 
 
 def hooks_around_forwards(flags) -> list[int]:

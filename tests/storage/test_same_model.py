@@ -160,7 +160,8 @@ WITHOUT_NAMES_OF_OTHERS = (
 @pytest.mark.parametrize("flags", [{}, dict(pp=2), dict(tp=2), dict(dp_shard=2)], ids=str)
 def test_layouts_of_a_model_that_knows_no_experts_and_no_multi_token_prediction(flags, fork):
     config = small(fork(*WITHOUT_NAMES_OF_OTHERS))
-    assert not hasattr(config, "n_experts") and not hasattr(config, "mtp_depth")
+    assert not hasattr(config, "n_experts")
+    assert not hasattr(config, "mtp_depth")
     layout = check_layout(
         layouts.Flags(**flags),
         config,
@@ -170,7 +171,8 @@ def test_layouts_of_a_model_that_knows_no_experts_and_no_multi_token_prediction(
         device="cpu",
         world_size=math.prod(flags.values()),
     )
-    assert not layout.has_experts and not layout.mtp
+    assert not layout.has_experts
+    assert not layout.mtp
 
 
 def test_a_model_without_optional_names_reads_a_folder(tmp_path, fork):

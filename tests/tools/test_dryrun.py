@@ -13,12 +13,11 @@ import math
 import os
 import re
 import sys
-import time
 from dataclasses import replace
 
 import pytest
 import torch
-from dry import MOE, REPO, collectives_of, config, recipe_of, report_of, run
+from dry import MOE, REPO, Settled, collectives_of, config, recipe_of, report_of, run
 from layouts import Flags, layouts_of
 from pool import pool
 from programs import run_program
@@ -35,18 +34,6 @@ from tools.reports import best_layouts as best
 from tools.reports import dryrun
 from tools.reports.dryrun import Watch, rows_of
 from tools.reports.explain import count_block, explain, list_collectives
-
-
-class Settled(Watch):
-    """Watch for gloo. Gloo's thread frees a collective's tensors after the collective has returned,
-    as soon as the thread gets the interpreter's lock: without a pause, such tensors would sometimes
-    be alive at a later peak."""
-
-    def run(self, func, *args, **kwargs):
-        out = super().run(func, *args, **kwargs)
-        if func.namespace in ("c10d", "_c10d_functional"):
-            time.sleep(0.005)
-        return out
 
 
 def really(recipe: str, flags: dict) -> dict:

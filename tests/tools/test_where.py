@@ -181,9 +181,7 @@ MORE = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "planted, row, seam, function", MORE, ids=lambda x: getattr(x, "__name__", None)
-)
+@pytest.mark.parametrize("planted, row, seam, function", MORE)
 def test_where_names_other_mistakes(planted, row, seam, function):
     first, *rest = where(*row, mutate=planted).splitlines()
     assert first.startswith("first difference: "), first
