@@ -13,7 +13,7 @@ from distributed.agree import brief
 from distributed.launch import host_of, name_rank
 from distributed.layout import pattern_of
 from distributed.tp_check import STYLES
-from flags.config import usage_error
+from flags.config import own_rank, usage_error
 from flags.files import printable
 
 # A SystemExit from these rooms is meant: --help, wrong usage, a recipe that ends itself, a lost
@@ -30,6 +30,8 @@ def report_error(error: BaseException) -> int:
     if isinstance(error, SystemExit):
         return report_exit(error)
     if isinstance(error, KeyboardInterrupt):  # before the loop: no step to finish
+        if own_rank() == 0:
+            print("\nCtrl-C: ended before the work was done", file=sys.stderr)
         return 130
     message = printable(" ".join(str(error).split()))
     # we raise ValueErrors with a message for the user; other errors need their traceback
