@@ -83,7 +83,9 @@ def connect(layout: Layout, cfg, device: str = "auto", seed: int = 0, trace: str
     dist.init_process_group(
         backend, store=store, rank=layout.rank, world_size=layout.world_size, timeout=timeout
     )
-    dist.distributed_c10d._get_default_store().set(f"host {layout.rank}", socket.gethostname())
+    own_store = dist.distributed_c10d._get_default_store()
+    own_store.set(f"host {layout.rank}", socket.gethostname())
+    own_store.set(f"process {layout.rank}", str(os.getpid()))
     patience.cancel()
     if layout.device.type == "cuda":
         # on the host: sent by gloo
@@ -275,7 +277,12 @@ class StopSignal:
     def report(self, step: int, layout: Layout) -> int:
         """Rank 0 says where the run stopped. Returns the exit status of an unfinished run."""
         if layout.rank == 0:
-            print(f"{self.received or 'a signal to another rank'}: stopped after step {step}")
+            line = f"{self.received or 'a signal to another rank'}: stopped after step {step}"
+            print(line, flush=True)
+            if self.received and layout.world_size > 1:
+                from distributed.launcher import repeat_after_torchrun
+
+                repeat_after_torchrun(line)
         return UNFINISHED
 
 
@@ -288,6 +295,18 @@ def name_rank() -> str:
 def host_of(rank: int) -> str:
     """The machine of a rank, which connect() has told."""
     return dist.distributed_c10d._get_default_store().get(f"host {rank}").decode()
+
+
+def has_died(rank: int) -> bool:
+    """Whether the process of a rank of this machine has ended."""
+    pid = int(dist.distributed_c10d._get_default_store().get(f"process {rank}"))
+    if host_of(rank) != socket.gethostname():
+        return False
+    try:
+        with open(f"/proc/{pid}/stat") as file:  # "123 (python) Z ...": ended, not yet asked for
+            return file.read().rpartition(")")[2].split()[0] == "Z"
+    except OSError:  # none such, or a system without /proc
+        return os.path.exists("/proc/self/stat")
 
 
 def disconnect() -> None:

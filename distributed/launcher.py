@@ -3,6 +3,7 @@
 
 import os
 import socket
+import subprocess
 import threading
 import time
 
@@ -78,3 +79,19 @@ def watch_launcher() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def repeat_after_torchrun(line: str) -> None:
+    """Print a line once more when torchrun has ended: its own traceback, of many lines, comes after
+    those of its processes. A small process waits for torchrun, a minute at most."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:  # another launcher, without a traceback
+        return
+    lives = 'grep -qs ") [^ZX]" /proc/$0/stat'  # torchrun's state: not a zombie
+    wait = f"for i in $(seq 600); do {lives} || break; sleep 0.1; done"
+    tell = f'{lives} || printf "%s\\n" "$1" >&2'
+    subprocess.Popen(
+        ["/bin/sh", "-c", f"{wait}; {tell}", str(os.getppid()), line],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,  # torchrun's signals do not reach it
+    )
