@@ -13,6 +13,8 @@ run. Each run is a usual run folder, --out/VARIANT/seed-I. The same command agai
 missing runs. docs/ablations.md has worked examples.
 """
 
+import flags.interrupt  # noqa: F401  Ctrl-C ends in one line, from here on
+
 import argparse
 import json
 import math

@@ -31,6 +31,8 @@ storage/resume.py checks an earlier run in --out at a start.
     manifest.json                size and crc32 of all other files, and a hash of the manifest
 """
 
+import flags.interrupt  # noqa: F401  Ctrl-C ends in one line, from here on
+
 import sys
 from dataclasses import dataclass
 from functools import partial

@@ -18,6 +18,8 @@ prints them in green.
 Read next: corpus/build.py (text -> shards), corpus/shards.py (files of a folder of shards).
 """
 
+import flags.interrupt  # noqa: F401  Ctrl-C ends in one line, from here on
+
 import hashlib
 import threading
 from collections import deque

@@ -26,6 +26,8 @@ score is the log-probability of the continuation after the context. Every rank g
 Data ranks share the requests; the pp, cp and tp ranks of a data rank work together on the same requests.
 """
 
+import flags.interrupt  # noqa: F401  Ctrl-C ends in one line, from here on
+
 import json
 import math
 import os

@@ -7,6 +7,8 @@ any checkpoint.
     python generate.py --checkpoint HUGGING_FACE_FOLDER --prompt "Who are you?" --chat
 """
 
+import flags.interrupt  # noqa: F401  Ctrl-C ends in one line, from here on
+
 import os
 import shlex
 import sys

@@ -26,6 +26,8 @@ rl/rollouts.py, rl/decoding.py, models/loss.py. Refusals are in rl/refusals.py, 
 rl/messages.py.
 """
 
+import flags.interrupt  # noqa: F401  Ctrl-C ends in one line, from here on
+
 import hashlib
 import math
 import os
@@ -561,6 +563,19 @@ def lr_at(step: int, cfg: Config) -> float:
     return min(step / max(cfg.warmup_steps, 1), 1.0) * decay
 
 
+def save_policy(trainer: Trainer, checkpoints, ahead, step: int, state: dict, last: bool) -> None:
+    """Save the step, and beside it the batches that are sampled already: a continued run trains on
+    them."""
+    cfg = trainer.cfg
+    batches = ahead.all()
+    state["ahead"] = len(batches)
+    files = {}
+    if trainer.layout.rank == 0:
+        files = rollouts.pack_batches(batches, cfg)
+    weights_only = cfg.last_save_model_only and step == cfg.steps
+    checkpoints.save(step, state, last, weights_only, files)
+
+
 def main(cfg: Config, Trainer=Trainer):
     # 1. task, model and devices: all wrong flags are found before anything is built
     if cfg.compute_dtype == "auto" and (cfg.device == "cpu" or not torch.cuda.is_available()):
@@ -604,7 +619,7 @@ def main(cfg: Config, Trainer=Trainer):
     if cfg.gen_ranks and layout.rank == 0:
         bridge = engines.open_bridge(cfg, 0, layout.device)
     set_timeouts(layout, cfg.init_timeout_s)
-    stop = StopSignal()
+    stop = StopSignal(cfg)
 
     # 3. model, 4. parallelism, 5. optimizer
     with torch.device("meta"):
@@ -729,16 +744,19 @@ def main(cfg: Config, Trainer=Trainer):
             set_timeouts(layout, cfg.train_timeout_s)
         stopping = stop.agreed(layout) and step < cfg.steps
         last = step == cfg.steps or stopping
-        if cfg.checkpoint_every and (
+        saving = cfg.checkpoint_every and (
             step % cfg.checkpoint_every == 0 or last or step == 1 and cfg.checkpoint_first_step
-        ):
-            batches = ahead.all()
-            state["ahead"] = len(batches)
-            files = rollouts.pack_batches(batches, cfg) if layout.rank == 0 else {}
-            weights_only = cfg.last_save_model_only and step == cfg.steps
-            checkpoints.save(step, state, last, weights_only, files)
-        if cfg.eval_every and (step % cfg.eval_every == 0 or step == cfg.steps):
+        )
+        evaluating = cfg.eval_every and (step % cfg.eval_every == 0 or step == cfg.steps)
+        if saving:
+            save_policy(trainer, checkpoints, ahead, step, state, last)
+        if evaluating:
             evaluate_policy(trainer, engine, text, held_out, metrics, step)
+        if (saving or evaluating) and not stopping and step < cfg.steps:
+            # a signal that came meanwhile: no other step is trained, and none is saved twice
+            stopping = stop.agreed_now(layout)
+            if stopping and cfg.checkpoint_every and not saving:
+                save_policy(trainer, checkpoints, ahead, step, state, last=True)
         if stopping:
             break
     ahead.all()  # a generator ends only after its samples were fetched

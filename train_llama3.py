@@ -9,6 +9,8 @@ The same command again continues the run. A run writes runs/llama3/{config.json,
 checkpoints/}. Read next: models/llama3.py (the model), parallel.py (what happens on many devices).
 """
 
+import flags.interrupt  # noqa: F401  Ctrl-C ends in one line, from here on
+
 import math
 import os
 from dataclasses import asdict, dataclass
@@ -171,7 +173,7 @@ def main(cfg: Config):
     )
     set_timeouts(layout, cfg.init_timeout_s)
     # from here on a signal finishes the step and saves; before, a signal ends the process
-    stop = StopSignal()
+    stop = StopSignal(cfg)
 
     # 3. model: shapes only, no memory yet
     with torch.device("meta"):
@@ -311,6 +313,11 @@ def main(cfg: Config):
                 step,
                 *parallel.evaluate(stages, data.val_batches(8 * cfg.val_batches, *mine), layout),
             )
+        if (saving or validating) and not stopping and step < cfg.steps:
+            # a signal that came meanwhile: no other step is trained, and none is saved twice
+            stopping = stop.agreed_now(layout)
+            if stopping and cfg.checkpoint_every and not saving:
+                checkpoints.save(step, state, last=True)
         if stopping:
             break
     batches.close()

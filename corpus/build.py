@@ -47,6 +47,7 @@ VAL_PART = 20  # one document in 20 is for validation, or the last 20th of a fil
 MANY_DOCUMENTS = 100  # a .jsonl with at least so many lines is split by hash
 # the most null lines at the beginning of a file, when we look for the kind of its contents
 NULLS_AT_MOST = 1000
+LINE_LIMIT = 1 << 28  # bytes of a line; text8, the longest that is known, has 100 MB
 BPE_BYTES = 10_000_000  # bytes of text for a tokenizer of our own
 
 
@@ -82,11 +83,36 @@ def read_chunks(piece: Piece) -> Generator[bytes, None, None]:
 
 def json_lines(piece: Piece) -> Generator[bytes, None, None]:
     """Yields the JSON objects of a piece, still as bytes: lines of a .jsonl, rows of a .parquet."""
-    rest = b""
+    parts = []  # of the line that has begun; joined once, because a line may be as long as a book
+    size = 0
     for chunk in read_chunks(piece):
-        *whole, rest = (rest + chunk).split(b"\n")
-        yield from whole
-    yield rest
+        first, *others = chunk.split(b"\n")
+        parts.append(first)
+        size += len(first)
+        check_line(piece.path, size)
+        for line in others:
+            yield b"".join(parts)
+            parts = [line]
+            size = len(line)
+            check_line(piece.path, size)
+    yield b"".join(parts)
+
+
+def check_line(path: Path, size: int) -> None:
+    """Raises ValueError for a line that would fill the memory."""
+    if size > LINE_LIMIT:
+        raise ValueError(
+            f"{path} has a line of more than {LINE_LIMIT:,} bytes, which is absurd; write each "
+            "document as a line of its own"
+        )
+
+
+def plain_lines(path: Path) -> Generator[bytes, None, None]:
+    """Yields the lines of a file that is not packed."""
+    with open(path, "rb") as file:
+        while line := file.readline(LINE_LIMIT + 1):
+            check_line(path, len(line))
+            yield line
 
 
 def is_chat(path: Path, text_column: str = "text") -> bool:
@@ -96,10 +122,9 @@ def is_chat(path: Path, text_column: str = "text") -> bool:
         return False
     if path.suffix in PACKED:
         rows = json_lines(Piece(path, 0, None, "hash", True, text_column))
-        opened = contextlib.closing(rows)
     else:
-        opened = open(path, "rb")
-    with opened as lines:
+        rows = plain_lines(path)
+    with contextlib.closing(rows) as lines:
         for line in islice(lines, NULLS_AT_MOST):
             if not line.strip():
                 continue
@@ -213,6 +238,7 @@ def cut_bytes(
             found = between.search(text, start + chunk, end)
             if found:
                 stop = found.end()
+            check_line(path, stop - start - chunk)
             pieces.append(Piece(path, start, stop, split, is_jsonl or stop == end, text_column))
             start = stop
     return pieces

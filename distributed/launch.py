@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from distributed.layout import Layout, dtype_of_compute
 from distributed.refusals import runs_on_cuda
 from flags.config import own_rank
+from flags.files import step_folders
 
 # exit status of a run that a signal stopped before its last step (EX_TEMPFAIL: start again)
 UNFINISHED = 75
@@ -82,7 +84,9 @@ def connect(layout: Layout, cfg, device: str = "auto", seed: int = 0, trace: str
     dist.init_process_group(
         backend, store=store, rank=layout.rank, world_size=layout.world_size, timeout=timeout
     )
-    dist.distributed_c10d._get_default_store().set(f"host {layout.rank}", socket.gethostname())
+    own_store = dist.distributed_c10d._get_default_store()
+    own_store.set(f"host {layout.rank}", socket.gethostname())
+    own_store.set(f"process {layout.rank}", str(os.getpid()))
     patience.cancel()
     if layout.device.type == "cuda":
         # on the host: sent by gloo
@@ -161,27 +165,68 @@ def set_timeouts(layout: Layout, timeout_s: int) -> None:
 
 class StopSignal:
     """SIGTERM, SIGINT or SIGUSR1: finish the step, save, exit. Another Ctrl-C more than two seconds
-    later exits at once."""
+    later exits at once. Rank 0 answers each at once. cfg: a recipe's whole Config; without it the
+    signals are only recorded."""
 
-    def __init__(self):
+    def __init__(self, cfg=None):
+        self.cfg = cfg
         self.received = ""
         self.at = 0.0
         self.asked = None
+        self.ended = 0.0  # when the last step ended; 0: none has
+        self.seconds = 0.0  # of the last step
         for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(s, self.handle)
 
     def handle(self, number, frame):
         # launchers may deliver a single Ctrl-C or scancel twice at nearly the same time
         if number == signal.SIGINT and self.received and time.monotonic() - self.at > 2:
+            self.answer(f"Ctrl-C again: the run ends now; {self.newest()}")
             os._exit(130)
         if not self.received:
             self.received = signal.Signals(number).name
             self.at = time.monotonic()
+            self.answer(self.plan())
+
+    def answer(self, line: str) -> None:
+        """Rank 0 prints a line. print() may not be used here: a signal may come inside of print()."""
+        if self.cfg is None or own_rank() != 0:
+            return
+        with suppress(OSError):  # nobody reads any more
+            os.write(2, f"\n{line}\n".encode())
+
+    def plan(self) -> str:
+        """What the first signal does, how long it takes, and what a second Ctrl-C would cost."""
+        steps = "this step"
+        seconds = self.seconds
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # agreed() knows a step later
+            steps = "the next step"
+            seconds *= 2
+        if seconds >= 1:
+            steps += f" (about {seconds:.0f} s)"
+        then = "without a save (--checkpoint_every 0)"
+        if self.cfg.checkpoint_every:
+            then = "and a save"
+        return (
+            f"{self.received}: the run ends after {steps} {then}; Ctrl-C again, 2 s later or more, "
+            f"ends it now, and {self.newest()}"
+        )
+
+    def newest(self) -> str:
+        """What is left if the run ends now."""
+        with suppress(OSError):
+            for step, _ in step_folders(self.cfg.out):
+                return f"the last checkpoint is step {step}"
+        return "there is no checkpoint"
 
     def agreed(self, layout: Layout) -> bool:
         """True on every rank at the same step if any rank was signalled before the last call.
         Signals reach the ranks at different moments; a rank that stopped one step earlier would
         leave the others waiting for it."""
+        now = time.monotonic()
+        if self.ended:  # the first step also has the time of its start
+            self.seconds = now - self.ended
+        self.ended = now
         if layout.world_size == 1:
             return bool(self.received)
         # on the host, so that no device waits
@@ -193,10 +238,24 @@ class StopSignal:
         before[1].wait()  # the answer of the step before has come while this step was computed
         return bool(before[0])
 
+    def agreed_now(self, layout: Layout) -> bool:
+        """The same, and waits for the answer: after a save or a validation, which take so long that
+        a signal may well have come meanwhile."""
+        if layout.world_size == 1:
+            return bool(self.received)
+        flag = torch.tensor(int(bool(self.received)))
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag)
+
     def report(self, step: int, layout: Layout) -> int:
         """Rank 0 says where the run stopped. Returns the exit status of an unfinished run."""
         if layout.rank == 0:
-            print(f"{self.received or 'a signal to another rank'}: stopped after step {step}")
+            line = f"{self.received or 'a signal to another rank'}: stopped after step {step}"
+            print(line, flush=True)
+            if self.received and layout.world_size > 1:
+                from distributed.launcher import repeat_after_torchrun
+
+                repeat_after_torchrun(line)
         return UNFINISHED
 
 
@@ -209,6 +268,18 @@ def name_rank() -> str:
 def host_of(rank: int) -> str:
     """The machine of a rank, which connect() has told."""
     return dist.distributed_c10d._get_default_store().get(f"host {rank}").decode()
+
+
+def has_died(rank: int) -> bool:
+    """Whether the process of a rank of this machine has ended."""
+    pid = int(dist.distributed_c10d._get_default_store().get(f"process {rank}"))
+    if host_of(rank) != socket.gethostname():
+        return False
+    try:
+        with open(f"/proc/{pid}/stat") as file:  # "123 (python) Z ...": ended, not yet asked for
+            return file.read().rpartition(")")[2].split()[0] == "Z"
+    except OSError:  # none such, or a system without /proc
+        return os.path.exists("/proc/self/stat")
 
 
 def disconnect() -> None:

@@ -3,6 +3,7 @@
 
 import os
 import socket
+import subprocess
 import threading
 import time
 import uuid
@@ -111,3 +112,19 @@ def agree_on_attempt(store: dist.Store, layout: Layout, timeout_s: int) -> str:
                 store.set(store.get(f"rank {rank}").decode(), key)
         time.sleep(0.02)
     return key
+
+
+def repeat_after_torchrun(line: str) -> None:
+    """Print a line once more when torchrun has ended: its own traceback, of many lines, comes after
+    those of its processes. A small process waits for torchrun, a minute at most."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:  # another launcher, without a traceback
+        return
+    lives = 'grep -qs ") [^ZX]" /proc/$0/stat'  # torchrun's state: not a zombie
+    wait = f"for i in $(seq 600); do {lives} || break; sleep 0.1; done"
+    tell = f'{lives} || printf "%s\\n" "$1" >&2'
+    subprocess.Popen(
+        ["/bin/sh", "-c", f"{wait}; {tell}", str(os.getppid()), line],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,  # torchrun's signals do not reach it
+    )

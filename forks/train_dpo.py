@@ -349,7 +349,7 @@ def main(cfg: Config):
     os.makedirs(cfg.out, exist_ok=True)
     layout = make_mesh(connect(layout, cfg, cfg.device, cfg.seed, trace=f"{cfg.out}/trace"))
     set_timeouts(layout, cfg.init_timeout_s)
-    stop = StopSignal()
+    stop = StopSignal(cfg)
 
     # 3. model, 4. parallelism, 5. optimizer
     with torch.device("meta"):
@@ -458,6 +458,8 @@ def main(cfg: Config):
             checkpoints.save(
                 step, state, last=last, model_only=cfg.last_save_model_only and step == cfg.steps
             )
+            if not last:
+                stopping = stop.agreed_now(layout)  # a signal that came during the save
         if stopping:
             break
     checkpoints.close(export=not stopping and not os.path.exists(cfg.export_hf))

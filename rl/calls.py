@@ -8,12 +8,16 @@ without end, stops the clock as well.
 
 import ctypes
 import math
+import os
 import queue
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+
+from flags.config import own_rank
 
 TRIES = 10  # exceptions for a late thread, one a second: a bare `except:` may swallow the first
 
@@ -113,3 +117,46 @@ class Calls:
             return self.news.get(timeout=max(min(seconds, 1e6), 0))
         except queue.Empty:
             return "", None, None
+
+
+class Watch:
+    """Ends the program, with one line, when the making of a task takes longer than the limit.
+
+    Such a call stays in the thread that needs its result, and nothing can go on without the
+    result; so a late call is not ended alone, as one of Calls is.
+    """
+
+    def __init__(self):
+        self.seconds = 0.0  # the limit, 0: none
+        self.running: dict[int, tuple[float, str]] = {}  # of each thread: its last moment, the call
+        self.clock = None
+
+    def call(self, what: str, function: Callable, *args):
+        """function(*args), within the limit."""
+        if not self.seconds:
+            return function(*args)
+        if self.clock is None:
+            self.clock = threading.Thread(target=self.run, daemon=True)
+            self.clock.start()
+        thread = threading.get_ident()
+        self.running[thread] = (time.monotonic() + self.seconds, what)
+        try:
+            return function(*args)
+        finally:
+            del self.running[thread]
+
+    def run(self) -> None:
+        while True:
+            time.sleep(0.5)
+            for end, what in [*self.running.values()]:
+                if time.monotonic() > end:
+                    print(
+                        f"error on rank {own_rank()}: --env: {what} takes longer than "
+                        f"--reward_timeout_s {self.seconds:g}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+                    os._exit(1)
+
+
+WATCH = Watch()  # of make() and reset(), and of the import of a file of the user's

@@ -41,6 +41,7 @@ from flags.escapes import unescape
 from flags.files import step_folders
 from flags.hints import tokenizer_hint
 from rl.answers import KINDS, is_right, never_right
+from rl.calls import WATCH
 from rl.environments import ask_for_two, load_own, open_env
 from rl.prompts import Line, check_template, fill_template
 from storage.source_tokenizer import ends_of, has_bos, text_folder
@@ -343,6 +344,7 @@ def open_reward(path: str):
 
 def open_task(cfg):
     """The environment that the flags name. Raises ValueError."""
+    WATCH.seconds = cfg.reward_timeout_s
     if cfg.env in HINTS:
         return Dataset(cfg)
     return open_env(cfg.env)

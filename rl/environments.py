@@ -43,7 +43,7 @@ from collections.abc import Collection
 from concurrent.futures import Future
 
 from rl.answers import cut_thoughts, opened_by
-from rl.calls import Calls
+from rl.calls import WATCH, Calls
 from rl.rewards import finite, short
 from rl.sample import Sample
 
@@ -176,7 +176,7 @@ def load_own(flag: str, path: str, names: list[str]):
     # so that checkpoints keep the source
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        WATCH.call(f"the import of {path}", spec.loader.exec_module, module)
     except Exception as error:
         raise ValueError(f"--{flag} {path}: {error!r}") from None
     return module
@@ -212,7 +212,7 @@ def ask_for_two(env, name: str, given) -> tuple:
     """The two values of env.make(rng) or env.reset(task). Raises ValueError, one line with the line
     of the user's file."""
     try:
-        first, second = getattr(env, name)(given)
+        first, second = WATCH.call(name, getattr(env, name), given)
     except Exception as error:
         raise ValueError(
             f"--env: {name} fails, or does not return two values: {error!r} "

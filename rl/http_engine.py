@@ -18,6 +18,8 @@ import json
 import math
 import os
 import shutil
+import socket
+import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -40,6 +42,12 @@ from storage.hf import save_hf
 ANSWER_LIMIT = 1 << 28  # bytes; a batch of samples with log-probabilities has a few million
 
 
+def cut(connection: socket.socket) -> None:
+    """End a connection from another thread: whoever reads from it reads its end."""
+    with contextlib.suppress(OSError):  # it has ended by itself
+        connection.shutdown(socket.SHUT_RDWR)
+
+
 # ---------------------------------------------------------------- the server
 class Server:
     """One server, in a few calls. Each call raises ValueError with one line."""
@@ -57,6 +65,12 @@ class Server:
         self.kind = card.get("owned_by")
         self.name = card.get("id")
         self.max_len = card.get("max_model_len")
+        if not isinstance(self.name, str):
+            self.fail(f"/v1/models says id {self.name!r}, which is no name of a model")
+        if self.max_len is not None and type(self.max_len) is not int:
+            self.fail(
+                f"/v1/models says max_model_len {self.max_len!r}, which is no number of tokens"
+            )
         if self.kind not in ("vllm", "sglang"):
             self.fail(
                 f"/v1/models says owned_by {self.kind!r}; it must be a server of vLLM or SGLang"
@@ -105,9 +119,7 @@ class Server:
             Connection = http.client.HTTPConnection
         try:
             with contextlib.closing(Connection(url.netloc, timeout=self.timeout)) as connection:
-                connection.request(method, path, content, {"Content-Type": "application/json"})
-                answer = connection.getresponse()
-                content = self.read_all(answer, path)
+                answer, content = self.exchange(connection, method, path, content)
         except (OSError, http.client.HTTPException) as error:
             self.fail(
                 f"no answer to {path} ({type(error).__name__}: {error}; the limit is "
@@ -139,10 +151,31 @@ class Server:
                 f"{content[:200]!r}"
             )
 
-    def read_all(self, answer, path: str) -> bytes:
+    def exchange(self, connection, method: str, path: str, content) -> tuple:
+        """Send a request; returns the answer and its content. One deadline for all of it: the
+        socket's own timeout begins again with each byte that a server drips."""
+        until = time.monotonic() + self.timeout
+        connection.connect()
+        deadline = threading.Timer(until - time.monotonic(), cut, [connection.sock])
+        deadline.daemon = True
+        deadline.start()
+        try:
+            connection.request(method, path, content, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            content = self.read_all(answer, path, until)
+        except (OSError, http.client.HTTPException):
+            if time.monotonic() >= until:
+                raise TimeoutError("the answer does not end") from None
+            raise
+        finally:
+            deadline.cancel()
+        if time.monotonic() >= until:  # what came may be cut off
+            raise TimeoutError("the answer does not end")
+        return answer, content
+
+    def read_all(self, answer, path: str, until: float) -> bytes:
         """The content of an answer, limited in time and bytes: a server might never end."""
         content = bytearray()
-        until = time.monotonic() + self.timeout
         while piece := answer.read1(1 << 20):
             content += piece
             if len(content) > ANSWER_LIMIT:

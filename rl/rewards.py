@@ -18,7 +18,8 @@ from rl.calls import Calls
 
 @dataclass(kw_only=True)
 class RewardConfig:
-    # a reward, step or tool that takes longer has failed, and is ended; 0 = no limit
+    # a reward, step or tool that takes longer has failed, and is ended; a make or reset ends the
+    # run; 0 = no limit
     reward_timeout_s: float = 300.0
     # rewards, tools and games that are called at once, by threads: for those that wait for a server
     reward_threads: int = 1

@@ -2,6 +2,7 @@
 
 import datetime
 import os
+import re
 import sys
 import time
 import traceback
@@ -10,15 +11,18 @@ import torch.distributed as dist
 from torch import nn
 
 from distributed.agree import brief
-from distributed.launch import host_of, name_rank
+from distributed.launch import has_died, host_of, name_rank
 from distributed.layout import pattern_of
 from distributed.tp_check import STYLES
-from flags.config import usage_error
+from flags.config import own_rank, usage_error
 from flags.files import printable
 
 # A SystemExit from these rooms is meant: --help, wrong usage, a recipe that ends itself, a lost
 # replica.
 MAY_EXIT = {"flags", "argparse", "__main__", "forks"}
+
+# what gloo and NCCL say when another process is gone
+LOST = re.compile(r"closed by peer|reset by peer|broken pipe|remote process exited", re.I)
 
 
 def report_error(error: BaseException) -> int:
@@ -30,12 +34,16 @@ def report_error(error: BaseException) -> int:
     if isinstance(error, SystemExit):
         return report_exit(error)
     if isinstance(error, KeyboardInterrupt):  # before the loop: no step to finish
+        if own_rank() == 0:
+            print("\nCtrl-C: ended before the work was done", file=sys.stderr)
         return 130
     message = printable(" ".join(str(error).split()))
     # we raise ValueErrors with a message for the user; other errors need their traceback
     has_message = isinstance(error, ValueError)
     if has_message and not dist.is_initialized():
         usage_error(message)
+    if LOST.search(message) and (dead := dead_ranks()):
+        return report_death(dead)
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         # torchrun then shows this error, and not only the exit status
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -47,6 +55,48 @@ def report_error(error: BaseException) -> int:
         return 1
     more = failed_module(error) + silent_ranks(message)
     print(f"error on {name_rank()}: {type(error).__name__}: {message}{more}", file=sys.stderr)
+    return 1
+
+
+def dead_ranks() -> list[int]:
+    """Ranks of this machine whose process has ended without an error of its own."""
+    if not dist.is_initialized():
+        return []
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        for _ in range(20):  # a process first loses its connections, and has ended a moment later
+            dead = []
+            for rank in range(dist.get_world_size()):
+                if has_died(rank) and not store.check([f"failed {rank}"]):
+                    dead.append(rank)
+            if dead:
+                return dead
+            time.sleep(0.1)
+    except (RuntimeError, ValueError):  # rank 0 kept the store and has ended
+        pass
+    return []
+
+
+def report_death(dead: list[int]) -> int:
+    """One line about ranks that have died, in place of this rank's traceback, which would blame the
+    wrong code. The first rank that notices prints the line."""
+    names = [f"rank {rank} ({host_of(rank)})" for rank in dead]
+    line = (
+        f"error: {brief(names)} has died without a word: ended by kill -9, by the system for want "
+        "of memory, by a crash, or by os._exit in a file of yours"
+    )
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(RuntimeError(line))
+    store = dist.distributed_c10d._get_default_store()
+    if store.add(f"death of {dead[0]}", 1) == 1:
+        print(line, file=sys.stderr, flush=True)
+        restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == restarts:  # torchrun ends, too
+            from distributed.launcher import repeat_after_torchrun
+
+            repeat_after_torchrun(line)
     return 1
 
 

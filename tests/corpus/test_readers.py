@@ -3,6 +3,7 @@ take one line."""
 
 import gzip
 import json
+import random
 import sys
 
 import pyarrow
@@ -511,3 +512,20 @@ def test_what_unpacks_to_a_thousand_times_its_size_is_refused(tmp_path, suffix):
         path.write_bytes(b"".join(packer.compress(million) for _ in range(300)) + packer.flush())
     with refused("unpacks to more than 268,435,456 bytes, 1000 times its size"):
         [None for _ in unpacked(path)]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt", "a.txt.gz"])
+def test_a_line_has_a_limit(tmp_path, monkeypatch, name):
+    """A line is read, split and tokenized at once: an endless one would take all memory."""
+    monkeypatch.setattr(texts, "LINE_LIMIT", 1 << 21)
+    path = tmp_path / name
+    content = (
+        b'{"text": "a"}\n'
+        + b'{"text": "%s"}\n' % random.Random(0).randbytes(2 << 20).hex().encode()
+    )
+    if path.suffix == ".gz":
+        content = gzip.compress(content)
+    path.write_bytes(content)
+    with refused("has a line of more than 2,097,152 bytes, which is absurd"):
+        texts.cut_into_pieces([path], "<eot>")
+        list(texts.json_lines(texts.Piece(path, 0, None, "hash", True)))

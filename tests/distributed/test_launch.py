@@ -243,7 +243,9 @@ def test_a_rank_that_dies(tmp_path, start, undisturbed, real, rank, number, flag
     assert_same_run(job.out, undisturbed)
     # one death, one restart: none is wasted on addresses of the dead
     assert job.text().count("continuing from") == 1
-    assert (f"; no word from rank {rank} ({socket.gethostname()})\n" in job.text()) == bool(flags)
+    name = f"rank {rank} ({socket.gethostname()})"
+    assert (f"; no word from {name}\n" in job.text()) == bool(flags)
+    assert (f"error: {name} has died without a word" in job.text()) == (not flags)
 
 
 @pytest.mark.slow
@@ -488,6 +490,8 @@ def test_a_signal_finishes_the_step_and_saves(
         os.kill(job.launcher.pid if rank is None else job.worker(rank), number)
     assert job.end() == status
     assert f"{said}: stopped after step {job.last_step()}" in job.text()
+    if rank is None:  # rank 0 has answered at once
+        assert job.text().count(f"{said}: the run ends after ") == 1
     # there may be little time
     assert job.text().rindex("checkpoint: saved") < job.text().rindex("val_loss")
     assert (
@@ -495,6 +499,21 @@ def test_a_signal_finishes_the_step_and_saves(
         == [f"step-{all_good(job.out)}"]
         == [f"step-{job.last_step()}"]
     )
+
+
+@pytest.mark.parametrize("saving", [True, False])
+def test_a_signal_during_a_save_or_a_validation(tmp_path, start, saving):
+    """No other step is trained, and none is saved twice."""
+    script = fork(tmp_path, "")
+    come = "        if step == 4:\n            os.kill(os.getpid(), 2)\n        if validating:"
+    script.write_text(script.read_text().replace("        if validating:", come, 1))
+    every = 2 if saving else 1000
+    flags = ["--checkpoint_every", every, "--val_every", 2, "--val_batches", 1]
+    job = start(tmp_path / "run", 1, *flags, script=script)
+    assert job.end() == 75
+    assert "SIGINT: stopped after step 4" in job.text()
+    assert job.text().count("step-4 ") == 1
+    assert all_good(job.out) == 4
 
 
 @pytest.mark.slow
@@ -512,6 +531,7 @@ def test_ctrl_c_twice(tmp_path, start):
     assert job.end() == 130
     assert time.monotonic() - began > 2
     assert all_good(job.out) == 4
+    assert "Ctrl-C again: the run ends now; the last checkpoint is step 4" in job.text()
 
 
 def is_pending(pid: int, number: int) -> bool:

@@ -3,6 +3,8 @@
 import itertools
 import math
 import random
+import subprocess
+import sys
 import threading
 import time
 from fractions import Fraction
@@ -10,6 +12,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 from policy import TINY, run, steps_of, trainer_of
+from programs import REPO
 from saves import refuses
 
 import grpo
@@ -454,6 +457,31 @@ def test_a_file_that_ends_the_program_is_an_error(text, line, tmp_path, capsys):
         ask_for_two(env, "make", random.Random(0))
     assert report_error(error.value) == 1
     assert f"{file}, line {line} ended the program with sys.exit(" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("slow", ["make", "reset"])
+def test_make_and_reset_have_a_limit(slow, tmp_path):
+    """A program that waits for them without end would say nothing at all."""
+    file = tmp_path / "env.py"
+    sleeps = {name: "time.sleep(99)" if name == slow else "pass" for name in ("make", "reset")}
+    file.write_text(
+        "import time\n"
+        f"def make(rng):\n    {sleeps['make']}\n    return str(rng.random()), 'b'\n"
+        f"def reset(task):\n    {sleeps['reset']}\n    return 1, task\n"
+        "def step(state, text): return '', True, 1.0\n"
+    )
+    command = [sys.executable, "grpo.py", "--env", file, "--reward_timeout_s", "0.5"]
+    done = subprocess.run(
+        [*map(str, command), "--out", str(tmp_path / "run")],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert (
+        done.stderr == f"error on rank 0: --env: {slow} takes longer than --reward_timeout_s 0.5\n"
+    )
 
 
 def test_wrong_usage_and_help_keep_their_status():

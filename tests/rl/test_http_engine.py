@@ -504,9 +504,41 @@ def drips(connection):
         time.sleep(0.1)
 
 
+def drips_headers(connection):
+    connection.sendall(HEAD % 200)
+    for i in range(1000):
+        connection.sendall(b"X-%d: y\r\n" % i)
+        time.sleep(0.1)
+
+
+def card(**fields) -> bytes:
+    content = json.dumps({"data": [{"id": "m", "owned_by": "vllm", **fields}]}).encode()
+    return HEAD % 200 + b"Content-Length: %d\r\n\r\n" % len(content) + content
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({"max_model_len": "abc"}, "max_model_len 'abc', which is no number of tokens"),
+        ({"id": [1]}, "id [1], which is no name of a model"),
+    ],
+)
+def test_a_server_that_describes_itself_with_wrong_types(fields, words):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve():
+            with listener.accept()[0] as connection:
+                connection.recv(10_000)
+                connection.sendall(card(**fields))
+
+        threading.Thread(target=serve, daemon=True).start()
+        refuses(re.escape(words), Server, f"http://127.0.0.1:{listener.getsockname()[1]}", 5)
+
+
 @pytest.mark.parametrize(
     "answer, words",
     [
+        (drips_headers, "(TimeoutError: the answer does not end; the limit is 1 s)"),
         (drips, "(TimeoutError: the answer does not end; the limit is 1 s)"),
         (
             lambda c: c.sendall(HEAD % 200 + b"Content-Length: 5000\r\n\r\n" + b" " * 5000),
@@ -521,7 +553,7 @@ def drips(connection):
             r"status 500: b'\x1b[2Jgone",
         ),
     ],
-    ids=["drips", "large", "nested", "escapes"],
+    ids=["drips_headers", "drips", "large", "nested", "escapes"],
 )
 def test_an_answer_has_limits(monkeypatch, answer, words):
     """A stranger's server may never end, fill the memory, or write to the terminal."""
