@@ -6,6 +6,7 @@ weight_sum and lr_max in schedule-free optimizers), and a continued run needs th
 as the moments.
 """
 
+import functools
 import inspect
 import json
 from typing import Any
@@ -17,10 +18,16 @@ from torch.distributed.tensor import DTensor
 from distributed.checks import bits_sum
 from distributed.layout import local_slice
 
-# Keys of a group set again at every step, and all keys of torch's optimizers
+# Keys of a group set again at every step
 SET_ANEW = {"params", "lr", "initial_lr", "lr_share", "found_inf", "grad_scale"}
 OTHER = "no number: "
-TORCHS = SET_ANEW | set(vars(torch.optim.AdamW([torch.zeros(1)], fused=True)))
+
+
+@functools.cache
+def names_of_torch() -> set[str]:
+    """Attributes of every optimizer of torch. Asked at the first use, because the first optimizer
+    of a process loads torch._dynamo: 0.6 s that --help and a mistyped flag must not pay."""
+    return SET_ANEW | set(vars(torch.optim.AdamW([torch.zeros(1)], fused=True)))
 
 
 def collect_values(optimizer) -> list[dict]:
@@ -28,7 +35,7 @@ def collect_values(optimizer) -> list[dict]:
     rate not set by set_lr belongs to the optimizer and stays in."""
     own = {}
     for name, x in vars(optimizer).items():
-        if name not in TORCHS:
+        if name not in names_of_torch():
             own[name] = freeze(x, (optimizer,))
     # what step() keeps in variables of its module
     around = inspect.getclosurevars(inspect.unwrap(type(optimizer).step))
