@@ -253,13 +253,18 @@ def test_doc_mask_arrays(corpus):
         document = position = 0
         for t in range(32):
             token = int(batch.tokens[0, row, t])
-            assert (batch.doc_ids[0, row, t], batch.positions[0, row, t]) == (document, position)
-            assert batch.labels[0, row, t] == (
-                -100 if token == loaded.eot else plain.labels[0, row, t]
-            )
+            place = f"row {row}, token {t}"
+            assert int(batch.doc_ids[0, row, t]) == document, place
+            assert int(batch.positions[0, row, t]) == position, place
+            label = int(plain.labels[0, row, t])
+            if token == loaded.eot:
+                label = -100
+            assert int(batch.labels[0, row, t]) == label, place
             position += 1
             if token == loaded.eot:
-                document, position, some_boundary = document + 1, 0, True
+                document += 1
+                position = 0
+                some_boundary = True
     assert some_boundary
     assert (plain.labels >= 0).all()
 

@@ -106,6 +106,8 @@ def test_the_turns_of_today_are_those_of_tomorrow():
     assert take_turns([3, 2, 2]).part.tolist() == [0, 1, 2, 0, 0, 1, 2]
     assert take_turns([1, 1, 1]).part.tolist() == [0, 1, 2]
     assert take_turns([1, 2, 1]).part.tolist() == [1, 0, 1, 2]
+    # place 1: the deadline of part 2 is 16 / 5, rounded up 4, as that of part 1
+    assert take_turns([1, 2, 5]).part.tolist() == [2, 1, 2, 2, 2, 0, 1, 2]
 
 
 def test_weights_are_shares():
