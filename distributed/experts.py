@@ -21,7 +21,15 @@ from distributed.layout import (
     local_tensor,
     mtp_depth_of,
 )
-from models.moe import Balance, Experts, Spread, inverse, kernel_fits, load_statistics, saved_for_good
+from models.moe import (
+    Balance,
+    Experts,
+    Spread,
+    inverse,
+    kernel_fits,
+    load_statistics,
+    saved_for_good,
+)
 
 # A rank's experts are cut into so many parts, and while the rows of one part travel, the experts of
 # another compute
@@ -267,7 +275,5 @@ def compile_experts(experts) -> None:
         )
     experts.spread = torch.compile(experts.spread, fullgraph=True)
     # force_pointwise_cat: the parts are read where they lie, in place of a copy of both
-    combine = torch.compile(
-        experts.combine, fullgraph=True, options={"force_pointwise_cat": True}
-    )
+    combine = torch.compile(experts.combine, fullgraph=True, options={"force_pointwise_cat": True})
     experts.combine = partial(compiled_combine, combine, experts.combine)
