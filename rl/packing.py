@@ -21,7 +21,6 @@ from torch import Tensor
 import parallel
 from rl.sample import Sample, chosen_by_model, n_read
 
-
 # tokens: on a GPU the shortest T of a forward, see token_step()
 GPU_TOKENS = 64
 
@@ -127,8 +126,9 @@ def row_number(n: int, size: int, layout) -> int:
 
 
 def row_length(rows: list[list[int]], lengths: list[int], cfg, layout) -> int:
-    """T of a forward of these rows of sample numbers: a multiple of token_step(). A packed row has one of sixteen lengths, because a GPU's kernel for documents is compiled for each
-    length; with --compile only one length."""
+    """T of a forward of these rows of sample numbers: a multiple of token_step(). A packed row has
+    one of sixteen lengths, because a GPU's kernel for documents is compiled for each length; with
+    --compile only one length."""
     if cfg.batch_invariant:
         return cfg.seq_len
     tokens = 1
