@@ -66,6 +66,7 @@ class RowCache:
         self.at = at
         self.chosen = rows
         self.parts = []
+        self.added = {}  # numbers added to the scores of a part, see mask_of()
         begin = 0
         if rows is None:
             rows = torch.arange(self.rows, device=at.device)
@@ -107,14 +108,24 @@ class RowCache:
             self.kept[call] = [x.new_zeros(self.rows, self.max_len, *x.shape[2:]) for x in new]
         for kept, x in zip(self.kept[call], new):
             kept[self.row, self.at] = x
-        out = [self.attend_part(call, q, part, scale, reach, sinks) for part in self.parts]
+        numbers = range(len(self.parts))
+        out = [self.attend_part(call, q, number, scale, reach, sinks) for number in numbers]
         if len(out) == 1:
             return out[0]
         return torch.cat(out)
 
-    def attend_part(self, call, q: Tensor, part: tuple, scale, reach, sinks) -> Tensor:
+    def mask_of(self, number: int, dtype: torch.dtype) -> Tensor:
+        """The mask of a part as numbers to add to the scores, made once per forward: torch would
+        make the same numbers of a boolean mask in every layer, with four kernels on a GPU."""
+        if number not in self.added:
+            _, _, seen = self.parts[number]
+            unseen = seen.logical_not()
+            self.added[number] = torch.zeros_like(seen, dtype=dtype).masked_fill_(unseen, -torch.inf)
+        return self.added[number]
+
+    def attend_part(self, call, q: Tensor, number: int, scale, reach, sinks) -> Tensor:
         """The attention of neighbouring rows, see place()."""
-        rows, column, mask = part
+        rows, column, seen = self.parts[number]
         q = q[rows]
         R, H, T, K = q.shape
         places = rows
@@ -123,10 +134,12 @@ class RowCache:
         kept = self.kept[call]
         keys = kept[0][places, : len(column)].transpose(1, 2)
         values = kept[-1][places, : len(column)].transpose(1, 2)
-        if reach is not None:
+        if reach is None:
+            mask = self.mask_of(number, q.dtype)
+        else:
             if len(reach) > 1:
                 reach = reach[rows]
-            mask = mask & (column > (self.at[rows] - reach)[:, None, :, None])
+            mask = seen & (column > (self.at[rows] - reach)[:, None, :, None])
         if self.fixed_shapes and T < FEWEST:  # repeat the last query, and drop the copies below
             q = repeat_last(q, FEWEST - T)
             mask = repeat_last(mask, FEWEST - T)
