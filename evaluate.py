@@ -60,7 +60,7 @@ from rl.answers import answer_begins, opened_by
 from rl.datasets import Line, Text
 from rl.decoding import draw_noise, rollout
 from rl.measures import exact_match, multiple_choice, perplexity
-from rl.packing import in_rows, lay_out, pieces
+from rl.packing import in_rows, lay_out, pieces, row_number, token_step
 from rl.policy import split_model
 from rl.prompts import check_template, fill_template
 from rl.questions import (
@@ -387,9 +387,9 @@ def pack_requests(requests: list[tuple], layout: Layout) -> dict[str, Tensor]:
             positions=torch.arange(len(labels)),
         )
         rows.append([row])
-    n = pieces(layout)
     T = max(len(row["tokens"]) for (row,) in rows)
-    T = -(-T // n) * n  # rounded up to what cp and tp can cut
+    step = token_step(T, layout)
+    T = -(-T // step) * step
     return lay_out(rows, T, layout, {"labels": IGNORE})
 
 
@@ -414,7 +414,7 @@ def score(stages: list[nn.Module], layout: Layout, requests: list[tuple]) -> lis
         indices = [*chain(*own)]
         # All data ranks run as many rows as the first, which has the most, because the collectives
         # need all ranks.
-        idle = len(first) - len(indices)
+        idle = row_number(len(first), size, layout) - len(indices)
         kwargs = pack_requests([requests[i] for i in indices] + [NOTHING] * idle, layout)
         logprobs = parallel.run_forwards(stages, kwargs, layout)
         # all tp ranks have the same numbers, cp ranks a part each

@@ -17,6 +17,8 @@ from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import torch  # noqa: E402
+
 from rl.packing import plan_forwards  # noqa: E402
 
 SEEDS = 5
@@ -25,7 +27,7 @@ SEEDS = 5
 def costs(n: int, ranks: int, **flags) -> tuple[float, float]:
     """The two figures, as means over SEEDS draws of n lengths."""
     cfg = SimpleNamespace(batch_invariant=False, compile=False, **flags)
-    layout = SimpleNamespace(data_ranks=ranks, cp=1, tp=1)
+    layout = SimpleNamespace(data_ranks=ranks, cp=1, tp=1, pp=1, device=torch.device("cpu"))
     found = []
     for seed in range(SEEDS):
         draw = random.Random(seed).lognormvariate
@@ -42,7 +44,6 @@ def costs(n: int, ranks: int, **flags) -> tuple[float, float]:
 def train_seconds(lengths: list[int], seq_len: int, **flags) -> tuple[float, float]:
     """(CPU seconds of a step's forwards and backwards, share of padding) for samples of 6 + these
     many tokens."""
-    import torch
     import torch.distributed as dist
 
     from distributed.refusals import check_layout

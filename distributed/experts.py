@@ -21,7 +21,15 @@ from distributed.layout import (
     local_tensor,
     mtp_depth_of,
 )
-from models.moe import Balance, Experts, Spread, inverse, kernel_fits, load_statistics
+from models.moe import (
+    Balance,
+    Experts,
+    Spread,
+    inverse,
+    kernel_fits,
+    load_statistics,
+    saved_for_good,
+)
 
 # A rank's experts are cut into so many parts, and while the rows of one part travel, the experts of
 # another compute
@@ -120,19 +128,20 @@ def gathered_moe(moe_forward, group, x: Tensor, shared=None) -> Tensor:
 
 
 def exchange_tokens(
-    experts, group, x: Tensor, counts: Tensor, shared=lambda: None, weigh=lambda: None, parts=1
-) -> Tensor:
+    experts, group, x: Tensor, weight: Tensor, counts: Tensor, shared=lambda: None, parts=1
+) -> list[Tensor]:
     """Experts.forward over ep ranks: x (N*k, D) sorted by expert, so also by the rank that holds
-    it; counts (E,), its rows for each expert. Returns (N*k, D) in the same order. Rank r holds the
-    experts r E/ep .. (r + 1) E/ep - 1. shared(), weigh(): work for the time while rows travel, see
-    apply_experts.
+    it; weight (N*k,), the factor of each row's result; counts (E,), the rows for each expert.
+    Returns the results in the same order, of each part (its rows, D). Rank r holds the experts
+    r E/ep .. (r + 1) E/ep - 1. shared(): work for the time while rows travel, see apply_experts.
     parts: x is sorted by part first, as experts.turn says: the rows for the first E/ep/parts
     experts of all ranks, and so on.
     """
 
-    def travel(x, arriving, sent, received, weights):
+    def travel(x, weight, arriving, sent, received, stacks):
         """The rows of a part: to their experts (first turn), through their experts (second), home
         (third)."""
+        weights_travelling = Depart.apply(weight, group, sent, received)
         travelling = Depart.apply(x, group, sent, received)
         # While the rows travel, the device finds their order by (expert, rank).
         expert = torch.arange(arriving.shape[1], device=x.device).short().repeat(ep)
@@ -140,41 +149,47 @@ def exchange_tokens(
         order = arrived.argsort(stable=True)
         back = inverse(order)  # to the order of arrival
         yield
-        x = Arrive.apply(*travelling, group, sent, received)  # sorted by (rank, expert)
-        y = experts.compute(Spread.apply(x, order, back[:, None]), arriving.sum(0), *weights)
-        travelling = Depart.apply(Spread.apply(y, back, order[:, None]), group, received, sent)
+        # sorted by (rank, expert)
+        weight = Arrive.apply(*weights_travelling, group, sent, received)
+        x = Arrive.apply(*travelling, group, sent, received)
+        weight = Spread.apply(weight, order, back[:, None])
+        x = Spread.apply(x, order, back[:, None])
+        y = experts.compute(x, weight, arriving.sum(0), *stacks)
+        with saved_for_good():
+            y = Spread.apply(y, back, order[:, None])
+        travelling = Depart.apply(y, group, received, sent)
         yield
         yield Arrive.apply(*travelling, group, received, sent)
 
     ep = dist.get_world_size(group)
-    weights = [local_tensor(w) for w in experts.parameters()]
+    stacks = [local_tensor(w) for w in experts.parameters()]
     if ep == 1:  # --etp alone: every rank has a part of each expert, and no token travels
-        return experts.compute(x, counts, *weights)
+        return [experts.compute(x, weight, counts, *stacks)]
     # (ep * E/ep,): from every rank, its rows for each of this rank's experts
     arriving = AllToAll.apply(counts, group)
-    # The all-to-all needs its sizes on the host: only here a layer waits for the device.
+    # The all-to-all needs its sizes on the host: only here a layer waits for the device. --ac op
+    # keeps the copy on the host (distributed/keep.py), so its recomputation does not wait again.
     sizes = torch.stack([counts, arriving]).view(2, ep, parts, -1).sum(-1).transpose(1, 2)
     sent, received = sizes.tolist()  # [part][rank]
     if parts > 1:
-        x = x.split([sum(rows) for rows in sent])
-        weights = zip(*(w.chunk(parts) for w in weights))
+        lengths = [sum(rows) for rows in sent]
+        x = x.split(lengths)
+        weight = weight.split(lengths)
+        stacks = zip(*(w.chunk(parts) for w in stacks))
     else:
         x = [x]
-        weights = [weights]
+        weight = [weight]
+        stacks = [stacks]
     arriving = arriving.view(ep, parts, -1).unbind(1)  # (ep, E/ep/parts) of each part
     # The parts take turns: while the rows of one travel, the device computes the other's experts,
     # and the shared experts.
-    turns = [travel(*part) for part in zip(x, arriving, sent, received, weights)]
+    turns = [travel(*part) for part in zip(x, weight, arriving, sent, received, stacks)]
     for turn in turns:
         next(turn)
     shared()
     for turn in turns:
         next(turn)
-    weigh()  # while results travel home
-    results = [next(turn) for turn in turns]
-    if parts > 1:
-        return torch.cat(results)
-    return results[0]
+    return [next(turn) for turn in turns]
 
 
 def prefetch_units(stage, blocks) -> None:
@@ -225,17 +240,31 @@ def balance_experts(stages, layout: Layout, mode: str, rate: float | Tensor) -> 
     return {"moe_load_max_over_mean": worst, "moe_dead_experts": dead}
 
 
-def compiled_experts(compiled, eager, x: Tensor, counts: Tensor, *weights: Tensor) -> Tensor:
+def compiled_experts(
+    compiled, eager, x: Tensor, weight: Tensor, counts: Tensor, *stacks: Tensor
+) -> Tensor:
     """Experts.compute, compiled once for all numbers of rows of x (N*k, D).
 
     Runs uncompiled in three cases: in fp32, for the compiler knows the grouped matmul in bf16 only;
     without a kernel for it, for the fallback loop synchronises; and with 0 or 1 rows, for which
     dynamo would compile a version of its own.
     """
-    if x.dtype != torch.bfloat16 or len(x) < 2 or not kernel_fits(x, weights[0]):
-        return eager(x, counts, *weights)
+    if x.dtype != torch.bfloat16 or len(x) < 2 or not kernel_fits(x, stacks[0]):
+        return eager(x, weight, counts, *stacks)
     torch._dynamo.mark_dynamic(x, 0)
-    return compiled(x, counts, *weights)
+    torch._dynamo.mark_dynamic(weight, 0)
+    return compiled(x, weight, counts, *stacks)
+
+
+def compiled_combine(compiled, eager, results: list[Tensor], order: Tensor, places: Tensor):
+    """Experts.combine, compiled once for all numbers of rows of the parts. With 0 or 1 rows in a
+    part, for which dynamo would compile a version of its own, it runs uncompiled."""
+    if len(results) > 1:
+        if min(len(y) for y in results) < 2:
+            return eager(results, order, places)
+        for y in results:
+            torch._dynamo.mark_dynamic(y, 0)
+    return compiled(results, order, places)
 
 
 def compile_experts(experts) -> None:
@@ -245,4 +274,6 @@ def compile_experts(experts) -> None:
             compiled_experts, torch.compile(experts.compute, fullgraph=True), experts.compute
         )
     experts.spread = torch.compile(experts.spread, fullgraph=True)
-    experts.combine = torch.compile(experts.combine, fullgraph=True)
+    # force_pointwise_cat: the parts are read where they lie, in place of a copy of both
+    combine = torch.compile(experts.combine, fullgraph=True, options={"force_pointwise_cat": True})
+    experts.combine = partial(compiled_combine, combine, experts.combine)

@@ -36,6 +36,15 @@ KEPT = {
 MATMUL = torch.ops.aten.mm.default
 
 
+def is_to_host(op, args: tuple, kwargs: dict | None) -> bool:
+    """Whether op copies from the device: the sizes of an exchange of tokens, for which the host
+    waits (distributed.experts.exchange_tokens)."""
+    if op is not torch.ops.aten._to_copy.default or args[0].device.type == "cpu":
+        return False
+    device = (kwargs or {}).get("device")
+    return device is not None and device.type == "cpu"
+
+
 class PassKept(TorchDispatchMode):
     """Pass matmuls and the ops in KEPT to torch's mode of selective checkpointing, and run all
     other ops directly.
@@ -56,7 +65,7 @@ class PassKept(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        is_passed = op is MATMUL or op.name() in KEPT
+        is_passed = op is MATMUL or op.name() in KEPT or is_to_host(op, args, kwargs)
         if is_passed:
             return self.mode.__torch_dispatch__(op, types, args, kwargs)
         return op(*args, **(kwargs or {}))
@@ -69,7 +78,7 @@ def keep_contexts(is_compiled: bool) -> tuple:
     matmuls = {False: 0, True: 0}
 
     def policy(ctx, op, *args, **kwargs):
-        keep = op.name() in KEPT
+        keep = op.name() in KEPT or is_to_host(op, args, kwargs)
         if op is MATMUL:
             # where tp cuts the sum, the result is a summand of (B, T, D), and the reduce-scatter's
             # small result is kept

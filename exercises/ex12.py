@@ -18,28 +18,32 @@ CASES = [  # rows for each of four experts on rank 0, the same on rank 1; the ca
 
 
 def exchanged(table: list[list[int]], group=None) -> dict:
-    """Rows (number, expert, 1) go through four experts, two on each rank; expert e multiplies by e
-    + 1."""
+    """Rows (number, expert, weight) go through four experts, two on each rank; expert e multiplies
+    by e + 1, and by the weight."""
     rank = dist.get_rank()
     group = group or dist.group.WORLD
     ep = dist.get_world_size(group)
     counts = torch.tensor(table[rank])
     wanted = torch.arange(4).repeat_interleave(counts)
-    x = torch.stack(
-        [10.0 * rank + torch.arange(len(wanted)), wanted.float(), torch.ones(len(wanted))], 1
-    ).requires_grad_()
+    number = 10.0 * rank + torch.arange(len(wanted))
+    weight = 1 + number % 3
+    x = torch.stack([number, wanted.float(), weight], 1).requires_grad_()
     mine = torch.arange(4).chunk(ep)[rank if ep > 1 else 0]  # the experts of this rank
     seen = []
 
-    def compute(x, counts, w1, w2, w3):
-        seen.append((x[:, 1].int().tolist(), counts.tolist()))
+    def compute(x, weight, counts, w1, w2, w3):
+        is_theirs = torch.equal(weight, x[:, 2])
+        seen.append((x[:, 1].int().tolist(), counts.tolist(), is_theirs))
         if int(counts.sum()) != len(x) or len(counts) != len(mine):
             return x * 0
-        return x * (1 + mine.repeat_interleave(counts))[:, None]
+        return x * (1 + mine.repeat_interleave(counts))[:, None] * x[:, 2:].detach()
 
     w = torch.zeros(len(mine), 1, 1)
     given = SimpleNamespace(w1=w, w2=w, w3=w, parameters=lambda: [w, w, w], compute=compute)
-    y = module.exchange_tokens(given, group, x, counts)
+    y = module.exchange_tokens(given, group, x, weight, counts)
+    if not isinstance(y, list):
+        raise Wrong("exchange_tokens returns a list of results, here [y]")
+    y = torch.cat(y)
     if y.requires_grad and y.shape == x.shape:
         (y * torch.arange(1.0, 1 + len(y))[:, None]).sum().backward()
     return dict(y=y.detach(), grad=x.grad, x=x.detach(), seen=seen, mine=mine.tolist())
@@ -67,7 +71,7 @@ def check_compute(rank: int, got: dict, table, said: str):
             f"{said}: experts.compute is not called on rank {rank}, whose experts {letters(mine)} "
             f"have {want} rows"
         )
-    for rows, counts in got["seen"]:
+    for rows, counts, is_theirs in got["seen"]:
         where = f"{said}: on rank {rank}, which has the experts {letters(mine)}, compute is given the rows {letters(rows)}"
         order = [e for e, n in zip(mine, counts) for _ in range(n)]
         if len(order) != len(rows) or len(counts) != len(mine):
@@ -80,6 +84,8 @@ def check_compute(rank: int, got: dict, table, said: str):
             if sorted(rows) == order:
                 guess = "they are in the order of arrival, rank by rank: sort them by expert first"
             raise Wrong(f"{where} with the counts {counts}: {guess}")
+        if not is_theirs:
+            raise Wrong(f"{where}, but the weights of other rows: weights travel as their rows do")
 
 
 def check_exchange(function, table, said: str):
@@ -97,7 +103,7 @@ def check_exchange(function, table, said: str):
     for rank, got in enumerate(ranks):
         check_compute(rank, got, table, said)
     for rank, got in enumerate(ranks):
-        want = got["x"] * (1 + got["x"][:, 1:2])
+        want = got["x"] * (1 + got["x"][:, 1:2]) * got["x"][:, 2:]
         if got["y"].shape != want.shape:
             raise Wrong(
                 f"{said}: rank {rank} gets {len(got['y'])} rows back, and has sent {len(want)}"
@@ -115,7 +121,8 @@ def check_exchange(function, table, said: str):
                 "undo the sort first"
             )
     for rank, got in enumerate(ranks):
-        want = (torch.arange(1.0, 1 + len(got["x"])) * (1 + got["x"][:, 1]))[:, None].expand(-1, 3)
+        factor = (1 + got["x"][:, 1]) * got["x"][:, 2]
+        want = (torch.arange(1.0, 1 + len(got["x"])) * factor)[:, None].expand(-1, 3)
         if len(want) and (got["grad"] is None or not torch.allclose(got["grad"], want)):
             raise Wrong(
                 f"{said}: the result is right, but x has "

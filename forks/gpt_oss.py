@@ -189,20 +189,19 @@ class BiasedExperts(Experts):
 
 
 def clamped_experts(
-    x, counts, gate_up, gate_up_bias, down, down_bias, limit, linear=grouped_linear
+    x, weight, counts, gate_up, gate_up_bias, down, down_bias, limit, linear=grouped_linear
 ) -> Tensor:
-    """x (N*k, D) sorted by expert, counts (E,) -> (N*k, D): SwiGLU with a clamp, a steeper sigmoid
-    and one more up projection of 1 (model card, section 2.2)."""
+    """x (N*k, D) sorted by expert, weight (N*k,), counts (E,) -> (N*k, D): SwiGLU with a clamp, a
+    steeper sigmoid and one more up projection of 1 (model card, section 2.2), times the weight."""
     expert = torch.arange(len(counts), device=x.device).repeat_interleave(
         counts, output_size=len(x)
     )
     h = linear(x, gate_up.transpose(1, 2), counts) + gate_up_bias[expert]  # (N*k, 2F)
     gate = h[:, ::2].clamp(max=limit)
     up = h[:, 1::2].clamp(-limit, limit)
-    return (
-        linear((up + 1) * gate * torch.sigmoid(1.702 * gate), down.transpose(1, 2), counts)
-        + down_bias[expert]
-    )
+    weight = weight[:, None].to(h.dtype)
+    hidden = (up + 1) * gate * torch.sigmoid(1.702 * gate) * weight
+    return linear(hidden, down.transpose(1, 2), counts) + down_bias[expert] * weight
 
 
 # differs from qwen3: softmax over the chosen experts only
@@ -217,12 +216,9 @@ class MoE(qwen3.MoE):
     def forward(self, x):
         scores = self.router(x).flatten(0, -2)  # (N, E)
         index = self.balance.choose(scores, self.top_k)  # (N, k)
-
-        def weigh():
-            weight = scores.gather(1, index).softmax(-1)  # (N, k)
-            return self.balance.add_loss(weight, scores.softmax(-1), index, len(x))
-
-        return apply_experts(self.experts, x, index, weigh, self.balance.count(index))
+        weight = scores.gather(1, index).softmax(-1)  # (N, k)
+        weight = self.balance.add_loss(weight, scores.softmax(-1), index, len(x))
+        return apply_experts(self.experts, x, index, weight, self.balance.count(index))
 
 
 # differs from qwen3: the attention and the experts of this file

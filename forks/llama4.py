@@ -196,10 +196,12 @@ class StackedExperts(Experts):
         self.combine = combine
 
 
-def stacked_experts(x, counts, gate_up, down, linear=grouped_linear) -> Tensor:
-    """x (N, D) sorted by expert, counts (E,), gate_up (E, D, 2F), down (E, F, D) -> (N, D)."""
+def stacked_experts(x, weight, counts, gate_up, down, linear=grouped_linear) -> Tensor:
+    """x (N, D) sorted by expert, weight (N,), counts (E,), gate_up (E, D, 2F), down (E, F, D) ->
+    (N, D)."""
     gate, up = linear(x, gate_up.transpose(1, 2), counts).chunk(2, -1)
-    return linear(F.silu(gate) * up, down.transpose(1, 2), counts)
+    hidden = F.silu(gate) * up * weight[:, None].to(gate.dtype)
+    return linear(hidden, down.transpose(1, 2), counts)
 
 
 # differs from qwen3: the sigmoid of the best expert's score is multiplied with what goes into it
@@ -219,7 +221,7 @@ class MoE(qwen3.MoE):
         flat = self.balance.add_loss(x.reshape(-1, D), scores.softmax(-1), index, B)  # (N, D)
         flat = flat * weight.to(flat.dtype)
         return apply_experts(
-            self.experts, flat, index, lambda: torch.ones_like(weight), self.balance.count(index)
+            self.experts, flat, index, torch.ones_like(weight), self.balance.count(index)
         ).view_as(x)
 
 

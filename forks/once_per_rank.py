@@ -81,21 +81,26 @@ class AddUp(torch.autograd.Function):
         return grad.index_select(0, *ctx.saved_tensors), None, None, None
 
 
-def apply_once(experts, x: Tensor, index: Tensor, weigh, counts: Tensor, shared=None) -> Tensor:
+def apply_once(
+    experts, x: Tensor, index: Tensor, weight: Tensor, counts: Tensor, shared=None
+) -> Tensor:
     """models.moe.apply_experts, which also says what is what."""
     exchange = experts.forward  # a partial of exchange_tokens, if expert_parallel has set it
     if not isinstance(exchange, partial) or dist.get_world_size(exchange.args[1]) == 1:
-        return apply_experts(experts, x, index, weigh, counts, shared)
+        return apply_experts(experts, x, index, weight, counts, shared)
     if isinstance(x, FakeTensor):
         raise ValueError(
             "a dry run does not know how many rows travel once per rank; leave apply_once out for "
             "it"
         )
     experts.forward = partial(travel_once, *exchange.args)
-    return experts(x.flatten(0, -2), index, weigh, counts, shared and partial(shared, x)).view_as(x)
+    for_every_token = shared and partial(shared, x)
+    return experts(x.flatten(0, -2), index, weight, counts, for_every_token).view_as(x)
 
 
-def travel_once(experts, group, x: Tensor, index: Tensor, weigh, counts: Tensor, shared) -> Tensor:
+def travel_once(
+    experts, group, x: Tensor, index: Tensor, weight: Tensor, counts: Tensor, shared
+) -> Tensor:
     """Experts.forward over ep ranks, x (N, D) -> (N, D). Called as a module, so that FSDP's hooks
     gather the weights."""
     ranks = dist.get_world_size(group)
@@ -112,7 +117,7 @@ def travel_once(experts, group, x: Tensor, index: Tensor, weigh, counts: Tensor,
     # rank by rank the tokens that go there
     token = (~goes).flatten().byte().argsort(stable=True)[: sum(sent)] % N
     choices = Depart.apply(
-        pick(torch.cat([weigh(), index.float()], 1), token), group, sent, received
+        pick(torch.cat([weight, index.float()], 1), token), group, sent, received
     )
     travelling = Depart.apply(pick(x, token), group, sent, received)
     for_every_token = shared().flatten(0, -2) if shared else 0
@@ -124,7 +129,10 @@ def travel_once(experts, group, x: Tensor, index: Tensor, weigh, counts: Tensor,
     row = order // k  # (K,) of the rows that arrive, expert by expert
     rows = Arrive.apply(*travelling, group, sent, received)
     y = experts.compute(
-        pick(rows, row), arriving[:, :n].sum(0), *(local_tensor(w) for w in experts.parameters())
+        pick(rows, row),
+        weight.flatten()[order],
+        arriving[:, :n].sum(0),
+        *(local_tensor(w) for w in experts.parameters()),
     )
-    y = add_up(y * weight.flatten()[order, None].to(y.dtype), row, len(rows))
+    y = add_up(y, row, len(rows))
     return add_up(AllToAll.apply(y, group, received, sent), token, N) + for_every_token

@@ -340,19 +340,16 @@ class MoE(nn.Module):
         else:
             scores = logits.softmax(-1)
         index = self.balance.choose(scores, self.top_k, self.best_groups)  # (N, k)
-
-        def weigh():
-            weight = scores.gather(1, index)  # (N, k)
-            if c.norm_topk_prob:
-                weight = weight / (weight.sum(-1, keepdim=True) + 1e-20)
-            # for the balancing loss, V3, eq. 18-19: counts the best scores before biases and groups
-            probs = scores / scores.sum(-1, keepdim=True)
-            best = index
-            if c.score_func == "sigmoid":
-                best = scores.topk(self.top_k, -1).indices
-            return self.balance.add_loss(weight * c.route_scale, probs, best, len(x))
-
-        return apply_experts(self.experts, x, index, weigh, self.balance.count(index), shared)
+        weight = scores.gather(1, index)  # (N, k)
+        if c.norm_topk_prob:
+            weight = weight / (weight.sum(-1, keepdim=True) + 1e-20)
+        # for the balancing loss, V3, eq. 18-19: counts the best scores before biases and groups
+        probs = scores / scores.sum(-1, keepdim=True)
+        best = index
+        if c.score_func == "sigmoid":
+            best = scores.topk(self.top_k, -1).indices
+        weight = self.balance.add_loss(weight * c.route_scale, probs, best, len(x))
+        return apply_experts(self.experts, x, index, weight, self.balance.count(index), shared)
 
     def best_groups(self, scores: Tensor) -> Tensor:
         """scores (N, E) with -inf outside each token's top_k_groups groups."""

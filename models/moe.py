@@ -9,7 +9,6 @@ Each model chooses in its own way. Its choice is `index` (N, k), the chosen expe
 the load.
 """
 
-from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -63,16 +62,25 @@ class Experts(nn.Module):
         self.spread = spread
         self.combine = combine
 
-    def forward(self, x: Tensor, counts: Tensor, shared=None, weigh=None) -> Tensor:
-        """x (N*k, D) sorted by expert, counts (E,) -> (N*k, D) in the same order. shared, weigh:
-        see apply_experts."""
-        return self.compute(x, counts, *self.parameters())
+    def forward(self, x: Tensor, weight: Tensor, counts: Tensor, shared=None) -> list[Tensor]:
+        """x (N*k, D) sorted by expert, weight (N*k,) and counts (E,) -> the weighted results in the
+        same order: [(N*k, D)], or with --ep the rows of each part. shared: see apply_experts."""
+        return [self.compute(x, weight, counts, *self.parameters())]
 
 
 def swiglu_experts(
-    x: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, linear=grouped_linear
+    x: Tensor,
+    weight: Tensor,
+    counts: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor,
+    linear=grouped_linear,
 ) -> Tensor:
-    return linear(F.silu(linear(x, w1, counts)) * linear(x, w3, counts), w2, counts)
+    """weight times w2(silu(w1 x) * w3 x). The weight is applied before w2, to F numbers per row in
+    place of D, and the backward then needs no result of w2."""
+    hidden = F.silu(linear(x, w1, counts)) * linear(x, w3, counts)  # (N*k, F)
+    return linear(hidden * weight[:, None].to(hidden.dtype), w2, counts)
 
 
 class ScoresFromBf16(torch.autograd.Function):
@@ -169,21 +177,20 @@ def apply_experts(
     experts: Experts,
     x: Tensor,
     index: Tensor,
-    weigh: Callable[[], Tensor],
+    weight: Tensor,
     counts: Tensor,
     shared: nn.Module | None = None,
 ) -> Tensor:
-    """Send each token to k experts and add up the weighted results: x (..., D), index (N, k) ->
-    (..., D).
+    """Send each token to k experts and add up the weighted results: x (..., D), index (N, k),
+    weight (N, k) -> (..., D).
 
-    weigh(): the weights (N, k). shared: the experts for every token, a module; shared(x) is added
-    to the result. With --ep both are computed while tokens travel, and else below.
+    shared: the experts for every token, a module; shared(x) is added to the result. With --ep it is
+    computed while tokens travel, and else below.
     """
     # (N*k,) copies of the tokens, expert by expert. Sorting 16-bit numbers takes a fourth of the
     # passes of 64-bit numbers.
     order = experts.turn(index).flatten().short().argsort(stable=True)
     places = inverse(order).view_as(index)  # the row of each copy
-    weigh = cache(weigh)
 
     @cache
     def for_every_token() -> Tensor | None:
@@ -191,23 +198,36 @@ def apply_experts(
             return None
         return shared(x)
 
-    y = experts(experts.spread(x.flatten(0, -2), order, places), counts, for_every_token, weigh)
-    out = experts.combine(y, weigh(), order, places).view_as(x)
+    rows, weight = experts.spread(x.flatten(0, -2), weight, order, places)
+    results = experts(rows, weight, counts, for_every_token)
+    with saved_for_good():
+        out = experts.combine(results, order, places).view_as(x)
     of_shared = for_every_token()
     if of_shared is None:
         return out
     return out + of_shared
 
 
-def spread(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
-    """(N, D) -> (N*k, D): the tokens' copies, expert by expert."""
-    return Spread.apply(x, order // places.shape[1], places)
+def spread(x: Tensor, weight: Tensor, order: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens' copies, x (N, D) -> (N*k, D), and their weights, (N, k) -> (N*k,), expert by
+    expert."""
+    rows = Spread.apply(x, order // places.shape[1], places)
+    return rows, Spread.apply(weight.flatten(), order, places.view(-1, 1))
 
 
-def combine(y: Tensor, weight: Tensor, order: Tensor, places: Tensor) -> Tensor:
-    """The experts' results y (N*k, D), times weight (N, k), added up for each token: (N, D)."""
-    weight = Spread.apply(weight.flatten(), order, places.view(-1, 1))  # (N*k,) in the order of y
-    return AddUp.apply(y * weight[:, None].to(y.dtype), order // places.shape[1], places)
+def combine(results: list[Tensor], order: Tensor, places: Tensor) -> Tensor:
+    """The experts' weighted results, together (N*k, D), added up for each token: (N, D)."""
+    y = results[0]
+    if len(results) > 1:
+        y = torch.cat(results)
+    return AddUp.apply(y, order // places.shape[1], places)
+
+
+def saved_for_good():
+    """Tensors that are saved for the backward in here stay, also with activation checkpointing: use
+    it for a few small ones. A recomputation ends with the last tensor that it has to make, so what
+    comes after the experts, the way home included, is not repeated for the sake of row numbers."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
 
 
 def in_forward() -> bool:

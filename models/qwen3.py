@@ -161,14 +161,11 @@ class MoE(nn.Module):
     def forward(self, x):
         probs = self.router(x).softmax(-1).flatten(0, -2)  # (N, E)
         index = self.balance.choose(probs, self.top_k)  # (N, k)
-
-        def weigh():
-            weight = probs.gather(1, index)  # (N, k)
-            if self.norm_topk_prob:
-                weight = weight / weight.sum(-1, keepdim=True)
-            return self.balance.add_loss(weight, probs, index, len(x))
-
-        return apply_experts(self.experts, x, index, weigh, self.balance.count(index))
+        weight = probs.gather(1, index)  # (N, k)
+        if self.norm_topk_prob:
+            weight = weight / weight.sum(-1, keepdim=True)
+        weight = self.balance.add_loss(weight, probs, index, len(x))
+        return apply_experts(self.experts, x, index, weight, self.balance.count(index))
 
 
 # differs from llama3: experts in place of the FFN, where the flavor has them

@@ -38,6 +38,9 @@ CANDIDATES = 1024
 # --batch_invariant: from 8 rows on, the rounding of a matrix product did not depend on the number
 # of rows
 FEWEST = 8
+# devices that compute beside the host, see draw_ahead(); and the most tokens per call of it
+RUN_AHEAD = ("cuda",)
+AHEAD = 64
 
 
 class RowCache:
@@ -66,6 +69,7 @@ class RowCache:
         self.at = at
         self.chosen = rows
         self.parts = []
+        self.added = {}  # numbers added to the scores of a part, see mask_of()
         begin = 0
         if rows is None:
             rows = torch.arange(self.rows, device=at.device)
@@ -107,14 +111,26 @@ class RowCache:
             self.kept[call] = [x.new_zeros(self.rows, self.max_len, *x.shape[2:]) for x in new]
         for kept, x in zip(self.kept[call], new):
             kept[self.row, self.at] = x
-        out = [self.attend_part(call, q, part, scale, reach, sinks) for part in self.parts]
+        numbers = range(len(self.parts))
+        out = [self.attend_part(call, q, number, scale, reach, sinks) for number in numbers]
         if len(out) == 1:
             return out[0]
         return torch.cat(out)
 
-    def attend_part(self, call, q: Tensor, part: tuple, scale, reach, sinks) -> Tensor:
+    def mask_of(self, number: int, dtype: torch.dtype) -> Tensor:
+        """The mask of a part as numbers to add to the scores, made once per forward: torch would
+        make the same numbers of a boolean mask in every layer, with four kernels on a GPU."""
+        if number not in self.added:
+            _, _, seen = self.parts[number]
+            unseen = seen.logical_not()
+            self.added[number] = torch.zeros_like(seen, dtype=dtype).masked_fill_(
+                unseen, -torch.inf
+            )
+        return self.added[number]
+
+    def attend_part(self, call, q: Tensor, number: int, scale, reach, sinks) -> Tensor:
         """The attention of neighbouring rows, see place()."""
-        rows, column, mask = part
+        rows, column, seen = self.parts[number]
         q = q[rows]
         R, H, T, K = q.shape
         places = rows
@@ -123,10 +139,12 @@ class RowCache:
         kept = self.kept[call]
         keys = kept[0][places, : len(column)].transpose(1, 2)
         values = kept[-1][places, : len(column)].transpose(1, 2)
-        if reach is not None:
+        if reach is None:
+            mask = self.mask_of(number, q.dtype)
+        else:
             if len(reach) > 1:
                 reach = reach[rows]
-            mask = mask & (column > (self.at[rows] - reach)[:, None, :, None])
+            mask = seen & (column > (self.at[rows] - reach)[:, None, :, None])
         if self.fixed_shapes and T < FEWEST:  # repeat the last query, and drop the copies below
             q = repeat_last(q, FEWEST - T)
             mask = repeat_last(mask, FEWEST - T)
@@ -364,7 +382,7 @@ def rollout(
     ended=lambda *s: None,
     tp_mesh=None,
     batch_invariant=False,
-    agree=lambda *numbers: numbers,
+    agree=None,
 ) -> list[Sample]:
     """G samples of each of P prompts, samples of a prompt next to each other.
 
@@ -385,8 +403,8 @@ def rollout(
     batch_invariant: every matrix product has shapes whose rounding does not depend on the batch,
     for exact equality with a
     training forward over max_len tokens (tested as docs/grpo.md says).
-    agree(*numbers): the largest of each number over the ranks with common forwards; see lockstep()
-    in rl/rollouts.py.
+    agree(*numbers): the largest of each number over the ranks with common forwards; None: no rank
+    has any. See lockstep() in rl/rollouts.py.
     """
     P, G, _ = noise.shape
     device = next(model.parameters()).device
@@ -423,6 +441,15 @@ def rollout(
 
         advance = Replays(advance)
 
+    def change_is_due(n_busy: int) -> bool:
+        """Whether rows should be given to other prompts, or left out."""
+        n_free = len(running) - n_busy
+        n = groups_to_begin(n_free, len(waiting), G, n_rows)
+        return n > 0 or n_busy == 0 or leaves_out(len(running), n_busy, len(waiting))
+
+    # nobody has a say between two tokens
+    runs_ahead = device.type in RUN_AHEAD and not (reply or agree or tp_mesh)
+
     while True:
         # 1. Hear the replies that have come, and wait for one where no row can go on without. Under
         # tp wait for all, because its ranks must act alike.
@@ -433,8 +460,7 @@ def rollout(
         free_rows(running, ended)
         n_busy = sum(row is not None for row in running)
         n = groups_to_begin(len(running) - n_busy, len(waiting), G, n_rows)
-        shrinks = not waiting and len(running) > FEWEST and n_busy <= len(running) * 3 // 4
-        if shrinks:  # leave out free rows
+        if leaves_out(len(running), n_busy, len(waiting)):
             running = sort_rows(running, cache, max(n_busy, FEWEST), device)
         elif n:
             running = sort_rows(running, cache, len(running), device)
@@ -442,26 +468,30 @@ def rollout(
         for i, p in enumerate(new):
             running[i * G : (i + 1) * G] = drawn[p * G : (p + 1) * G]
         new_prompts = [prompts[p] for p in new]
-        longest, goes_on = agree(max(map(len, new_prompts), default=0), n_busy > 0)
+        longest = max(map(len, new_prompts), default=0)
+        goes_on = n_busy > 0
+        if agree is not None:
+            longest, goes_on = agree(longest, goes_on)
         if not longest and not goes_on:
             break
 
+        if runs_ahead and not longest:
+            draw_ahead(advance, running, change_is_due, ended, ends, cache.max_len, device)
+            continue
+
         # 3. The next token of each row: one forward for the busy rows, and one for the new prompts.
         going = [(i, row) for i, row in enumerate(running) if row is not None and not row.reply]
-        u = noise_of_rows(going, len(running)).to(device)
+        u = noise_of_rows(going, len(running), 1)[0].to(device)
         tokens = [0] * len(running)
         logprobs = [0.0] * len(running)
         if goes_on:
-            chosen, scores = advance(*last_tokens(running, device), u)
-            tokens = chosen.tolist()
-            logprobs = scores.tolist()
+            tokens, logprobs = read(*start_reading(advance(*last_tokens(running, device), u)))
         if longest:
             slots = torch.arange(n * G, device=device).view(n, G)
             first = read_prompts(model, cache, new_prompts, slots[:, 0], longest, width, tp_mesh)
             cache.copy_first(slots, longest)
-            chosen, scores = choose(first.repeat_interleave(G, 0), u[: n * G])
-            tokens[: n * G] = chosen.tolist()
-            logprobs[: n * G] = scores.tolist()
+            chosen = choose(first.repeat_interleave(G, 0), u[: n * G])
+            tokens[: n * G], logprobs[: n * G] = read(*start_reading(chosen))
 
         # 4. Add the token to the row's sample, unless the sample waits for a reply.
         for i, row in going:
@@ -469,6 +499,74 @@ def rollout(
     for row in drawn:
         row.sample.truncated = not row.done
     return [row.sample for row in drawn]
+
+
+def draw_ahead(
+    advance,
+    running: list[Row | None],
+    change_is_due,
+    ended,
+    ends: set[int],
+    max_len: int,
+    device,
+) -> None:
+    """Add up to AHEAD tokens to each row, until change_is_due(busy rows). A forward is launched
+    before the host reads the tokens of the forward before, so neither waits for the other. A row
+    that has ended draws on meanwhile, and its tokens are dropped."""
+    going = [(i, row) for i, row in enumerate(running) if row is not None]
+    n = min(AHEAD, max(row.room - len(row.sample.ids) for _, row in going))
+    noise = noise_of_rows(going, len(running), n).to(device)
+    keys, last, at = last_tokens(running, device)
+    reading = None
+    for k in range(n):
+        last, scores = advance([so_far + k for so_far in keys], last, at, noise[k])
+        launched = start_reading((last, scores))
+        at = (at + 1).clamp_(max=max_len - 1)  # the rows that have ended have no place left
+        n_ended = 0
+        if reading is not None:
+            n_ended = add_tokens(going, *read(*reading), ends)
+        reading = launched
+        if n_ended:
+            free_rows(running, ended)
+            if change_is_due(sum(row is not None for row in running)):
+                break
+    add_tokens(going, *read(*reading), ends)
+
+
+def start_reading(tensors: tuple[Tensor, Tensor]) -> tuple:
+    """(their copies on the host, the event after which they are there), for read(). The copies are
+    made while the device goes on."""
+    copies = [x.to("cpu", non_blocking=True) for x in tensors]
+    arrived = None
+    if tensors[0].is_cuda:
+        arrived = torch.cuda.Event()
+        arrived.record()
+    return copies, arrived
+
+
+def read(copies: list[Tensor], arrived) -> tuple[list[int], list[float]]:
+    """The tokens and log-probabilities that start_reading() was given."""
+    if arrived is not None:
+        arrived.synchronize()
+    tokens, logprobs = copies
+    return tokens.tolist(), logprobs.tolist()
+
+
+def add_tokens(going: list[tuple], tokens: list[int], logprobs: list[float], ends: set[int]) -> int:
+    """Give the samples that go on their next ids, where nobody replies; returns how many end."""
+    n_ended = 0
+    for i, row in going:
+        if row.is_over():
+            continue
+        add_token(row, tokens[i], logprobs[i], None, ends)
+        n_ended += row.is_over()
+    return n_ended
+
+
+def leaves_out(n_rows: int, n_busy: int, n_waiting: int) -> bool:
+    """Whether free rows should be left out of the forwards: no prompt waits for them, and they are
+    a quarter."""
+    return n_waiting == 0 and n_rows > FEWEST and n_busy <= n_rows * 3 // 4
 
 
 def groups_to_begin(n_free: int, n_waiting: int, G: int, n_rows: int) -> int:
@@ -525,12 +623,14 @@ def sort_rows(running: list[Row | None], cache: RowCache, n_kept: int, device) -
     return [running[i] for i in order]
 
 
-def noise_of_rows(going: list[tuple], n_rows: int) -> Tensor:
-    """The uniform number (R,) of each row for its next token."""
-    u = torch.zeros(n_rows, dtype=torch.float64)
+def noise_of_rows(going: list[tuple], n_rows: int, n: int) -> Tensor:
+    """The uniform numbers (n, R) of each row for its next n tokens; 0 where a row has no more."""
+    u = [[0.0] * n for _ in range(n_rows)]
     for i, row in going:
-        u[i] = row.noise[len(row.sample.ids)]
-    return u
+        begin = len(row.sample.ids)
+        numbers = row.noise[begin : begin + n]
+        u[i][: len(numbers)] = numbers
+    return torch.tensor(u, dtype=torch.float64).T.contiguous()
 
 
 def hear_replies(running: list[Row | None], ends: set[int], wait_for_all: bool) -> None:

@@ -21,6 +21,9 @@ from torch import Tensor
 import parallel
 from rl.sample import Sample, chosen_by_model, n_read
 
+# tokens: on a GPU the shortest T of a forward, see token_step()
+GPU_TOKENS = 64
+
 
 # --------------------------------------------------------------- which samples are in which forward
 class Forward(NamedTuple):
@@ -99,16 +102,39 @@ def pieces(cfg) -> int:
     return cfg.tp
 
 
+def token_step(tokens: int, layout) -> int:
+    """The T of a forward with so many tokens in its longest row is a multiple of this number.
+
+    On a GPU T takes few values, at most 16 up to 1,024 tokens and 8 more for each doubling: for
+    every new shape cuDNN plans its attention again, for up to a second, forward and backward.
+    """
+    step = pieces(layout)
+    if layout.device.type == "cuda":
+        rounded = GPU_TOKENS
+        while tokens > 16 * rounded:
+            rounded *= 2
+        step = math.lcm(step, rounded)
+    return step
+
+
+def row_number(n: int, size: int, layout) -> int:
+    """The rows of a forward of n samples, at most `size`: on a GPU a power of two, or size, for the
+    same reason as T. The rows added have no sample."""
+    if layout.device.type == "cuda" and n:
+        return min(2 ** (n - 1).bit_length(), size)
+    return n
+
+
 def row_length(rows: list[list[int]], lengths: list[int], cfg, layout) -> int:
-    """T of a forward of these rows of sample numbers: a multiple of the pieces of cp and tp. A
-    packed row has one of sixteen lengths, because a GPU's kernel for documents is compiled for each
-    length; with --compile only one length."""
+    """T of a forward of these rows of sample numbers: a multiple of token_step(). A packed row has
+    one of sixteen lengths, because a GPU's kernel for documents is compiled for each length; with
+    --compile only one length."""
     if cfg.batch_invariant:
         return cfg.seq_len
     tokens = 1
     if rows:
         tokens = max(sum(lengths[i] for i in row) for row in rows)
-    step = pieces(layout)
+    step = token_step(tokens, layout)
     step *= max(math.ceil(cfg.pack_tokens / 16 / step), 1)
     rounded = math.ceil(tokens / step) * step
     # rows of one sample; packed, only the warm-up has so long a sample
@@ -128,7 +154,13 @@ def plan_forwards(lengths: list[int], cfg, layout) -> list[list[Forward]]:
         shares = in_rows(lengths, cfg.local_batch_size, layout.data_ranks, layout.pp)
     plan = []
     for share in shares:
-        plan.append([Forward(rows, row_length(rows, lengths, cfg, layout)) for rows in share])
+        forwards = []
+        for rows in share:
+            T = row_length(rows, lengths, cfg, layout)
+            if not cfg.pack_tokens:
+                rows = pad_rows(rows, row_number(len(rows), cfg.local_batch_size, layout))
+            forwards.append(Forward(rows, T))
+        plan.append(forwards)
     if layout.pp > 1:
         return with_one_shape(plan)
     return plan

@@ -101,7 +101,7 @@ def lockstep(layout, timeout_s: int, tool=None):
     Only a slow tool may delay a rank; then the others wait in this patient group, and not in a
     collective of the forward."""
     if layout.ep == 1 and not (layout.tp > 1 and tool):
-        return lambda *numbers: numbers
+        return None
     group = patient_group(dist.group.WORLD, timeout_s)
 
     def agree(*numbers):

@@ -48,7 +48,7 @@ def test_grouped_equals_loop(use_kernel, used, monkeypatch):
     results = []
 
     def ours(e, x, index, w):
-        return apply_experts(e, x, index, lambda: w, torch.bincount(index.flatten(), minlength=8))
+        return apply_experts(e, x, index, w, torch.bincount(index.flatten(), minlength=8))
 
     for function in (ours, loop):
         leaves = [
@@ -62,11 +62,11 @@ def test_grouped_equals_loop(use_kernel, used, monkeypatch):
         torch.testing.assert_close(ours, want, atol=2e-5, rtol=1e-4)
 
 
-def as_before(experts, x, index, weigh, counts):
+def with_plain_indexing(experts, x, index, weight, counts):
     """apply_experts with torch's own indexing and gradients."""
     order = index.flatten().argsort(stable=True)
     token = order // index.shape[1]
-    y = experts(x[token], counts) * weigh().flatten()[order, None].to(x.dtype)
+    [y] = experts(x[token], weight.flatten()[order], counts)
     return torch.zeros(x.shape, dtype=torch.float32).index_add(0, token, y.float()).to(x.dtype)
 
 
@@ -90,10 +90,10 @@ def test_tokens_travel_as_with_plain_indexing(monkeypatch, dtype, k):
             weight.clone().requires_grad_(),
             *experts.parameters(),
         ]
-        out = function(experts, leaves[0], index, lambda: leaves[1], counts)
+        out = function(experts, leaves[0], index, leaves[1], counts)
         return [out, *torch.autograd.grad(out.float().sin().sum(), leaves)]
 
-    before = results(as_before)
+    before = results(with_plain_indexing)
     ours = results(apply_experts)
     monkeypatch.setattr(
         models.moe.AddUp,
@@ -143,15 +143,13 @@ def test_a_rank_without_tokens(use_kernel, monkeypatch):
     if not use_kernel:
         monkeypatch.setattr(models.moe, "grouped_mm", None)
     torch.manual_seed(0)
-    x, w1, w2, w3 = (
-        torch.randn(shape, requires_grad=True)
-        for shape in [(0, 16), (4, 24, 16), (4, 16, 24), (4, 24, 16)]
-    )
-    out = swiglu_experts(x, torch.zeros(4, dtype=torch.int64), w1, w2, w3)
+    leaves = []
+    for shape in [(0, 16), (0,), (4, 24, 16), (4, 16, 24), (4, 24, 16)]:
+        leaves.append(torch.randn(shape, requires_grad=True))
+    x, weight, *stacks = leaves
+    out = swiglu_experts(x, weight, torch.zeros(4, dtype=torch.int64), *stacks)
     assert out.shape == (0, 16)
-    for grad, leaf in zip(
-        torch.autograd.grad(out.sum(), (x, w1, w2, w3)), (x, w1, w2, w3), strict=True
-    ):
+    for grad, leaf in zip(torch.autograd.grad(out.sum(), leaves), leaves, strict=True):
         assert torch.equal(grad, torch.zeros_like(leaf))
 
 
@@ -328,9 +326,9 @@ def test_compiled_experts_are_the_experts_with_one_graph_for_all_numbers_of_toke
     torch._dynamo.reset()
     counters.clear()
     shapes = [(4, 24, 16), (4, 16, 24), (4, 24, 16)]
-    weights = []
+    stacks = []
     for shape in shapes:
-        weights.append(torch.randn(shape, dtype=torch.bfloat16).mul(0.3).requires_grad_())
+        stacks.append(torch.randn(shape, dtype=torch.bfloat16).mul(0.3).requires_grad_())
     compiled = partial(
         compiled_experts,
         torch.compile(swiglu_experts, backend="aot_eager", fullgraph=True),
@@ -338,11 +336,12 @@ def test_compiled_experts_are_the_experts_with_one_graph_for_all_numbers_of_toke
     )
     for n in (40, 7, 0, 33, 1, 2, 64):
         x = torch.randn(n, 16, dtype=torch.bfloat16)
+        weight = torch.rand(n)
         counts = torch.bincount(torch.randint(0, 4, (n,)), minlength=4)
         results = []
         for function in (swiglu_experts, compiled):
-            leaves = [x.clone().requires_grad_(), *weights]
-            out = function(leaves[0].clone(), counts, *weights)
+            leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_(), *stacks]
+            out = function(leaves[0].clone(), leaves[1].clone(), counts, *stacks)
             results.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
         for ours, want in zip(*results, strict=True):
             torch.testing.assert_close(ours, want)

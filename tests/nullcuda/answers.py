@@ -74,14 +74,14 @@ def answer() -> None:
 
     # A sampled token is read from the device, as 0, which ends a text. So every token is 1, with a
     # log-probability of -1.
-    def draw(known):
-        def drawn(logits, *args):
-            known(logits, *args)
-            return torch.ones(len(logits), dtype=torch.long), -torch.ones(len(logits))
+    def read(known):
+        def answered(copies, arrived):
+            known(copies, arrived)
+            return [1] * len(copies[0]), [-1.0] * len(copies[0])
 
-        return drawn
+        return answered
 
-    replace(rl.decoding, "draw", draw)
+    replace(rl.decoding, "read", read)
     around(
         rl.rollouts,
         "sample_groups",

@@ -1,6 +1,7 @@
 """Decoding, against rl/decoding.py: shapes of a rollout, tools, and forks with attention of their
 own."""
 
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -93,7 +94,7 @@ def test_few_keys_are_read_for_samples_of_different_lengths(monkeypatch):
     def sdpa(q, k, v, mask, **options):
         if len(mask) == len(k) and mask.shape[2] == 1:  # a new token per row
             read.append(k.shape[0] * k.shape[2])
-            needed.append(int(mask.sum()))
+            needed.append(int((mask == 0).sum()))  # added to the score of a key that is seen
         return known(q, k, v, mask, **options)
 
     monkeypatch.setattr(decoding, "sdpa", sdpa)
@@ -114,6 +115,52 @@ def test_few_keys_are_read_for_samples_of_different_lengths(monkeypatch):
         reply=ends,
     )
     assert sum(read) < 2.2 * sum(needed)
+
+
+@pytest.mark.parametrize("eot", [0, []], ids=["ends by itself", "ends at its room"])
+@pytest.mark.parametrize("rows", [12, 100], ids=["refilled", "all at once"])
+def test_the_next_forward_is_launched_before_the_last_tokens_are_read(monkeypatch, eot, rows):
+    """As on a GPU, here on a CPU: the same samples, the same ends, and at most one forward of all
+    rows more for each time that the rows change."""
+    model = sharp_model(LONG)
+    log = []
+    for name in ("next_logits", "read", "draw_ahead"):
+
+        def logged(*args, name=name, known=getattr(decoding, name)):
+            log.append(name)
+            return known(*args)
+
+        monkeypatch.setattr(decoding, name, logged)
+
+    def sampled(max_len):
+        log.clear()
+        over = []
+        samples = sample(
+            model, new=90, eot=eot, rows=rows, max_len=max_len, ended=lambda *s: over.append(s)
+        )
+        assert sorted(s.index for s in samples) == sorted(index for index, *_ in over)
+        ends = {index: (ids, truncated) for index, ids, truncated in over}
+        return samples, ends, Counter(log)
+
+    for max_len in (400, 64):  # with 64 some rows have no place left and others go on
+        want, ends, usual = sampled(max_len)
+        with monkeypatch.context() as changed:
+            changed.setattr(decoding, "RUN_AHEAD", ("cpu",))
+            got, ends_ahead, ahead = sampled(max_len)
+        assert tokens(got) == tokens(want)
+        assert ends_ahead == ends
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(torch.tensor(a.logprobs), torch.tensor(b.logprobs))
+        assert usual["draw_ahead"] == 0 < ahead["draw_ahead"]
+        assert ahead["next_logits"] <= usual["next_logits"] + ahead["draw_ahead"]
+    begin = log.index("draw_ahead")
+    assert log[begin : begin + 6] == [
+        "draw_ahead",
+        *["next_logits"] * 2,
+        "read",
+        "next_logits",
+        "read",
+    ]
 
 
 def test_rows_go_on_while_another_waits_for_its_reply():

@@ -33,12 +33,13 @@ def lognormal(n: int, seed=0) -> list[int]:
     return [min(4096, max(8, int(256 * draw(0, 1)))) for _ in range(n)]
 
 
-def plan_of(lengths, ranks, pp=1, **flags):
+def plan_of(lengths, ranks, pp=1, device="cpu", **flags):
     usual = dict(
         pack_tokens=0, local_batch_size=64, compile=False, batch_invariant=False, seq_len=4096
     )
     cfg = SimpleNamespace(**usual | flags)
-    return packing.plan_forwards(lengths, cfg, SimpleNamespace(data_ranks=ranks, cp=2, tp=2, pp=pp))
+    layout = SimpleNamespace(data_ranks=ranks, cp=2, tp=2, pp=pp, device=torch.device(device))
+    return packing.plan_forwards(lengths, cfg, layout)
 
 
 @pytest.mark.parametrize("n", [256, 2048])
@@ -66,6 +67,41 @@ def test_a_plan_has_every_sample_once_and_few_tokens_of_padding(n, ranks, room):
         assert sum(map(max, zip(*per_forward))) * ranks <= (1.15 if n / ranks >= 32 else 2) * real
     elif n == 256:
         assert fed > 2.3 * real
+
+
+@pytest.mark.parametrize("size, n", [(8, 64), (64, 1024)])
+def test_on_a_gpu_forwards_have_few_shapes(size, n):
+    """A kernel of attention is planned for each shape, and 50 steps with as many samples as pass a
+    filter have at most 20 shapes; on a CPU, where no plan is made, hundreds."""
+    draw = random.Random(0)
+    shapes = {"cpu": set(), "cuda": set()}
+    real = 0
+    fed = 0
+    for _ in range(50):
+        n_kept = n - draw.randrange(n // 8)
+        lengths = [min(1023, int(260 * draw.lognormvariate(0, 0.5))) for _ in range(n_kept)]
+        for device, found in shapes.items():
+            (share,) = plan_of(lengths, 1, local_batch_size=size, device=device)
+            found |= {(len(rows), T) for rows, T in share}
+            samples = sorted(i for rows, _ in share for row in rows for i in row)
+            assert samples == list(range(n_kept))
+            for rows, T in share:
+                longest = max(lengths[i] for row in rows for i in row)
+                assert longest <= T < longest + (64 if device == "cuda" else 8)
+        real += sum(lengths)
+        fed += sum(len(rows) * T for rows, T in share)
+    assert len(shapes["cuda"]) <= 20
+    assert len(shapes["cpu"]) > 100
+    assert fed < 1.35 * real
+
+
+def test_on_a_gpu_the_lengths_of_long_samples_are_few():
+    lengths = set()
+    for tokens in range(1, 16384, 7):
+        [[(_, T)]] = plan_of([tokens], 1, device="cuda", seq_len=16384)
+        assert tokens <= T <= max(tokens + 63, 1.125 * tokens)
+        lengths.add(T)
+    assert len(lengths) == 16 + 4 * 8
 
 
 def test_with_compile_all_sequences_have_one_length():

@@ -15,7 +15,7 @@ import torch
 
 from distributed.layout import AXES
 from rl.decoding import KEY_BUCKET, RowCache, draw, next_logits, read_prompts
-from rl.packing import pieces
+from rl.packing import token_step
 from rl.rollouts import whole_weights
 from tools.reports.costs import totals
 from tools.reports.dryrun import (
@@ -54,7 +54,8 @@ def observe_update(model, optimizer, layout, cfg, held: int) -> Phase:
     if cfg.pack_tokens:
         B = 1
         T = cfg.pack_tokens
-    T = -(-T // pieces(layout)) * pieces(layout)
+    step = token_step(T, layout)
+    T = -(-T // step) * step
     logprobs = model.token_loss
     model.token_loss = lambda *given: logprobs(*given)[0].sum()
     found = observe(
