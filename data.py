@@ -530,14 +530,19 @@ def open_data(
     seq_len: int,
     tokenizer: TextSource = NEW_TOKENIZER,
     Chats: type | None = None,
+    vocab_size: int | None = None,
 ) -> TokenData:
     """The data of --data; text is tokenized first. Raises ValueError with one line for every
     mistake of a user.
 
     tokenizer: for text without --tokenizer; without a folder: train one on the text. Chats: class for
     conversations, sft.chat_data.ChatData;
-    None: refuse conversations. Needs no process group: ranks that call together wait until one rank
+    None: refuse conversations. vocab_size: of the model, so that a tokenizer with more ids is refused
+    before any text is read. Needs no process group: ranks that call together wait until one rank
     has filled the cache."""
+    named = cfg.tokenizer or tokenizer.folder
+    if vocab_size is not None and named and reads_text(cfg):
+        check_vocabulary(find_tokenizer(named)[2], vocab_size)
     data = open_parts(cfg, "--data", cfg.data, seq_len, tokenizer, Chats)
     if cfg.val_data:
         data.validation = open_parts(
@@ -618,6 +623,15 @@ def open_part(
         split = "val"
     data.check(what, part.path, split)
     return data
+
+
+def check_vocabulary(ids: int, vocab_size: int) -> None:
+    """Raises ValueError for a tokenizer with more ids than the model."""
+    if ids > vocab_size:
+        raise ValueError(
+            f"the tokenizer has {ids} ids, the model {vocab_size}; use --model_args "
+            f"vocab_size={ids}"
+        )
 
 
 def check_tokenizer_of(folder: Path, tokenizer: str) -> None:

@@ -201,7 +201,7 @@ def main(cfg: Config):
         cfg.data, cfg.tokenizer, cfg.out, cfg.init_from, cfg.load_step, cfg.exclude_from_loading
     )
     # finetune: conversations too, of which only the answers have a loss
-    data = open_data(cfg, cfg.seq_len, tokenizer, ChatData)
+    data = open_data(cfg, cfg.seq_len, tokenizer, ChatData, model_config.vocab_size)
     # lock --out; refuse if the run cannot go on, --init_from is unreadable or --export_hf
     # unwritable; print changed flags
     # finetune: adapters are a part of what a run is

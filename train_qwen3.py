@@ -182,7 +182,7 @@ def main(cfg: Config):
     tokenizer = source_tokenizer(
         cfg.data, cfg.tokenizer, cfg.out, cfg.init_from, cfg.load_step, cfg.exclude_from_loading
     )
-    data = open_data(cfg, cfg.seq_len, tokenizer)
+    data = open_data(cfg, cfg.seq_len, tokenizer, vocab_size=model_config.vocab_size)
     # lock --out; refuse if the run cannot go on, --init_from is unreadable or --export_hf
     # unwritable; print changed flags
     identity = claim_run(cfg, Qwen3, model_config, data, lr_at)

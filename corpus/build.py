@@ -44,6 +44,7 @@ from flags.config import own_rank
 from flags.files import sha256_file, write_file
 
 VAL_PART = 20  # one document in 20 is for validation, or the last 20th of a file with few documents
+FEW_FILES = 64  # of more files, the small ones share shards: see share_shards
 MANY_DOCUMENTS = 100  # a .jsonl with at least so many lines is split by hash
 # the most null lines at the beginning of a file, when we look for the kind of its contents
 NULLS_AT_MOST = 1000
@@ -55,7 +56,8 @@ BPE_BYTES = 10_000_000  # bytes of text for a tokenizer of our own
 # Pieces of text files: bytes of text (.txt, .md), or a JSON object per document (a line of a
 # .jsonl, a row of a .parquet)
 class Piece(NamedTuple):
-    """A part of a file: unpacked bytes start..end. Each piece becomes one shard per split."""
+    """A part of a file: unpacked bytes start..end. Each piece, or a group of pieces of small files,
+    becomes one shard per split."""
 
     path: Path
     start: int
@@ -180,6 +182,31 @@ def piece_size(paths: list) -> int:
     """Bytes of a piece: enough pieces for all processes, few enough files for a file system."""
     total = sum(path.stat().st_size for path in paths)
     return min(max(total // 64, 1 << 20), 512 << 20)
+
+
+def share_shards(pieces: list[Piece], size: int) -> list[list[Piece]]:
+    """The pieces of each shard. Of few files each piece has its own shard; of many files, those
+    smaller than `size` bytes share a shard of about that size, because each shard costs files and
+    waits for the disk. The order of the pieces, and so of the tokens, stays."""
+    if len({piece.path for piece in pieces}) <= FEW_FILES:
+        return [[piece] for piece in pieces]
+    groups = []
+    room = 0  # bytes that the last group still takes
+    path = None  # of the piece before
+    for piece in pieces:
+        if piece.path != path:
+            path = piece.path
+            n_bytes = path.stat().st_size
+            begins = n_bytes > room
+            room -= n_bytes
+            if begins:
+                room = size - n_bytes
+        else:
+            begins = n_bytes >= size  # each piece of a large file has its own shard
+        if begins:
+            groups.append([])
+        groups[-1].append(piece)
+    return groups
 
 
 def cut_file(path: Path, eot_text: str, text_column: str, chunk: int) -> list:
@@ -497,27 +524,22 @@ def train_tokenizer(
     return tokenizer.get_vocab_size()
 
 
-def tokenize_piece(
-    piece: Piece, number: int, folder: Path, tokenizer: tuple, source: dict, skip_bad: int
+def tokenize_group(
+    pieces: list[Piece], number: int, folder: Path, tokenizer: tuple, source: dict, skip_bad: int
 ) -> dict:
-    """Writes the shards of a piece, then a note, piece-00000.json. Returns the note, {"entries":
-    {split: entry of index.json}, "skipped": errors of bad conversations, "nulls": lines without a
-    text, "lost": Spelling.counted()}; the last two only where there are some. Of a fitting note with
-    intact shards nothing is written again."""
+    """Writes the shards of a group of pieces, then a note, piece-00000.json. Returns the note,
+    {"entries": {split: entry of index.json}, "skipped": errors of bad conversations, "nulls": lines
+    without a text, "lost": Spelling.counted()}; the last two only where there are some. Of a fitting
+    note with intact shards nothing is written again."""
     tokenizer_file, eot, vocab_size = tokenizer
-    text = piece.path.stat()
     note = folder / f"piece-{number:05d}.json"
     dtype = token_dtype(vocab_size)
     chat = source.get("chat_template")
-    made_from = cache_name(
-        piece,
-        text.st_size,
-        text.st_mtime_ns,
-        source["tokenizer"],
-        eot,
-        chat,
-        *spelling_rules(tokenizer_file),
-    )
+    about = []
+    for piece in pieces:
+        text = piece.path.stat()
+        about += [piece, text.st_size, text.st_mtime_ns]
+    made_from = cache_name(*about, source["tokenizer"], eot, chat, *spelling_rules(tokenizer_file))
     if source.get("begin"):
         made_from = cache_name(made_from, source["begin"])
     # no note, or a damaged one
@@ -527,16 +549,15 @@ def tokenize_piece(
         if known["made_from"] == made_from and not is_damaged:
             return known
 
-    splits = (piece.split,)
-    if piece.split == "hash":
-        splits = ("train", "val")
+    kinds = {piece.split for piece in pieces}
+    splits = [split for split in ("train", "val") if kinds & {split, "hash"}]
     tokens = {split: [np.empty(0, dtype)] for split in splits}
     bits = {split: [np.empty(0, np.uint8)] for split in splits}
     documents = dict.fromkeys(splits, 0)
     findings = Findings(tokenizer_file, bool(skip_bad))
-    for split, ids, mask, closed in tokenize_documents(
-        piece, tokenizer_file, eot, findings, source.get("begin", ())
-    ):
+    begin = source.get("begin", ())
+    found = (tokenize_documents(piece, tokenizer_file, eot, findings, begin) for piece in pieces)
+    for split, ids, mask, closed in chain.from_iterable(found):
         tokens[split].append(np.array(ids, dtype))
         documents[split] += closed
         if chat:
@@ -576,8 +597,8 @@ def build_shards(
     tokenizer: from find_tokenizer(). workers: processes; 1 = here, with the threads of the
     `tokenizers` library.
     skip_bad: leave out at most so many bad conversations; skipped.txt lists them. share (i, n):
-    make every n-th piece from
-    number i on, and no index.json; a call for all pieces keeps the pieces of the shares. begin: ids
+    make every n-th group of pieces from
+    number i on, and no index.json; a call for all groups keeps those of the shares. begin: ids
     before each document of text. max_lost: per cent of the characters that the tokenizer may fail
     to spell; accept: the command that takes --max_lost, "" if it is the user's. Raises ValueError."""
     tokenizer_file, eot, vocab_size = tokenizer
@@ -600,9 +621,10 @@ def build_shards(
     for name, content in files.items():
         write_file(folder / name, content)
     job = partial(
-        tokenize_piece, folder=folder, tokenizer=tokenizer, source=source, skip_bad=skip_bad
+        tokenize_group, folder=folder, tokenizer=tokenizer, source=source, skip_bad=skip_bad
     )
-    notes = tokenize_pieces(job, pieces, range(len(pieces))[share[0] :: share[1]], workers)
+    groups = share_shards(pieces, piece_size(paths))
+    notes = tokenize_groups(job, groups, range(len(groups))[share[0] :: share[1]], workers)
     nulls = sum(note.get("nulls", 0) for note in notes)
     if nulls:
         say(f"{nulls:,} lines or rows have null for a text and are left out")
@@ -665,8 +687,8 @@ def source_of(
     return source
 
 
-def tokenize_pieces(job, pieces: list, numbers: range, workers: int) -> list[dict]:
-    """The notes of the pieces in `numbers`, on several processes. job: tokenize_piece."""
+def tokenize_groups(job, groups: list, numbers: range, workers: int) -> list[dict]:
+    """The notes of the groups in `numbers`, on several processes. job: tokenize_group."""
     workers = min(workers, len(numbers))
     notes = []
     with contextlib.ExitStack() as stack:
@@ -675,7 +697,7 @@ def tokenize_pieces(job, pieces: list, numbers: range, workers: int) -> list[dic
             os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread in each process
             spawn = multiprocessing.get_context("spawn")
             do = stack.enter_context(ProcessPoolExecutor(workers, spawn)).map
-        for note in do(job, [pieces[i] for i in numbers], numbers):
+        for note in do(job, [groups[i] for i in numbers], numbers):
             notes.append(note)
             if sys.stderr.isatty() and own_rank() == 0:
                 end = ""

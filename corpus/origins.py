@@ -1,11 +1,14 @@
 """From a place in the stream of tokens back to the text: file, document, and line.
 
-No place was recorded. A shard comes from one piece of a file, and the documents of a shard stand in
-the order of the file, so the file is cut into pieces again, and lines are counted again.
+No place was recorded. A shard comes from one piece of a file, or from some small files, and the
+documents of a shard stand in their order, so the files are cut into pieces again, and documents and
+lines are counted again.
 """
 
+import bisect
 import json
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +21,9 @@ from corpus.build import (
     is_null,
     is_null_line,
     json_lines,
+    piece_size,
+    read_documents,
+    share_shards,
     split_of,
     text_of,
 )
@@ -125,20 +131,33 @@ def find_origin(data, span: Span, files: list[Path] | None) -> Origin:
         names = [name for name, _ in read_index(data.folder)["source"]["inputs"]]
         return Origin(brief(names), f"({in_shard})")
     tokenizer = load_tokenizer(Path(data.tokenizer_file))
-    pieces = pieces_of_files(tuple(files), token_text(tokenizer, data.eot))
+    eot_text = token_text(tokenizer, data.eot)
+    groups = groups_of_files(tuple(files), eot_text)
     number = int(entry["name"].removeprefix("train-").removesuffix(".npy"))
-    if number >= len(pieces):
+    if number >= len(groups):
         return Origin("", f"({in_shard})")
-    piece = pieces[number]
+    counts = [entry["documents"]]
+    if len(groups[number]) > 1:
+        counts = [count_training(piece, eot_text) for piece in groups[number]]
+        if sum(counts) != entry["documents"]:
+            return Origin("", f"({in_shard}; the files have other documents today)")
+    firsts = [0, *accumulate(counts)]  # the documents of the shard before each piece
+    # the last piece that begins at the document, or before: a piece may have no document
+    place = bisect.bisect_right(firsts, span.document, hi=len(counts)) - 1
+    piece = groups[number][place]
+    first = firsts[place]
     if format_of(piece.path) == ".txt":
-        shard = np.load(data.folder / entry["name"], mmap_mode="r")[: span.place]
+        begin = 0
+        if first:
+            begin = ends_of_documents(data, span.shard)[first - 1] + 1
+        shard = np.load(data.folder / entry["name"], mmap_mode="r")[begin : span.place]
         # in a shard of text the tokens are the text, so its lines can be counted in the tokens
         lines = tokenizer.decode(shard[shard != data.eot].tolist()).count("\n")
         return Origin(str(piece.path), f"line {lines_before(piece) + lines + 1}")
     documents = training_lines(piece)
-    if len(documents) != entry["documents"]:
+    if len(documents) != counts[place]:
         return Origin(str(piece.path), f"({in_shard}; the file has other documents today)")
-    line, key = documents[span.document]
+    line, key = documents[span.document - first]
     if key:  # a file of the built-in corpus
         return Origin(key, "")
     kind = "row" if piece.path.suffix == ".parquet" else "line"
@@ -146,8 +165,17 @@ def find_origin(data, span: Span, files: list[Path] | None) -> Origin:
 
 
 @lru_cache(8)
-def pieces_of_files(files: tuple, eot_text: str) -> list[Piece]:
-    return cut_into_pieces([*files], eot_text)
+def groups_of_files(files: tuple, eot_text: str) -> list[list[Piece]]:
+    return share_shards(cut_into_pieces([*files], eot_text), piece_size([*files]))
+
+
+@lru_cache(4096)
+def count_training(piece: Piece, eot_text: str) -> int:
+    """The training documents of a piece, as its shard counts them."""
+    if format_of(piece.path) != ".txt":
+        return len(training_lines(piece))
+    found = read_documents(piece, eot_text)
+    return sum(closed for split, _, closed in found if split == "train")
 
 
 @lru_cache(256)

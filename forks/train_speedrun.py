@@ -179,7 +179,7 @@ def main(cfg: Config):
     tokenizer = source_tokenizer(
         cfg.data, cfg.tokenizer, cfg.out, cfg.init_from, cfg.load_step, cfg.exclude_from_loading
     )
-    data = open_data(cfg, cfg.seq_len, tokenizer)
+    data = open_data(cfg, cfg.seq_len, tokenizer, vocab_size=model_config.vocab_size)
     # speedrun: always the same text, however short the sequences of the training are
     data.validation = open_data(cfg, cfg.val_seq_len, tokenizer).validation
     # lock --out; refuse if the run cannot go on, --init_from is unreadable or --export_hf

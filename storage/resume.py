@@ -11,6 +11,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, replace
 
+from data import check_vocabulary
 from flags.config import FROM_FILE, own_rank
 from flags.files import check_local, read_json, step_folders
 from storage.newest import ABOUT, is_hf_folder, newest_readable, resume_source
@@ -26,11 +27,7 @@ def claim_run(cfg, Model, model_config, data, lr_at=None, lora: dict | None = No
     result of open_data. lr_at: the recipe's, to show how changed flags move the learning rate.
     lora: identity of a LoRA run's adapters.
     """
-    if (ids := data.vocab_size) > model_config.vocab_size:
-        raise ValueError(
-            f"the tokenizer has {ids} ids, the model {model_config.vocab_size}; use --model_args "
-            f"vocab_size={ids}"
-        )
+    check_vocabulary(data.vocab_size, model_config.vocab_size)
     if cfg.val_every and not data.n_val_samples:
         raise ValueError(f"--data {cfg.data} has no validation text; use --val_every 0")
     # without _sr, because both kinds of AdamW load each other's moments

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_iter, tree_leaves
+from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "recv")
@@ -34,7 +34,16 @@ FLOPS = {  # of operations that torch's flop_registry lacks, called as its funct
 
 def tensors_in(tree) -> list[torch.Tensor]:
     """The tensors in arguments or results: a tensor, or a tuple, list or dict with tensors."""
-    return [value for value in tree_leaves(tree) if isinstance(value, torch.Tensor)]
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, tuple | list):
+        return []
+    found = []
+    for value in tree:
+        found += tensors_in(value)
+    return found
 
 
 def unwatched(function):
@@ -110,11 +119,18 @@ class Watch(TorchDispatchMode):
             # again
             return NotImplemented
         kwargs = kwargs or {}
+        # Every second call is a question of autograd's, on which device a tensor is: no operation
+        if func is torch.ops.prim.device.default:
+            return self.device_of(args[0])
         out = self.run(func, *args, **kwargs)
-        known = {t.untyped_storage()._cdata for t in tensors_in((args, kwargs))}
+        known = None  # storages of the arguments; most results are views of storages in self.sizes
         for storage in [t.untyped_storage() for t in tensors_in(out)]:
             key = storage._cdata
-            if key not in known and key not in self.sizes:
+            if key in self.sizes:
+                continue
+            if known is None:
+                known = {t.untyped_storage()._cdata for t in tensors_in((args, kwargs))}
+            if key not in known:
                 self.change(key, storage.nbytes())
                 weakref.finalize(storage, self.change, key, None)
         count = FLOPS.get(func._opname) or flop_registry.get(func._overloadpacket)
@@ -158,6 +174,9 @@ class Watch(TorchDispatchMode):
 
     def run(self, func, *args, **kwargs):
         return func(*args, **kwargs)
+
+    def device_of(self, tensor) -> torch.device:
+        return torch.ops.prim.device.default(tensor)
 
     def change(self, key, size):
         """Note a storage's new size in bytes; None: the storage was freed."""

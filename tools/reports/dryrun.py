@@ -20,6 +20,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining import stage as stage_module
@@ -80,6 +81,11 @@ class DryWatch(Watch):
             return x.new_empty(len(experts), x.shape[0], w.shape[1])
         return func(*args, **kwargs)
 
+    def device_of(self, tensor) -> torch.device:
+        if isinstance(tensor, FakeTensor):
+            return tensor.fake_device  # the same answer without a further dispatch
+        return super().device_of(tensor)
+
 
 # ------------------------------------------------------ building the recipe's model without devices
 def build(main, cfg, connect, **stand_ins):
@@ -115,7 +121,7 @@ def build(main, cfg, connect, **stand_ins):
         ),
         do_nothing,
     )
-    stand_ins |= dict(open_data=lambda *args: data, connect=connect, make_mesh=make_mesh)
+    stand_ins |= dict(open_data=lambda *args, **kwargs: data, connect=connect, make_mesh=make_mesh)
     in_parallel = {name: value for name, value in stand_ins.items() if hasattr(parallel, name)}
     with mock.patch.multiple(parallel, **in_parallel):
         _, made = stop_main(
@@ -260,13 +266,18 @@ def optimizer_state(optimizers) -> int:
     return total
 
 
-def gathered_bytes(stage, own: list) -> int:
+@torch.no_grad()
+def storages_of(parameters) -> dict:
+    """{key of a storage: its bytes} of this rank's parts."""
+    storages = [local_tensor(p).untyped_storage() for p in parameters]
+    return {s._cdata: s.nbytes() for s in storages}
+
+
+def gathered_bytes(stage, own: dict) -> int:
     """Bytes of gathered or cast weights at the moment: storages of the stage's parameters other
     than those of `own`, the parameters between steps. A cast to a parameter's own dtype shares the
     parameter's storage."""
-    known = {local_tensor(p).untyped_storage()._cdata for p in own}
-    storages = [local_tensor(p).untyped_storage() for p in stage.parameters()]
-    return sum({s._cdata: s.nbytes() for s in storages if s._cdata not in known}.values())
+    return sum(size for key, size in storages_of(stage.parameters()).items() if key not in own)
 
 
 @contextmanager
@@ -280,7 +291,7 @@ def stages_followed(stages, layout, watch: Watch, out: Counter):
     under_way = Counter()
     peaks = []
     place = {s.index: i for i, s in enumerate(stages)}
-    own = [p for stage in stages for p in stage.parameters()]
+    own = storages_of(p for stage in stages for p in stage.parameters())
 
     def mark():
         peaks.append((watch.take_peak(), dict(under_way)))
