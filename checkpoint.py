@@ -4,7 +4,7 @@
     python checkpoint.py verify runs/llama3                       # reads all bytes; exit status 0: every file is undamaged
     python checkpoint.py diff STEP_FOLDER STEP_FOLDER             # number of different tensors, with the largest differences
     python checkpoint.py average runs/llama3 OUT --last 2         # the mean of the weights of the newest steps, to sample from
-    python checkpoint.py to_hf runs/llama3 OUT --dtype bfloat16   # a run's newest checkpoint in Hugging Face's format
+    python checkpoint.py to_hf runs/llama3 OUT                    # a run's newest checkpoint in Hugging Face's format
     python checkpoint.py to_hf runs/lora OUT --adapter            # the adapters of a run with --lora_rank, in peft's format
     python checkpoint.py from_hf HUGGING_FACE_FOLDER runs/theirs  # and back
 
@@ -34,6 +34,7 @@ storage/resume.py checks an earlier run in --out at a start.
 import flags.interrupt  # noqa: F401  Ctrl-C ends in one line, from here on
 
 import sys
+import uuid
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -45,7 +46,7 @@ from torch import nn
 from corpus.tokenizer import tokenizer_and_beside
 from distributed.agree import Failed, fail_together, gather, new_gloo_group, on_rank_0, rank_in
 from flags.config import Need, flag, own_rank
-from flags.files import json_bytes, matches, step_folders
+from flags.files import json_bytes, matches, read_json, step_folders
 from storage.newest import resume_source, saved_state
 from storage.optimizer_numbers import OptimizerNumbers, find_copies, merge_numbers, sum_copies
 from storage.provenance import check_machines, code_roots, git_commit, local_code, summarize_code
@@ -86,7 +87,7 @@ class CheckpointConfig:
     # the last checkpoint has only weights: smaller, cannot be continued
     last_save_model_only: bool = flag(False, SAVING, EVER)
     export_hf: str = ""  # new folder for the final weights in Hugging Face's format
-    # of the export; checkpoints never round
+    # of the export, as of checkpoint.py to_hf; float32 rounds nothing
     export_dtype: Literal["float32", "bfloat16", "float16"] = flag("float32", EXPORT)
 
 
@@ -163,6 +164,9 @@ class Checkpoints:
         if self.code:
             git = git_commit(code_roots()[0], [*self.code])
         self.made_from = summarize_code(git, self.code)  # for config.json
+        # of the run, from its step 0 on: a step folder of another run must not be continued in silence
+        self.id = run_id(out) or uuid.uuid4().hex[:12]
+        self.made_from["id"] = self.id
         beside = self.read_tokenizer(learnt)
         beside |= {"config.json": json_bytes(config), "recipe.py": source.encode()}
         if self.code:
@@ -262,7 +266,9 @@ class Checkpoints:
         names what a checkpoint does not hold."""
         if self.begins:  # a run from a folder begins texts as the folder does
             state = state | {"bos": True}
-        about = dict(step=step, model_only=model_only, identity=self.identity, state=state)
+        about = dict(
+            step=step, model_only=model_only, identity=self.identity, state=state, run=self.id
+        )
         own = fail_together(lambda: self.own_numbers(model_only), self.group)
         about |= on_rank_0(merge_numbers, self.group, value=own)
         names = self.unsaved.names()
@@ -368,7 +374,24 @@ class Checkpoints:
         if not start.everything or differ:
             return None
         self.loaded = folder
+        if start.folder == self.out:
+            on_rank_0(lambda: self.keep_id(folder), self.group)
         return on_rank_0(lambda: saved_state(folder), self.group)
+
+    def keep_id(self, folder: str) -> None:
+        """The id of the run that is continued; a line if the step folder has another id than the
+        run folder. Checkpoints of before 0.11 have no id."""
+        there = read_json(folder, "state.json").get("run")
+        here = run_id(self.out)
+        if there and here and there != here:
+            self.say(
+                f"{folder} is of ANOTHER RUN, {there}, and {self.out} of the run {here}: the curve "
+                f"of {self.out}/metrics.jsonl joins the two; if nobody put the step there on "
+                "purpose, remove it and start again"
+            )
+        if there and not here:
+            self.id = there
+            self.made_from["id"] = there
 
     def excluded(self) -> list[str]:
         """Names of --exclude_from_loading, as fqns and patterns."""
@@ -389,6 +412,16 @@ class Checkpoints:
     def say(self, text):
         if self.rank == 0:
             print(f"checkpoint: {text}", flush=True)
+
+
+def run_id(out: str) -> str:
+    """The id of the run whose checkpoints are in a run folder; "" for a new run."""
+    if not step_folders(out):
+        return ""
+    try:
+        return str(read_json(out, "config.json")["_run"]["id"])
+    except (OSError, ValueError, KeyError, TypeError):  # a run of before 0.11, or no config.json
+        return ""
 
 
 def __getattr__(name: str):

@@ -50,9 +50,9 @@ from distributed.launch import LaunchConfig, connect, set_timeouts
 from distributed.layout import ExpertConfig, Layout, ParallelConfig, mtp_depth_of
 from distributed.pipeline import PipelineConfig, pipeline_stages
 from distributed.refusals import check_layout, refuse, runs_on_cuda
-from flags.config import Need, check_range, flag, given_flags, no_effect, spell_flag
+from flags.config import Need, check_range, flag, given_flags, no_effect, own_rank, spell_flag
 from flags.escapes import unescape
-from flags.files import check_local, read_json, write_file
+from flags.files import check_local, check_writable, read_json, write_file
 from models.loss import IGNORE, no_reduce, token_logprobs
 from parallel import make_mesh
 from rl.answers import KINDS as RIGHT
@@ -583,6 +583,8 @@ def main(cfg: Config):
     asked = flags_of_group(cfg, TaskConfig)
     longest = longest_forward(cfg, kind, model_config, folder)
     check_task_flags(cfg, model_config, asked, kind, longest)
+    if cfg.out and own_rank() == 0:
+        check_writable(cfg.out, "--out")
     flags = layout_flags(cfg)
     layout = layout_of(flags, model_config, longest, cfg.local_batch_size)
 
@@ -633,10 +635,16 @@ def main(cfg: Config):
             seconds=round(time.time() - began, 1),
         )
         counted += f", {summary['seconds']} s"
+        print(f"{in_words(report.metrics)}   ({counted})", flush=True)
         if cfg.out:
-            write_results(cfg.out, report.items, summary)
-            counted += f", {cfg.out}"
-        print(f"{in_words(report.metrics)}   ({counted})")
+            try:
+                write_results(cfg.out, report.items, summary)
+            except OSError as error:
+                raise ValueError(
+                    f"--out {cfg.out} could not be written: {error.strerror}; the results above "
+                    "are all that is left"
+                ) from None
+            print(f"--out {cfg.out}: {len(report.items):,} lines and the summary")
 
 
 def write_results(path: str, items: list[dict], summary: dict) -> None:

@@ -91,16 +91,16 @@ def json_lines(piece: Piece) -> Generator[bytes, None, None]:
         first, *others = chunk.split(b"\n")
         parts.append(first)
         size += len(first)
-        check_line(piece.path, size)
+        check_line_length(piece.path, size)
         for line in others:
             yield b"".join(parts)
             parts = [line]
             size = len(line)
-            check_line(piece.path, size)
+            check_line_length(piece.path, size)
     yield b"".join(parts)
 
 
-def check_line(path: Path, size: int) -> None:
+def check_line_length(path: Path, size: int) -> None:
     """Raises ValueError for a line that would fill the memory."""
     if size > LINE_LIMIT:
         raise ValueError(
@@ -113,7 +113,7 @@ def plain_lines(path: Path) -> Generator[bytes, None, None]:
     """Yields the lines of a file that is not packed."""
     with open(path, "rb") as file:
         while line := file.readline(LINE_LIMIT + 1):
-            check_line(path, len(line))
+            check_line_length(path, len(line))
             yield line
 
 
@@ -265,7 +265,7 @@ def cut_bytes(
             found = between.search(text, start + chunk, end)
             if found:
                 stop = found.end()
-            check_line(path, stop - start - chunk)
+            check_line_length(path, stop - start - chunk)
             pieces.append(Piece(path, start, stop, split, is_jsonl or stop == end, text_column))
             start = stop
     return pieces

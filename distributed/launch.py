@@ -270,7 +270,7 @@ def host_of(rank: int) -> str:
     return dist.distributed_c10d._get_default_store().get(f"host {rank}").decode()
 
 
-def has_died(rank: int) -> bool:
+def is_gone(rank: int) -> bool:
     """Whether the process of a rank of this machine has ended."""
     pid = int(dist.distributed_c10d._get_default_store().get(f"process {rank}"))
     if host_of(rank) != socket.gethostname():

@@ -7,6 +7,7 @@ import os
 import re
 import socket
 from collections.abc import Iterable
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,21 @@ def write_file(path: str | Path, content: bytes | memoryview | Iterable[bytes]) 
         raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def check_writable(path: str, flag: str) -> None:
+    """Raises ValueError if no file can be written at `path`, in a folder that exists. Asked before a
+    long computation whose result goes there."""
+    probe = Path(f"{path}.tmp-{socket.gethostname()}-{os.getpid()}")
+    try:
+        probe.write_bytes(b"x" * 4096)  # a full disk still has room for a name
+        probe.unlink()
+    except OSError as error:
+        with suppress(OSError):
+            probe.unlink()
+        raise ValueError(
+            f"{flag} {path} cannot be written: {error.strerror}; give a file in another folder"
+        ) from None
 
 
 def publish(temporary: str, folder: str) -> None:

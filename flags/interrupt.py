@@ -14,7 +14,7 @@ def handle(number, frame) -> None:
     raise KeyboardInterrupt
 
 
-def show(kind, error, trace) -> None:
+def show_error(kind, error, trace) -> None:
     """In place of sys.excepthook, which Python calls with an exception that nobody has caught."""
     if not pressed:
         sys.__excepthook__(kind, error, trace)
@@ -30,4 +30,4 @@ is_main = threading.current_thread() is threading.main_thread()  # others may no
 # a program that is started to ignore Ctrl-C goes on ignoring it
 if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, handle)
-    sys.excepthook = show
+    sys.excepthook = show_error

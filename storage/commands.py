@@ -72,7 +72,7 @@ def verify_command(folder: str) -> int:
 
 
 def to_hf(
-    folder: str, out: str, dtype: str = "bfloat16", max_shard_gb: float = 5.0, adapter: bool = False
+    folder: str, out: str, dtype: str = "float32", max_shard_gb: float = 5.0, adapter: bool = False
 ) -> None:
     """Exports a step folder, or a run folder's newest good checkpoint, with two files in memory at
     a time. A LoRA run is merged in memory with the base weights; adapter: export only the adapters.
@@ -376,8 +376,8 @@ def main(argv: list[str], about: str | None = None) -> int:
     command.add_argument(
         "--dtype",
         choices=[str(d)[6:] for d in HF_DTYPES],
-        default="bfloat16",
-        help="of the weights",
+        default="float32",
+        help="of the weights; checkpoints are in float32, and so is --export_hf of a run",
     )
     command.add_argument(
         "--adapter", action="store_true", help="of a LoRA run: its adapters alone, in peft's format"

@@ -121,6 +121,7 @@ def cut_into_files(entries: list[HFEntry], max_bytes: float) -> list[list[HFEntr
 def write_safetensors(path: str, entries: list[HFEntry], tensors: dict[str, Tensor]) -> None:
     """Writes a file of these entries. tensors: {fqn: whole tensor, or stack of experts}, in CPU
     memory."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     found = {}
@@ -132,7 +133,10 @@ def write_safetensors(path: str, entries: list[HFEntry], tensors: dict[str, Tens
         if e.dtype == torch.float16 and not tensor.isfinite().all():
             raise ValueError(f"{e.fqn} has numbers beyond float16's 65504; export it as bfloat16")
     # older versions of transformers refuse files without metadata
-    save_file(found, path, {"format": "pt"})
+    try:
+        save_file(found, path, {"format": "pt"})
+    except SafetensorError as error:  # says neither the file nor that this is no fault of ours
+        raise OSError(f"{path} could not be written: {error}") from None
     fsync(path)
 
 
@@ -205,9 +209,10 @@ def write_hf(
             shutil.rmtree(temporary, ignore_errors=True)  # leftovers of a failure
     if rank == 0 and not quiet:
         seconds = time.perf_counter() - began
+        of_weights = {str(dtype).removeprefix("torch.") for _, dtype in kinds.values()}
         print(
-            f"checkpoint: exported {folder} ({len(files)} files, {size / 1e6:.1f} MB in "
-            f"{seconds:.2f} s)",
+            f"checkpoint: exported {folder} in {' and '.join(sorted(of_weights))} ({len(files)} "
+            f"files, {size / 1e6:.1f} MB in {seconds:.2f} s)",
             flush=True,
         )
 

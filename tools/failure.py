@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from distributed.agree import brief
-from distributed.launch import has_died, host_of, name_rank
+from distributed.launch import is_gone, host_of, name_rank
 from distributed.layout import pattern_of
 from distributed.tp_check import STYLES
 from flags.config import own_rank, usage_error
@@ -67,7 +67,7 @@ def dead_ranks() -> list[int]:
         for _ in range(20):  # a process first loses its connections, and has ended a moment later
             dead = []
             for rank in range(dist.get_world_size()):
-                if has_died(rank) and not store.check([f"failed {rank}"]):
+                if is_gone(rank) and not store.check([f"failed {rank}"]):
                     dead.append(rank)
             if dead:
                 return dead

@@ -492,8 +492,6 @@ def test_a_signal_finishes_the_step_and_saves(
     assert f"{said}: stopped after step {job.last_step()}" in job.text()
     if rank is None:  # rank 0 has answered at once
         assert job.text().count(f"{said}: the run ends after ") == 1
-    # there may be little time
-    assert job.text().rindex("checkpoint: saved") < job.text().rindex("val_loss")
     assert (
         os.listdir(job.out / "checkpoints")
         == [f"step-{all_good(job.out)}"]
@@ -501,19 +499,23 @@ def test_a_signal_finishes_the_step_and_saves(
     )
 
 
-@pytest.mark.parametrize("saving", [True, False])
-def test_a_signal_during_a_save_or_a_validation(tmp_path, start, saving):
-    """No other step is trained, and none is saved twice."""
+@pytest.mark.parametrize(
+    "before, saving", [("stopping = stop", 2), ("if validating:", 2), ("if validating:", 1000)]
+)
+def test_a_signal_in_a_step_a_save_or_a_validation(tmp_path, start, before, saving):
+    """No other step is trained, and none is saved twice. After a signal in a step there may be little
+    time, so the save comes before the validation."""
     script = fork(tmp_path, "")
-    come = "        if step == 4:\n            os.kill(os.getpid(), 2)\n        if validating:"
-    script.write_text(script.read_text().replace("        if validating:", come, 1))
-    every = 2 if saving else 1000
-    flags = ["--checkpoint_every", every, "--val_every", 2, "--val_batches", 1]
+    come = f"        if step == 4:\n            os.kill(os.getpid(), 2)\n        {before}"
+    script.write_text(script.read_text().replace(f"        {before}", come, 1))
+    flags = ["--checkpoint_every", saving, "--val_every", 2, "--val_batches", 1]
     job = start(tmp_path / "run", 1, *flags, script=script)
-    assert job.end() == 75
+    assert job.end() == 75, job.text()
     assert "SIGINT: stopped after step 4" in job.text()
     assert job.text().count("step-4 ") == 1
     assert all_good(job.out) == 4
+    saved_first = job.text().rindex("checkpoint: saved") < job.text().rindex("val_loss")
+    assert saved_first == (saving == 2)
 
 
 @pytest.mark.slow

@@ -92,7 +92,6 @@ def plot(cfg, report) -> None:
         title = f"{order}, pp {layout.pp}, {report.n} micro-batches: bubble {bubble(times):.1%}"
         print(title)
         pictures["pipeline.svg"] = draw_schedule(times, title)
-    Path(cfg.out).mkdir(parents=True, exist_ok=True)
     for name, drawn in pictures.items():
         Path(cfg.out, name).write_text(drawn)
         print(Path(cfg.out, name))

@@ -15,6 +15,7 @@ from typing import Literal
 from distributed.layout import AXES
 from distributed.refusals import refuse
 from flags.config import Need, default_of, flag, no_effect, own_rank, parse_config, say_flags
+from flags.files import check_writable
 from tools.study.report import draw_curves
 from training.metrics import MetricsConfig, points_of, read_lines
 
@@ -136,10 +137,11 @@ def train(main, cfg, options: PlotConfig) -> int:
     say_flags(cfg)
     status = main(cfg) or 0
     if options.plot and own_rank() == 0:
-        print(
-            draw_curves(panels_of(read_lines(f"{cfg.out}/metrics.jsonl")), f"{cfg.out}/loss.png"),
-            flush=True,
-        )
+        try:
+            panels = panels_of(read_lines(f"{cfg.out}/metrics.jsonl"))
+            print(draw_curves(panels, f"{cfg.out}/loss.png"), flush=True)
+        except OSError as error:  # the training is done, and must not look as if it had failed
+            print(f"--plot: no {cfg.out}/loss.png: {error.strerror}", flush=True)
     return status
 
 
@@ -285,6 +287,15 @@ def replay_alone(main, Config, WithReports, options: ReportConfig, argv) -> int:
     return replay_step(main, Config, WithReports, options, argv)
 
 
+def make_folder(out: str) -> None:
+    """The folder of the pictures of --plot, before they are computed. Raises ValueError."""
+    try:
+        os.makedirs(out, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out {out} cannot be made: {error.strerror}") from None
+    check_writable(os.path.join(out, "mesh.svg"), "--plot:")
+
+
 def report_layout(main, cfg, options: ReportConfig) -> int:
     """--dry_run, --explain and --plot of a recipe; returns the exit status."""
     from tools.reports.best_layouts import print_best
@@ -297,6 +308,10 @@ def report_layout(main, cfg, options: ReportConfig) -> int:
         raise ValueError(
             f"--float8 {cfg.float8} is not in the dry run, which would count bf16; leave it out"
         )
+    if options.html:
+        check_writable(options.html, "--html")
+    if options.plot:
+        make_folder(cfg.out)
     if options.best:
         return print_best(main, cfg, options.best, options.machine)
     if options.dry_run or options.plot or options.html:

@@ -228,5 +228,9 @@ def make_page(cfg, report, counted, command: str) -> str:
 
 
 def write_page(path: str, cfg, report, counted, command: str) -> None:
-    Path(path).write_text(make_page(cfg, report, counted, command))
+    page = make_page(cfg, report, counted, command)
+    try:
+        Path(path).write_text(page)
+    except OSError as error:
+        raise ValueError(f"--html {path} could not be written: {error.strerror}") from None
     print(f"\n{path}: what every rank holds, what travels, and the schedule; open it in a browser")
