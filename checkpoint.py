@@ -33,6 +33,7 @@ storage/resume.py checks an earlier run in --out at a start.
 
 import flags.interrupt  # noqa: F401  Ctrl-C ends in one line, from here on
 
+import os
 import sys
 import uuid
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ from torch import nn
 
 from corpus.tokenizer import tokenizer_and_beside
 from distributed.agree import Failed, fail_together, gather, new_gloo_group, on_rank_0, rank_in
-from flags.config import Need, flag, own_rank
+from flags.config import Need, flag, given_flags, own_rank
 from flags.files import json_bytes, matches, read_json, step_folders
 from storage.newest import resume_source, saved_state
 from storage.optimizer_numbers import OptimizerNumbers, find_copies, merge_numbers, sum_copies
@@ -138,6 +139,12 @@ class Checkpoints:
         """learnt: the ids that end a text in the data; None: the token between documents."""
         self.cfg = cfg
         self.flags = config
+        # for the model card of an export
+        self.made_by = {
+            "recipe": os.path.basename(sys.argv[0]),
+            "data": config.get("data") or config.get("env"),
+            "given": given_flags(cfg),
+        }
         self.out = out
         self.modules = modules
         self.identity = identity
@@ -276,7 +283,7 @@ class Checkpoints:
             self.say(text)
         if self.base:
             about["base"] = self.base
-        return about
+        return about | {"made_by": self.made_by}
 
     def own_numbers(self, model_only: bool) -> tuple[dict, dict, list]:
         """What merge_numbers() takes of each rank."""
@@ -292,7 +299,10 @@ class Checkpoints:
         if not export or not self.cfg.export_hf:
             return
         from storage.hf_write import save_hf
+        from storage.model_card import write_card
 
+        about = {"identity": self.identity, "made_by": self.made_by}
+        metrics = os.path.join(self.out, "metrics.jsonl")
         try:
             save_hf(
                 self.modules,
@@ -300,6 +310,7 @@ class Checkpoints:
                 getattr(torch, self.cfg.export_dtype),
                 tokenizer_file=self.tokenizer_file,
                 generation=self.generation,
+                card=write_card(about, self.made_from, metrics, self.cfg.export_dtype),
             )
         except Failed as error:
             raise RuntimeError(f"--export_hf {self.cfg.export_hf}: {error}") from None

@@ -24,6 +24,7 @@ from storage.hf import HF_DTYPES, load_hf_model
 from storage.hf_config import check_same_model, class_of, read_hf_config
 from storage.hf_write import check_export, file_kinds, save_hf, say_lost, write_hf
 from storage.manifest import Damaged, checksums, read_manifest, verify
+from storage.model_card import card_of_step
 from storage.newest import candidates, has_adapters, open_saved
 from storage.peft import export_peft
 from storage.run_tensors import model_tensors
@@ -85,8 +86,10 @@ def to_hf(
     if adapter and not has_adapters(path):
         raise ValueError(f"--adapter: {folder} was trained without --lora_rank; leave it out")
     tokenizer_file = tokenizer_of_step(path)
+    card = card_of_step(path, dtype, adapter)
     if adapter:
         beside = tokenizer_and_beside(tokenizer_file) if tokenizer_file else {}
+        beside["README.md"] = card.encode()
         export_peft(out, path, table, model, beside)
         return
     if has_adapters(path):
@@ -98,6 +101,7 @@ def to_hf(
             max_shard_gb,
             tokenizer_file,
             check=compare_export,
+            card=card,
         )
         return
     kinds = file_kinds(named_tensors(model), model, getattr(torch, dtype))
@@ -116,6 +120,7 @@ def to_hf(
         max_shard_gb,
         tokenizer_file,
         check=compare_export,
+        card=card,
     )
 
 

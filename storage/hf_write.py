@@ -152,11 +152,12 @@ def write_hf(
     quiet: bool = False,
     check=None,
     generation: dict | None = None,
+    card: str = "",
 ) -> None:
     """Writes a Hugging Face folder; every rank of `group` calls. kinds: {fqn: (shape, dtype in the
     file)} of this rank. check: rank 0 calls it with the finished folder, before the folder gets its
     name; what it raises refuses the export. generation: generation_config.json, with the ids of
-    config.json, too; None: from the tokenizer's folder.
+    config.json, too; None: from the tokenizer's folder. card: README.md; "": none.
 
     whole(fqn) gathers a tensor in the file's dtype; all ranks with the fqn call in the same order.
     A rank writes a file in the background while the next tensors are gathered, and so holds at most
@@ -200,7 +201,7 @@ def write_hf(
         written = {title: entries for title, (_, _, entries) in files.items()}
         size = on_rank_0(
             lambda: commit_export(
-                temporary, folder, config, written, tokenizer_file, check, generation
+                temporary, folder, config, written, tokenizer_file, check, generation, card
             ),
             group,
         )
@@ -232,6 +233,7 @@ def commit_export(
     tokenizer_file: str | None,
     check=None,
     generation: dict | None = None,
+    card: str = "",
 ) -> int:
     """Adds the other files, lets check() look, and renames the folder (rank 0). Returns the bytes of
     all tensors."""
@@ -263,6 +265,8 @@ def commit_export(
     if len(entries) > 1:
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         extra["model.safetensors.index.json"] = json_bytes(index)
+    if card:
+        extra["README.md"] = card.encode()
     for name, content in extra.items():
         write_file(Path(temporary, name), content)
     if check is not None:
@@ -320,13 +324,14 @@ def save_hf(
     quiet: bool = False,
     check=None,
     generation: dict | None = None,
+    card: str = "",
 ):
     """Writes a model as a Hugging Face folder for transformers: weights in `dtype`, buffers
     unchanged. If a linear layer has a method merged(), as with LoRA (lora/lora.py), the merged
     matrix is written.
 
     model: plain (call on one rank), or sharded by parallel.py, or the list of this rank's pipeline
-    stages (call on all ranks). check, generation: see write_hf. Raises ValueError, the same on all
+    stages (call on all ranks). check, generation, card: see write_hf. Raises ValueError, the same on all
     ranks, and then leaves `folder` unchanged.
     """
     modules = model if isinstance(model, list) else [model]
@@ -374,6 +379,7 @@ def save_hf(
         quiet,
         check,
         generation,
+        card,
     )
 
 

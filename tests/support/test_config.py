@@ -16,8 +16,9 @@ from typing import ClassVar, Literal, Optional
 import pytest
 from saves import stops
 
+from flags.answers import ANSWERS
 from flags.config import Need, flag, no_effect, parse_config, save_config, usage_error
-from flags.other_names import ELSEWHERE, SENTENCES, suggest_flag
+from flags.other_names import ELSEWHERE, suggest_flag
 from tools.reports.options import ReportConfig
 
 REPO = Path(__file__).parents[2]
@@ -232,21 +233,27 @@ PROGRAMS = ["train_llama3", "train_qwen3", "grpo", "generate"]
 
 
 def test_an_answer_names_a_flag_that_is_there():
-    """Each row has a flag of some program, no name that is a flag itself, and no answer where the
-    program lacks the flag."""
-    programs = [importlib.import_module(name).Config for name in (*PROGRAMS, "finetune")]
-    flags = {
-        field.name for config in (ReportConfig, *programs) for field in dataclasses.fields(config)
-    } | {"config"}
-    sentences = {
-        flag[1]: names for names, text in SENTENCES if (flag := re.search(r"--(\w+)", text))
-    }
-    for ours, names in [*ELSEWHERE.items(), *sentences.items()]:
+    """Each row has a flag of some program, no name that is a flag itself, and names no flag where the
+    program lacks it."""
+    programs = [*PROGRAMS, "train_deepseek", "finetune", "evaluate", "forks.train_dpo"]
+    flags = {"config"}
+    for config in (ReportConfig, *[importlib.import_module(name).Config for name in programs]):
+        flags |= {field.name for field in dataclasses.fields(config)}
+    for ours, names in ELSEWHERE.items():
         assert ours in flags, ours
         for name in names.split():
             assert f"--{ours}" in suggest_flag(name, {ours}), name
             assert "--" not in suggest_flag(name, {"eot"}), name
             assert name != ours, name
+    for answer in ANSWERS:
+        needed = answer.needs
+        named = re.search(r"--(\w+)", answer.text)
+        if named and not needed:
+            needed = named[1]
+        assert not needed or needed in flags, answer.text
+        for name in answer.names.split():
+            assert suggest_flag(name, {needed}), name
+            assert not needed or "--" not in suggest_flag(name, {"eot"}), name
     assert suggest_flag("no_such_name", flags) == ""
     assert "finetune.py" in suggest_flag("lora_rank", {"steps"})
 

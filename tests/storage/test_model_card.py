@@ -1,0 +1,79 @@
+"""README.md of an export: says what the run and its files say, in --export_hf and in to_hf alike."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from flags import VERSION
+from storage.model_card import write_card
+
+REPO = Path(__file__).parents[2]
+DATA = {"data_sha256": "ab12", "n_tokens": 34091, "tokenizer_sha256": "cd34"}
+ABOUT = {"step": 12, "identity": {"model": {"class": "Llama3"}, "data": DATA}}
+
+
+def start(*words):
+    done = subprocess.run([sys.executable, *words], cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_both_exports_of_a_run(tmp_path):
+    (tmp_path / "book.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
+    run = tmp_path / "run"
+    tiny = (
+        "--model_args dim=32,n_layers=1,n_heads=2,n_kv_heads=2 --seq_len 32 --steps 2 --val_every 2"
+    )
+    start(
+        "train_llama3.py",
+        *tiny.split(),
+        "--data",
+        str(tmp_path / "book.txt"),
+        "--cache_dir",
+        str(tmp_path / "cache"),
+        "--out",
+        str(run),
+        "--export_hf",
+        str(tmp_path / "last"),
+    )
+    start("checkpoint.py", "to_hf", str(run), str(tmp_path / "later"))
+    last = (tmp_path / "last/README.md").read_text()
+    later = (tmp_path / "later/README.md").read_text()
+    assert later == last.replace("Weights in float32", "Weights in bfloat16")
+
+    state = json.loads((run / "checkpoints/step-2/state.json").read_text())
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    data = state["identity"]["data"]
+    known = [
+        "trained by `train_llama3.py`",
+        f"- trained on: `{tmp_path}/book.txt`",
+        f"{data['n_tokens']:,} tokens, sha256 `{data['data_sha256']}`",
+        f"- tokens trained on: {state['state']['tokens']:,}",
+        f"- validation loss, last: {lines[-1]['val_loss']:.4f}",
+        f"- training loss, last logged step: {lines[-2]['loss']:.4f}",
+        "--seq_len 32\n",
+        f"- version: {VERSION}\n",
+    ]
+    for text in known:
+        assert text in last, text
+    for text in ("--out", "--cache_dir", "--export_hf", "--lr", str(REPO)):
+        assert text not in last, text
+
+
+def test_a_card_says_nothing_that_is_not_known(tmp_path):
+    card = write_card(ABOUT, {"version": "0.11.0"}, str(tmp_path / "metrics.jsonl"), "bfloat16")
+    for text in ("loss", "Flags", "commit", "trained by", "None", "null"):
+        assert text not in card, text
+    assert "34,091 tokens, sha256 `ab12`" in card
+
+
+def test_parts_of_a_mixture_and_rewards(tmp_path):
+    part = {"weight": "3/10", "n_tokens": 1000, "data_sha256": "ef56"}
+    identity = ABOUT["identity"] | {"data": {"parts": {"web": part}}}
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step": 4, "reward_mean": 0.25}\n{"step": 14, "reward_mean": 0.9}\n{"st')
+    card = write_card(ABOUT | {"identity": identity}, {}, str(metrics), "bfloat16", adapter=True)
+    assert "- data, part web: weight 3/10, 1,000 tokens, sha256 `ef56`" in card
+    assert "mean reward, last logged step: 0.2500" in card  # of this step, not of step 14
+    assert "Adapters (LoRA) in bfloat16" in card
