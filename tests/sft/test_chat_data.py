@@ -139,7 +139,8 @@ def test_nothing_predicts_how_a_conversation_begins(tmp_path):
     assert train.n_left_out in (9, 10)
     assert {n for _, _, n in train.documents} == {len(ids[0])}
     labels = sum(int((row.labels >= 0).sum()) for row in epoch(loaded))
-    assert labels == len(train.documents) * sum(masks[0][1:])
+    n = len(train.documents)
+    assert labels == n * sum(masks[0][1:]), f"{n} conversations, whose first token is no label"
 
 
 def test_a_conversation_without_any_token_is_none(tmp_path):
