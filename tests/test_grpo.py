@@ -222,7 +222,7 @@ def train_by(want, trainer, samples, model) -> grpo.Trained:
     the plain model."""
     want.backward()
     found = trainer.train_on(samples)
-    assert found.loss == pytest.approx(want.item(), abs=1e-5)
+    assert found.loss == pytest.approx(want.item(), abs=1e-5), "the loss is not the formula's"
     # the Trainer divides in optim_step
     got = {fqn: g / trainer.denominator for fqn, g in gradients(trainer).items()}
     assert_close(got, {fqn: p.grad for fqn, p in model.named_parameters()}, 1e-4)

@@ -1,6 +1,7 @@
 """Conversations as training data, against data.py: shards with masks, first-fit sequences, and the
 same loss packed or not."""
 
+import itertools
 import json
 import re
 import shutil
@@ -170,6 +171,15 @@ def test_one_conversation_each_without_doc_mask(chats):
     assert loaded.fingerprint != packed.fingerprint
     padded = {(*ids[:T], *[loaded.eot] * (T - len(ids))) for ids, _ in chats[1]}
     assert {tuple(row.tokens[0, 0].tolist()) for row in rows} <= padded
+
+
+def test_conversations_keep_their_order_in_a_sequence(chats):
+    """On every machine: how a sort that is not stable orders them depends on the processor."""
+    packing = opened(chats, doc_mask=True).packing["train"]
+    for begin, end in itertools.pairwise(packing.bounds):
+        places = packing.documents[begin:end, :2].tolist()  # (shard, first token)
+        assert places == sorted(places)
+    assert len(packing) < len(packing.documents) / 2
 
 
 def test_first_fit(monkeypatch):
