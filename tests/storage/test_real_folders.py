@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from chats import bpe
 from saves import refuses, tokenizer_of
 from tokenizers import (
     AddedToken,
@@ -420,6 +421,20 @@ def test_a_run_knows_the_ids_of_its_folder_and_what_its_data_taught(tmp_path):
         (tmp_path / "bare" / name).write_bytes((folder / name).read_bytes())
     bare = str(tmp_path / "bare" / "tokenizer.json")
     assert generation_of_run(source, bare, ids.ends) == (None, [])
+
+
+def test_an_end_that_a_tokenizer_alone_does_not_tell_is_written(tmp_path):
+    """The texts of a run from nothing end with another token than a reader of its tokenizer.json
+    would look for."""
+    file = str(tmp_path / "tokenizer.json")
+    tokenizer = bpe("some text", 300, special=["<|endoftext|>", "<|mine|>"])
+    tokenizer.save(file)
+    usual = tokenizer.token_to_id("<|endoftext|>")
+    mine = tokenizer.token_to_id("<|mine|>")
+    assert generation_of_run("", file, [usual]) == (None, [])
+    found, new = generation_of_run("", file, [mine])
+    assert new == [mine]
+    assert mine in found["eos_token_id"]
 
 
 # Templates that teach no end: the end is not trained, the next turn ends the answer, plain text
