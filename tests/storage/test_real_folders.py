@@ -31,7 +31,7 @@ from transformers import (
 )
 
 import finetune
-from corpus.answer_ends import find_ends
+from corpus.answer_ends import before_blanks, find_ends
 from corpus.cache import cached_corpus
 from corpus.chat import chat_tokenizer, parse_conversation, read_template, tokens_and_mask
 from corpus.shards import FIRST, LOSS, read_index
@@ -463,6 +463,15 @@ def test_answers_without_an_end_are_found(tmp_path, template, n_open):
     found = find_ends([(np.array(ids), bits)], file)
     assert (found.n_answers, found.n_open, len(found.ends)) == (1, n_open, 1 - n_open)
     assert ("Four" in found.example) == bool(n_open)
+
+
+@pytest.mark.parametrize("trained, place", [([1, 1, 1], 0), ([0, 1, 1], 1), ([0, 0, 1], 2)])
+def test_blanks_after_an_end_are_left_as_far_as_they_are_trained(tmp_path, trained, place):
+    tokenizer = load_tokenizer(make_folder(tmp_path, "llama3") / "tokenizer.json")
+    (blank,) = tokenizer.encode("\n", add_special_tokens=False).ids
+    tokens = np.array([tokenizer.token_to_id(END), blank, blank])
+    bits = np.array(trained, np.uint8) * LOSS
+    assert before_blanks(tokens, bits, np.array([2]), tokenizer).tolist() == [place]
 
 
 def test_an_end_of_earlier_answers_that_is_rare_inside(tmp_path):
