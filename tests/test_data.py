@@ -254,12 +254,12 @@ def test_doc_mask_arrays(corpus):
         for t in range(32):
             token = int(batch.tokens[0, row, t])
             place = f"row {row}, token {t}"
-            assert int(batch.doc_ids[0, row, t]) == document, place
-            assert int(batch.positions[0, row, t]) == position, place
+            assert int(batch.doc_ids[0, row, t]) == document, f"document of {place}"
+            assert int(batch.positions[0, row, t]) == position, f"position of {place}"
             label = int(plain.labels[0, row, t])
             if token == loaded.eot:
                 label = -100
-            assert int(batch.labels[0, row, t]) == label, place
+            assert int(batch.labels[0, row, t]) == label, f"label of {place}"
             position += 1
             if token == loaded.eot:
                 document += 1

@@ -220,6 +220,12 @@ def test_errors(model, prompts, options, message):
     refuses(message, generate, model, prompts, **{"max_new_tokens": 5} | options)
 
 
+def test_a_text_may_be_as_long_as_the_model_allows(model):
+    """59 tokens and 5 new ones make 64, the model's max_seq_len."""
+    (ids,) = generate(model, [[1] * 59], 5, temperature=0)
+    assert len(ids) == 5
+
+
 # ---------------------------------------------------------------- text and the command line
 
 TEXT = "def f(x):\n    return 'naïve', '日本語', '🙂🙃'  # für alle\n"

@@ -153,6 +153,12 @@ def test_flops_per_token():
     assert (
         on_meta(FLAVORS["1B"]).flops_per_token(4096) == 6 * 1_235_814_400 + 12 * 16 * 32 * 64 * 4096
     )
+    # Qwen3: the same of an own head, and of a tied one
+    large = on_meta(qwen3.FLAVORS["8B"])
+    matmuls = 6 * (8_190_735_360 - 151936 * 4096)
+    assert large.flops_per_token(4096) == matmuls + 12 * 36 * 32 * 128 * 4096
+    small = on_meta(qwen3.FLAVORS["0.6B"])
+    assert small.flops_per_token(4096) == 6 * 596_049_920 + 12 * 28 * 16 * 128 * 4096
     # H K is not D: attention costs what its heads cost
     model = on_meta(Llama3Config(**TINY | dict(n_kv_heads=1, head_dim=24)))
     n = 3 * (32 * 96 + 2 * 32 * 24 + 96 * 32 + 3 * 32 * 64 + 2 * 32) + 32 + 101 * 32

@@ -82,6 +82,11 @@ def test_no_null_and_no_object_in_a_prompt(value):
     refuses("cannot be written", prompts.fill_template, "{a}", Line("a:1", {"a": value}))
 
 
+def test_a_later_line_may_lack_a_field_of_the_template():
+    """The template is checked against the first line; every line says for itself what it lacks."""
+    refuses("a.jsonl:1 has no unknown, which", prompts.fill_template, "{question} {unknown}", LINE)
+
+
 def test_lists_and_truth_values_in_a_prompt():
     line = Line("a:1", {"a": [8, 2, "x"], "b": True})
     assert prompts.fill_template("{a} {b}", line) == "8, 2, x true"

@@ -1,6 +1,7 @@
 """Conversations as training data, against data.py: shards with masks, first-fit sequences, and the
 same loss packed or not."""
 
+import itertools
 import json
 import re
 import shutil
@@ -139,7 +140,8 @@ def test_nothing_predicts_how_a_conversation_begins(tmp_path):
     assert train.n_left_out in (9, 10)
     assert {n for _, _, n in train.documents} == {len(ids[0])}
     labels = sum(int((row.labels >= 0).sum()) for row in epoch(loaded))
-    assert labels == len(train.documents) * sum(masks[0][1:])
+    n = len(train.documents)
+    assert labels == n * sum(masks[0][1:]), f"{n} conversations, whose first token is no label"
 
 
 def test_a_conversation_without_any_token_is_none(tmp_path):
@@ -169,6 +171,15 @@ def test_one_conversation_each_without_doc_mask(chats):
     assert loaded.fingerprint != packed.fingerprint
     padded = {(*ids[:T], *[loaded.eot] * (T - len(ids))) for ids, _ in chats[1]}
     assert {tuple(row.tokens[0, 0].tolist()) for row in rows} <= padded
+
+
+def test_conversations_keep_their_order_in_a_sequence(chats):
+    """On every machine: how a sort that is not stable orders them depends on the processor."""
+    packing = opened(chats, doc_mask=True).packing["train"]
+    for begin, end in itertools.pairwise(packing.bounds):
+        places = packing.documents[begin:end, :2].tolist()  # (shard, first token)
+        assert places == sorted(places)
+    assert len(packing) < len(packing.documents) / 2
 
 
 def test_first_fit(monkeypatch):

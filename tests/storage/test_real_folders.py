@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from chats import bpe
 from saves import refuses, tokenizer_of
 from tokenizers import (
     AddedToken,
@@ -31,7 +32,7 @@ from transformers import (
 
 import finetune
 from corpus.added_tokens import listed_tokens
-from corpus.answer_ends import find_ends
+from corpus.answer_ends import before_blanks, find_ends
 from corpus.cache import cached_corpus
 from corpus.chat import chat_tokenizer, parse_conversation, read_template, tokens_and_mask
 from corpus.shards import FIRST, LOSS, read_index
@@ -423,6 +424,20 @@ def test_a_run_knows_the_ids_of_its_folder_and_what_its_data_taught(tmp_path):
     assert generation_of_run(source, bare, ids.ends) == (None, [])
 
 
+def test_an_end_that_a_tokenizer_alone_does_not_tell_is_written(tmp_path):
+    """The texts of a run from nothing end with another token than a reader of its tokenizer.json
+    would look for."""
+    file = str(tmp_path / "tokenizer.json")
+    tokenizer = bpe("some text", 300, special=["<|endoftext|>", "<|mine|>"])
+    tokenizer.save(file)
+    usual = tokenizer.token_to_id("<|endoftext|>")
+    mine = tokenizer.token_to_id("<|mine|>")
+    assert generation_of_run("", file, [usual]) == (None, [])
+    found, new = generation_of_run("", file, [mine])
+    assert new == [mine]
+    assert mine in found["eos_token_id"]
+
+
 # Templates that teach no end: the end is not trained, the next turn ends the answer, plain text
 @pytest.mark.parametrize(
     "template, n_open",
@@ -449,6 +464,15 @@ def test_answers_without_an_end_are_found(tmp_path, template, n_open):
     found = find_ends([(np.array(ids), bits)], file)
     assert (found.n_answers, found.n_open, len(found.ends)) == (1, n_open, 1 - n_open)
     assert ("Four" in found.example) == bool(n_open)
+
+
+@pytest.mark.parametrize("trained, place", [([1, 1, 1], 0), ([0, 1, 1], 1), ([0, 0, 1], 2)])
+def test_blanks_after_an_end_are_left_as_far_as_they_are_trained(tmp_path, trained, place):
+    tokenizer = load_tokenizer(make_folder(tmp_path, "llama3") / "tokenizer.json")
+    (blank,) = tokenizer.encode("\n", add_special_tokens=False).ids
+    tokens = np.array([tokenizer.token_to_id(END), blank, blank])
+    bits = np.array(trained, np.uint8) * LOSS
+    assert before_blanks(tokens, bits, np.array([2]), tokenizer).tolist() == [place]
 
 
 def test_an_end_of_earlier_answers_that_is_rare_inside(tmp_path):
