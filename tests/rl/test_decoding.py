@@ -124,13 +124,16 @@ def test_the_next_forward_is_launched_before_the_last_tokens_are_read(monkeypatc
     rows more for each time that the rows change."""
     model = sharp_model(LONG)
     log = []
-    for name in ("next_logits", "read", "draw_ahead"):
 
-        def logged(*args, name=name, known=getattr(decoding, name)):
+    def with_log(name, known):
+        def logged(*args):
             log.append(name)
             return known(*args)
 
-        monkeypatch.setattr(decoding, name, logged)
+        return logged
+
+    for name in ("next_logits", "read", "draw_ahead"):
+        monkeypatch.setattr(decoding, name, with_log(name, getattr(decoding, name)))
 
     def sampled(max_len):
         log.clear()
