@@ -517,20 +517,19 @@ def draw_ahead(
     n = min(AHEAD, max(row.room - len(row.sample.ids) for _, row in going))
     noise = noise_of_rows(going, len(running), n).to(device)
     keys, last, at = last_tokens(running, device)
-    reading = None
+    readings: list[tuple] = []  # those that are not read yet: the last one, and one before
     for k in range(n):
         last, scores = advance([so_far + k for so_far in keys], last, at, noise[k])
-        launched = start_reading((last, scores))
+        readings.append(start_reading((last, scores)))
         at = (at + 1).clamp_(max=max_len - 1)  # the rows that have ended have no place left
-        n_ended = 0
-        if reading is not None:
-            n_ended = add_tokens(going, *read(*reading), ends)
-        reading = launched
+        if len(readings) < 2:
+            continue
+        n_ended = add_tokens(going, *read(*readings.pop(0)), ends)
         if n_ended:
             free_rows(running, ended)
             if change_is_due(sum(row is not None for row in running)):
                 break
-    add_tokens(going, *read(*reading), ends)
+    add_tokens(going, *read(*readings.pop()), ends)
 
 
 def start_reading(tensors: tuple[Tensor, Tensor]) -> tuple:
