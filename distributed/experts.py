@@ -186,8 +186,7 @@ def exchange_tokens(
     shared()
     for turn in turns:
         next(turn)
-    results = [next(turn) for turn in turns]
-    return results
+    return [next(turn) for turn in turns]
 
 
 def prefetch_units(stage, blocks) -> None:
