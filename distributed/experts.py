@@ -171,19 +171,16 @@ def exchange_tokens(
     # keeps the copy on the host (distributed/keep.py), so its recomputation does not wait again.
     sizes = torch.stack([counts, arriving]).view(2, ep, parts, -1).sum(-1).transpose(1, 2)
     sent, received = sizes.tolist()  # [part][rank]
+    arriving_rows = arriving.view(ep, parts, -1).unbind(1)  # (ep, E/ep/parts) of each part
     if parts > 1:
         lengths = [sum(rows) for rows in sent]
-        x = x.split(lengths)
-        weight = weight.split(lengths)
-        stacks = zip(*(w.chunk(parts) for w in stacks))
-    else:
-        x = [x]
-        weight = [weight]
-        stacks = [stacks]
-    arriving = arriving.view(ep, parts, -1).unbind(1)  # (ep, E/ep/parts) of each part
+        halves = zip(*(w.chunk(parts) for w in stacks))
+        given = zip(x.split(lengths), weight.split(lengths), arriving_rows, sent, received, halves)
+    else:  # a split into one part would copy the gradients
+        given = [(x, weight, arriving_rows[0], sent[0], received[0], stacks)]
     # The parts take turns: while the rows of one travel, the device computes the other's experts,
     # and the shared experts.
-    turns = [travel(*part) for part in zip(x, weight, arriving, sent, received, stacks)]
+    turns = [travel(*part) for part in given]
     for turn in turns:
         next(turn)
     shared()

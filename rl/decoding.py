@@ -441,12 +441,6 @@ def rollout(
 
         advance = Replays(advance)
 
-    def change_is_due(n_busy: int) -> bool:
-        """Whether rows should be given to other prompts, or left out."""
-        n_free = len(running) - n_busy
-        n = groups_to_begin(n_free, len(waiting), G, n_rows)
-        return n > 0 or n_busy == 0 or leaves_out(len(running), n_busy, len(waiting))
-
     # nobody has a say between two tokens
     runs_ahead = device.type in RUN_AHEAD and not (reply or agree or tp_mesh)
 
@@ -476,7 +470,8 @@ def rollout(
             break
 
         if runs_ahead and not longest:
-            draw_ahead(advance, running, change_is_due, ended, ends, cache.max_len, device)
+            is_due = partial(change_is_due, len(running), len(waiting), G, n_rows)
+            draw_ahead(advance, running, is_due, ended, ends, cache.max_len, device)
             continue
 
         # 3. The next token of each row: one forward for the busy rows, and one for the new prompts.
@@ -504,33 +499,32 @@ def rollout(
 def draw_ahead(
     advance,
     running: list[Row | None],
-    change_is_due,
+    is_due,
     ended,
     ends: set[int],
     max_len: int,
     device,
 ) -> None:
-    """Add up to AHEAD tokens to each row, until change_is_due(busy rows). A forward is launched
+    """Add up to AHEAD tokens to each row, until is_due(busy rows), see change_is_due(). A forward is launched
     before the host reads the tokens of the forward before, so neither waits for the other. A row
     that has ended draws on meanwhile, and its tokens are dropped."""
     going = [(i, row) for i, row in enumerate(running) if row is not None]
     n = min(AHEAD, max(row.room - len(row.sample.ids) for _, row in going))
     noise = noise_of_rows(going, len(running), n).to(device)
     keys, last, at = last_tokens(running, device)
-    reading = None
+    readings: list[tuple] = []  # those that are not read yet: the last one, and one before
     for k in range(n):
         last, scores = advance([so_far + k for so_far in keys], last, at, noise[k])
-        launched = start_reading((last, scores))
+        readings.append(start_reading((last, scores)))
         at = (at + 1).clamp_(max=max_len - 1)  # the rows that have ended have no place left
-        n_ended = 0
-        if reading is not None:
-            n_ended = add_tokens(going, *read(*reading), ends)
-        reading = launched
+        if len(readings) < 2:
+            continue
+        n_ended = add_tokens(going, *read(*readings.pop(0)), ends)
         if n_ended:
             free_rows(running, ended)
-            if change_is_due(sum(row is not None for row in running)):
+            if is_due(sum(row is not None for row in running)):
                 break
-    add_tokens(going, *read(*reading), ends)
+    add_tokens(going, *read(*readings.pop()), ends)
 
 
 def start_reading(tensors: tuple[Tensor, Tensor]) -> tuple:
@@ -561,6 +555,12 @@ def add_tokens(going: list[tuple], tokens: list[int], logprobs: list[float], end
         add_token(row, tokens[i], logprobs[i], None, ends)
         n_ended += row.is_over()
     return n_ended
+
+
+def change_is_due(n_rows: int, n_waiting: int, G: int, most: int, n_busy: int) -> bool:
+    """Whether rows should be given to other prompts, or left out. most: rows at the beginning."""
+    n = groups_to_begin(n_rows - n_busy, n_waiting, G, most)
+    return n > 0 or n_busy == 0 or leaves_out(n_rows, n_busy, n_waiting)
 
 
 def leaves_out(n_rows: int, n_busy: int, n_waiting: int) -> bool:

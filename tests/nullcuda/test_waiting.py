@@ -61,6 +61,7 @@ def test_the_host_does_not_wait(device, tmp_path, row):
 # (model, processes, flags; how often the host waits in a step)
 KNOWN = [
     ("moe 2 --ep 2", 9),
+    ("moe 2 --ep 2 --ac op", 9),
     slow("moe 2 --ep 2 --ac full", 18),
     slow("moe 2 --tp 2 --ep 2", 9),
     slow("mtp 2 --ep 2", 9),

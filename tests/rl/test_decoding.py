@@ -78,12 +78,12 @@ def test_few_shapes_and_the_same_tokens(monkeypatch):
     of_any_length = lambda s: None if len(s.ids) == 13 * s.ids[0] else []  # noqa: E731  so that rows are refilled
     options = dict(new=300, eot=[], reply=of_any_length)
     bucketed = sample(model, **options)
-    assert {keys for _, keys in shapes} == {*range(64, 321, 64)}
-    assert len({len(s.ids) for s in bucketed}) > 5
+    assert {keys for _, keys in shapes} == {*range(64, 321, 64)} and len(
+        {len(s.ids) for s in bucketed}
+    ) > 5
     assert len(shapes) <= 5 * len({rows for rows, _ in shapes})
     monkeypatch.setattr(decoding, "KEY_BUCKET", 1)
-    assert tokens(sample(model, **options)) == tokens(bucketed)
-    assert len(shapes) > 290
+    assert tokens(sample(model, **options)) == tokens(bucketed) and len(shapes) > 290
 
 
 def test_few_keys_are_read_for_samples_of_different_lengths(monkeypatch):
@@ -125,17 +125,15 @@ def test_the_next_forward_is_launched_before_the_last_tokens_are_read(monkeypatc
     model = sharp_model(LONG)
     log = []
 
-    def log_calls(name):
-        known = getattr(decoding, name)
-
+    def with_log(name, known):
         def logged(*args):
             log.append(name)
             return known(*args)
 
-        monkeypatch.setattr(decoding, name, logged)
+        return logged
 
     for name in ("next_logits", "read", "draw_ahead"):
-        log_calls(name)
+        monkeypatch.setattr(decoding, name, with_log(name, getattr(decoding, name)))
 
     def sampled(max_len):
         log.clear()
@@ -185,9 +183,11 @@ def test_rows_go_on_while_another_waits_for_its_reply():
 
     with ThreadPoolExecutor(2) as thread:
         found = sample(model, reply=reply, eot=[])
-    assert late == [False, False]
-    assert found[1].ids[5:7] == [20, 21]
-    assert found[1].mask[4:8] == [1, 0, 0, 1]
+    assert (
+        late == [False, False]
+        and found[1].ids[5:7] == [20, 21]
+        and found[1].mask[4:8] == [1, 0, 0, 1]
+    )
     assert tokens(found) == tokens(sample(model, reply=partial(reply, in_thread=False), eot=[]))
 
 
@@ -208,8 +208,7 @@ def test_a_tool_is_asked_after_each_token_of_the_model(config, tool):
     for s in samples:
         answer = []
         for i, (token, mask) in enumerate(zip(s.ids, s.mask)):
-            assert mask == (not answer)
-            assert mask or token == answer.pop(0)
+            assert mask == (not answer) and (mask or token == answer.pop(0))
             answer = tool(s.ids[: i + 1]) if mask else answer
             assert i == len(s.ids) - 1 or token != 0 or not mask
         assert s.truncated == (token != 0 or not mask)
