@@ -12,7 +12,7 @@ the samples, so every rank computes the same plan, and nothing is sent.
 import heapq
 import math
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -182,7 +182,7 @@ def token_values(s: Sample, first: int) -> dict[str, Tensor]:
     old = mu
     if s.old is not None:
         old = tensor_of([*skip, *s.old])
-    values = dict(
+    values: dict[str, Any] = dict(
         tokens=whole[:-1],
         labels=whole[1:],
         positions=torch.arange(L),
