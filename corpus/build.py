@@ -38,13 +38,12 @@ from corpus.spelling import (
     traits_of,
 )
 from corpus.tokenizer import BPE_VOCAB, load_tokenizer, token_text
-from corpus.write_shards import write_index, write_shard
+from corpus.write_shards import share_shards, write_index, write_shard
 from distributed.agree import brief
 from flags.config import own_rank
 from flags.files import sha256_file, write_file
 
 VAL_PART = 20  # one document in 20 is for validation, or the last 20th of a file with few documents
-FEW_FILES = 64  # of more files, the small ones share shards: see share_shards
 MANY_DOCUMENTS = 100  # a .jsonl with at least so many lines is split by hash
 # the most null lines at the beginning of a file, when we look for the kind of its contents
 NULLS_AT_MOST = 1000
@@ -182,31 +181,6 @@ def piece_size(paths: list) -> int:
     """Bytes of a piece: enough pieces for all processes, few enough files for a file system."""
     total = sum(path.stat().st_size for path in paths)
     return min(max(total // 64, 1 << 20), 512 << 20)
-
-
-def share_shards(pieces: list[Piece], size: int) -> list[list[Piece]]:
-    """The pieces of each shard. Of few files each piece has its own shard; of many files, those
-    smaller than `size` bytes share a shard of about that size, because each shard costs files and
-    waits for the disk. The order of the pieces, and so of the tokens, stays."""
-    if len({piece.path for piece in pieces}) <= FEW_FILES:
-        return [[piece] for piece in pieces]
-    groups = []
-    room = 0  # bytes that the last group still takes
-    path = None  # of the piece before
-    for piece in pieces:
-        if piece.path != path:
-            path = piece.path
-            n_bytes = path.stat().st_size
-            begins = n_bytes > room
-            room -= n_bytes
-            if begins:
-                room = size - n_bytes
-        else:
-            begins = n_bytes >= size  # each piece of a large file has its own shard
-        if begins:
-            groups.append([])
-        groups[-1].append(piece)
-    return groups
 
 
 def cut_file(path: Path, eot_text: str, text_column: str, chunk: int) -> list:

@@ -23,7 +23,6 @@ from corpus.build import (
     json_lines,
     piece_size,
     read_documents,
-    share_shards,
     split_of,
     text_of,
 )
@@ -32,6 +31,7 @@ from corpus.files import text_files
 from corpus.mixture import format_of
 from corpus.shards import FIRST, is_shards, read_index
 from corpus.tokenizer import load_tokenizer, token_text
+from corpus.write_shards import share_shards
 from distributed.agree import brief
 
 

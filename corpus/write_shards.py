@@ -12,6 +12,33 @@ import numpy as np
 from corpus.shards import MASKED, VERSION, index_totals, mask_name
 from flags.files import write_file
 
+FEW_FILES = 64  # of more files, the small ones share shards
+
+
+def share_shards(pieces: list, size: int) -> list[list]:
+    """The pieces (corpus.build.Piece) of each shard. Of few files each piece has its own shard; of
+    many files, those smaller than `size` bytes share a shard of about that size, because each shard
+    costs files and waits for the disk. The order of the pieces, and so of the tokens, stays."""
+    if len({piece.path for piece in pieces}) <= FEW_FILES:
+        return [[piece] for piece in pieces]
+    groups = []
+    room = 0  # bytes that the last group still takes
+    path = None  # of the piece before
+    for piece in pieces:
+        if piece.path != path:
+            path = piece.path
+            n_bytes = path.stat().st_size
+            begins = n_bytes > room
+            room -= n_bytes
+            if begins:
+                room = size - n_bytes
+        else:
+            begins = n_bytes >= size  # each piece of a large file has its own shard
+        if begins:
+            groups.append([])
+        groups[-1].append(piece)
+    return groups
+
 
 def write_array(path: Path, array: np.ndarray) -> tuple[str, int]:
     """Returns (sha256, bytes) of the file."""

@@ -12,14 +12,15 @@ the samples, so every rank computes the same plan, and nothing is sent.
 import heapq
 import math
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import parallel
-from rl.sample import Sample, chosen_by_model, n_read
+from rl.sample import Sample, n_read
 
 # tokens: on a GPU the shortest T of a forward, see token_step()
 GPU_TOKENS = 64
@@ -186,36 +187,53 @@ def pad_rows(rows: list[list[int]], B: int) -> list[list[int]]:
 INTEGERS = ("tokens", "labels", "positions", "at")
 
 
+def tensor_of(numbers: list, dtype: type = np.float32) -> Tensor:
+    """A list as a tensor: by NumPy in a sixth of the time that torch.tensor() takes."""
+    return torch.from_numpy(np.array(numbers, dtype))
+
+
 def token_values(s: Sample, first: int) -> dict[str, Tensor]:
     """Inputs of a forward and of the loss for each input token of a sample, (L,) each. Label t is
     the token after input t.
 
     n: trained tokens of the sample. at: the label's number among all ids of the step's samples,
     with `first` ids before this
-    sample; -1 for labels of the prompt. To add another value per token, add one line to `values`.
+    sample; -1 for labels of the prompt. To add another value per token, add one line to `values`:
+    a list or a tensor of L numbers, or one number for all tokens.
     """
-    whole = s.prompt + s.ids
+    whole = tensor_of(s.prompt + s.ids, np.int64)  # (L + 1,)
     skip = [0.0] * (len(s.prompt) - 1)
     L = n_read(s)
-    old = s.old
-    if old is None:
-        old = s.logprobs
-    values = dict(
+    at = torch.full((L,), -1)
+    at[len(skip) :] = torch.arange(first, first + len(s.ids))
+    mask = tensor_of([*skip, *s.mask])
+    sampled = mask
+    if s.sampled is not None:
+        sampled = tensor_of([*skip, *s.sampled])
+    mu = tensor_of([*skip, *s.logprobs])
+    old = mu
+    if s.old is not None:
+        old = tensor_of([*skip, *s.old])
+    values: dict[str, Any] = dict(
         tokens=whole[:-1],
         labels=whole[1:],
-        positions=list(range(L)),
-        at=[-1] * len(skip) + list(range(first, first + len(s.ids))),
-        mask=[*skip, *s.mask],
-        sampled=[*skip, *chosen_by_model(s)],
-        mu=[*skip, *s.logprobs],
-        old=[*skip, *old],
-        n=[max(sum(s.mask), 1.0)] * L,
-        advantage=[s.advantage] * L,
+        positions=torch.arange(L),
+        at=at,
+        mask=mask,
+        sampled=sampled,
+        mu=mu,
+        old=old,
+        n=max(sum(s.mask), 1.0),
+        advantage=s.advantage,
     )
     tensors = {}
     for name, x in values.items():
+        dtype = torch.long if name in INTEGERS else torch.float32
+        if isinstance(x, int | float):
+            tensors[name] = torch.full((L,), x, dtype=dtype)
+            continue
         assert len(x) == L, f"a sample's {name} are not one per token: {s}"
-        tensors[name] = torch.tensor(x, dtype=torch.long if name in INTEGERS else torch.float32)
+        tensors[name] = torch.as_tensor(x, dtype=dtype)
     return tensors
 
 

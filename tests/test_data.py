@@ -15,6 +15,7 @@ import sysconfig
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -30,8 +31,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import data
 from corpus import build as texts
-from corpus import cache
+from corpus import cache, write_shards
 from corpus.shard_damage import find_damage
+from corpus.shards import read_index
 from corpus.special import find_tokenizer
 from data import DataConfig, TokenData, hash_sequences, open_data, permute
 from distributed.checks import check_first_batch, reduce_hash
@@ -564,6 +566,44 @@ def test_several_ranks_build_once(tmp_path):
     assert sorted(
         path.name.split("-")[0] for path in (tmp_path / "cache").iterdir() if not path.is_symlink()
     ) == ["a", "lock"]
+
+
+def test_many_small_files_share_shards(tmp_path, monkeypatch):
+    """The stream of tokens and the validation text are those of a shard per piece."""
+    monkeypatch.setattr(texts, "piece_size", lambda paths: 4000)
+    folder = tmp_path / "many"
+    folder.mkdir()
+    for i in range(70):
+        (folder / f"{i:02}.txt").write_text(sentences(12, seed=i))
+    (folder / "33.txt").write_text(sentences(200, seed=33))  # has pieces of its own
+    cfg = DataConfig(data=str(folder), cache_dir=str(tmp_path / "together"))
+    together = open_data(cfg, 16)
+    monkeypatch.setattr(write_shards, "FEW_FILES", 1000)
+    alone = replace(
+        cfg, cache_dir=str(tmp_path / "alone"), tokenizer=str(together.folder / "tokenizer.json")
+    )
+    apart = open_data(alone, 16)
+    assert len(apart.entries["train"]) > 70
+    assert len(together.entries["train"]) < 30
+    assert find_damage(together.folder) == []
+    for split in ("train", "val"):
+        streams = []
+        for loaded in (together, apart):
+            n = -(-int(loaded.ends[split][-1]) // 16)
+            streams.append(loaded.windows(split, range(n)))
+        assert (streams[0] == streams[1]).all()
+    documents = [read_index(loaded.folder)["documents"] for loaded in (together, apart)]
+    assert documents[0] == documents[1]
+
+
+def test_a_vocabulary_too_large_is_refused_before_the_text_is_read(tmp_path):
+    """The text has a NUL, which whoever reads the text refuses."""
+    tokenizer = opened(tmp_path, "a.txt", sentences(30, seed=1)).tokenizer_file
+    (tmp_path / "b.txt").write_bytes(b"a\0b" * 100)
+    cfg = DataConfig(data=str(tmp_path / "b.txt"), tokenizer=tokenizer, cache_dir=str(tmp_path))
+    refuses("NUL", open_data, cfg, 16)
+    words = r"the tokenizer has \d+ ids, the model 100; use --model_args vocab_size=\d+"
+    refuses(words, open_data, cfg, 16, vocab_size=100)
 
 
 # ---- the built-in corpus -------------------------------------------------------------------------

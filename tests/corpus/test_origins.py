@@ -10,6 +10,7 @@ import pytest
 from runs import column
 
 import corpus.build
+import corpus.origins
 from corpus.build import build_shards
 from corpus.origins import files_of_parts, find_origin, spans_of
 from corpus.special import find_tokenizer
@@ -105,6 +106,32 @@ def test_lines_of_text(tmp_path, monkeypatch):
         return "\n".join(lines[begin : begin + 6]).replace("<|endoftext|>", "")
 
     assert check_every_label(data, files_of_parts(cfg.data, cfg.cache_dir)[""], from_line) > 100
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_lines_of_many_small_files(tmp_path, monkeypatch, kind):
+    """Many files share a shard: a place in the shard is a file and its line."""
+    monkeypatch.setattr(corpus.build, "piece_size", lambda paths: 4000)
+    monkeypatch.setattr(corpus.origins, "piece_size", lambda paths: 4000)
+    for i in range(70):
+        texts = stories(9, seed=i)
+        if kind == "jsonl":
+            write_jsonl(tmp_path / f"{i:02}.jsonl", texts)
+        else:
+            texts[4] += "<|endoftext|>"
+            (tmp_path / f"{i:02}.txt").write_text("\n".join(texts) + "\n")
+    cfg = DataConfig(data=str(tmp_path), cache_dir=str(tmp_path / "cache"))
+    data = open_data(cfg, 64)
+    assert 3 < len(data.entries["train"]) < 40
+
+    def from_place(file, place):
+        if kind == "jsonl":
+            return text_of_line(file, place)
+        begin = int(place.split()[1]) - 1
+        return "\n".join(lines_of(file)[begin:]).replace("<|endoftext|>", "")
+
+    files = files_of_parts(cfg.data, cfg.cache_dir)[""]
+    assert check_every_label(data, files, from_place) > 140
 
 
 def test_parts_of_a_mixture_and_shards(tmp_path):

@@ -8,10 +8,10 @@ import pytest
 SHAPE = "dim=256,n_heads=4,n_kv_heads=2,head_dim=64,ffn_dim=512,n_layers="
 
 
-def step_3(device, folder, *flags, layers=9):
+def step_3(device, folder, *flags, layers=9, **options):
     """Names of what the third step of a run launches, one each."""
     argv = ("--steps", 3, "--log_every", 3, "--model_args", f"{SHAPE}{layers}", *flags)
-    done = device.run(folder, "train_llama3.py", *argv)
+    done = device.run(folder, "train_llama3.py", *argv, **options)
     found = []
     for line in done.step(3):
         if re.match("kernel|triton|gemm|memset|mark kernel", line):
@@ -31,6 +31,16 @@ def test_attention_is_cudnn_s_kernel(device, tmp_path, flags):
     assert count(ours, "cudnn_attention") - 9 == 9, ours
     for line in lines:
         assert "flash" not in line
+
+
+@pytest.mark.parametrize("flags", [(), ("--compile",)], ids=["eager", "compiled"])
+@pytest.mark.parametrize("major, name", [(8, "flash"), (9, "cudnn"), (10, "cudnn"), (12, "flash")])
+def test_the_kernel_of_attention_follows_the_device(device, tmp_path, flags, major, name):
+    """Compute capability 8.0 is an A100, 9.0 an H100, 10.0 a B200, 12.0 an RTX PRO 6000."""
+    lines = step_3(device, tmp_path, *flags, layers=6, major=major)
+    other = {"flash": "cudnn", "cudnn": "flash"}[name]
+    assert count(lines, name) >= 2 * 6
+    assert count(lines, other) == 0
 
 
 def test_norms_and_the_optimizer_are_one_kernel_each(device, tmp_path):

@@ -6,6 +6,8 @@ import importlib
 import json
 import math
 import re
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import dataclass, field
@@ -366,3 +368,37 @@ def test_classes_without_source(capsys):
     assert parse_config(space["C"], ["--steps", "2"]).steps == 2
     assert "--steps" in help_of(capsys, space["C"])
     assert "did you mean --steps?" in refused(capsys, "--stpes", "2", config=space["C"])
+
+
+START = """
+import os, runpy, sys
+
+class Ended(Exception):
+    pass
+
+def end(status):  # tools/run.py ends the process; here the next program follows
+    raise Ended
+
+os._exit = end
+for program in PROGRAMS:
+    for words in (["--help"], ["--stpes", "3"]):
+        sys.argv = [program, *words]
+        try:
+            runpy.run_path(program, run_name="__main__")
+        except (Ended, SystemExit):
+            pass
+        assert "torch._dynamo" not in sys.modules, sys.argv
+print("ALL", len(PROGRAMS))
+"""
+
+
+def test_help_and_a_mistyped_flag_load_no_compiler():
+    """torch._dynamo costs 0.6 s of each answer. One process asks all the programs."""
+    programs = sorted(path.name for path in REPO.glob("*.py") if path.stem != "parallel")
+    code = START.replace("PROGRAMS", repr(programs))
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(f"ALL {len(programs)}\n")
+    assert done.stderr.count("error: ") == len(programs)  # a line for each mistyped flag

@@ -449,3 +449,33 @@ def test_best_layouts_are_dry_runs_of_their_flags(monkeypatch, capsys):
         4,
         "H100",
     )
+
+
+def test_never_resharding_is_proposed_where_it_fits(capsys):
+    """The all-gathers that the line promises to save are those that a dry run with never lacks, and
+    its peak is not above the promised one."""
+    flags = dict(dp_shard=2, local_batch_size=2, global_batch_size=8)  # two micro-batches
+    before = report_of(**flags)
+    after = report_of(**flags, reshard_after_forward="never")
+    number, size = dryrun.gathered_again(before)
+    saved = []
+    for report in (before, after):
+        saved.append(collectives_of(report.ranks[0].step)["fsdp", "all_gather"])
+    # each micro-batch gathers the embedding and four of five blocks again, and the last not; never
+    # also keeps weights for the next micro-batch
+    assert number == 2 * 5
+    assert saved[0][0] - saved[1][0] >= number
+    assert saved[0][1] - saved[1][1] >= size
+    assert dryrun.gathered_again(after) == (0, 0)
+    kept = size // before.n
+    assert before.ranks[0].peak < after.ranks[0].peak <= before.ranks[0].peak + kept
+    cfg = config("train_llama3", flags)
+    dryrun.print_report(cfg, before, "H100")
+    assert (
+        f"--reshard_after_forward never fits 80 GB too: it saves {number} "
+        in capsys.readouterr().out
+    )
+    before.ranks[0].peak = 80_000_000_000 - kept + 1
+    dryrun.print_report(cfg, before, "H100")
+    dryrun.print_report(cfg, after, "H100")
+    assert "--reshard_after_forward" not in capsys.readouterr().out

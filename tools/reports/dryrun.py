@@ -670,6 +670,20 @@ def print_bounds(cfg, report: Report, machine: str) -> None:
     )
 
 
+def gathered_again(report: Report) -> tuple[int, int]:
+    """(number, bytes) of the all-gathers of weights in the backwards of a step, on the first device:
+    those that --reshard_after_forward never saves, by keeping the weights of the forward."""
+    number = 0
+    size = 0
+    for key, count in report.ranks[0].step.items():
+        if key[0] != "moved" or key[3] != "all_gather" or key[2] not in ("fsdp", "efsdp"):
+            continue
+        if key[1] in ("backward", "recompute"):
+            number += count
+            size += count * key[4]
+    return number, size
+
+
 def print_peak(cfg, report: Report) -> None:
     """The rank with the highest peak, and what the numbers leave out."""
     worst = max(report.ranks, key=lambda r: r.peak)
@@ -681,6 +695,15 @@ def print_peak(cfg, report: Report) -> None:
             verdict.append(f"{size} GB: does not fit")
     place = report.ranks.index(worst)
     print(f"Peak {format_bytes(worst.peak)} on pipeline rank {place}. {', '.join(verdict)}")
+    number, size = gathered_again(report)
+    limit = DEVICES[0]
+    kept = size // report.n  # of all blocks at once: each micro-batch gathers them
+    if number and worst.peak + kept <= limit * 1e9:
+        print(
+            f"--reshard_after_forward never fits {limit} GB too: it saves {number:,} all-gathers "
+            f"({format_bytes(size)}) per step, for at most {format_bytes(kept)} more memory, a peak "
+            f"of {format_bytes(worst.peak + kept)}"
+        )
     print(
         "\nThe peak is more than the columns, and less than their sum: docs/parallelism.md says "
         "what is counted, and how."
