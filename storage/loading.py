@@ -156,10 +156,15 @@ def put_into_run(
 
 
 def describe_load(
-    folder: str, manifest: dict, everything: bool, differ, code: dict[str, str]
+    folder: str,
+    manifest: dict,
+    everything: bool,
+    differ,
+    code: dict[str, str],
+    excluded: list[str],
 ) -> list[str]:
     """One line on what a run starts from, and one on source files that have changed. code: the
-    sources of the run."""
+    sources of the run. excluded: names of --exclude_from_loading."""
     from storage.changes import describe_changes
 
     changed = ""
@@ -167,6 +172,8 @@ def describe_load(
         what = "step 0, with the weights of"
     elif differ:
         what = "step 0, with the weights and the optimizer state of"
+        if "optimizer" in excluded:
+            what = "step 0, with the weights, and no optimizer state, of"
     else:
         what = "continuing from"
     if differ and not everything:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from distributed.agree import brief
-from distributed.launch import is_gone, host_of, name_rank
+from distributed.launch import host_of, is_gone, name_rank
 from distributed.layout import pattern_of
 from distributed.tp_check import STYLES
 from flags.config import own_rank, usage_error

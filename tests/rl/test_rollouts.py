@@ -360,6 +360,23 @@ def test_batches_ahead_are_saved_as_arrays(tmp_path):
         {"ahead": 1}, str(tmp_path), cfg, True
     ) == [batch]
     assert rollouts.pack_batches([], cfg) == {} and rollouts.reuse_batches({}, "", cfg, True) == []
+    saved = json.loads(content)  # of a copy whose samples have another field
+    saved["batch"][0]["samples"][0]["colour"] = "red"
+    (tmp_path / name).write_text(json.dumps(saved))
+    refuses(
+        f"{name}: .*'colour'.*other fields than in the run that saved it: ",
+        rollouts.reuse_batches,
+        {"ahead": 1},
+        str(tmp_path),
+        cfg,
+        True,
+    )
+
+
+def test_a_clip_is_refused_for_a_loss_that_clips_nothing(monkeypatch, tmp_path):
+    monkeypatch.setitem(grpo.LOSSES, "dapo", grpo.SUPERVISED)
+    cfg = Config(loss="dapo", clip_low=0.1, out=str(tmp_path / "run"))
+    refuses("--clip_low 0.1 has no effect with a --loss that clips nothing", grpo.main, cfg)
 
 
 @pytest.mark.slow
