@@ -11,7 +11,7 @@ import time
 import uuid
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -195,7 +195,7 @@ class StopSignal:
     later exits at once. Rank 0 answers each at once. cfg: a recipe's whole Config; without it the
     signals are only recorded."""
 
-    def __init__(self, cfg=None):
+    def __init__(self, cfg: Any = None):
         self.cfg = cfg
         self.received = ""
         self.at = 0.0

@@ -52,7 +52,7 @@ def check_export(folder: str) -> None:
         raise ValueError(f"{folder} cannot be made: {parent} is no folder to write to")
 
 
-def check_names(Model: type, config) -> None:
+def check_export_names(Model: type, config) -> None:
     """Raises ValueError if hf_keys() does not name each tensor that an export writes: of a fork, and
     before its training, not after."""
     with torch.device("meta"):

@@ -17,7 +17,7 @@ from storage.newest import ABOUT, is_hf_folder, newest_readable, resume_source
 from storage.source_tokenizer import has_new_ids
 
 
-def check_base(cfg, model_config) -> None:
+def check_start(cfg, model_config) -> None:
     """Raises ValueError if --init_from is a Hugging Face folder of another model. Asked before the
     data is read: to tokenize the text may take an hour."""
     if is_hf_folder(cfg.init_from):
@@ -39,7 +39,7 @@ def claim_run(cfg, Model, model_config, data, lr_at=None, lora: dict | None = No
     result of open_data. lr_at: the recipe's, to show how changed flags move the learning rate.
     lora: identity of a LoRA run's adapters.
     """
-    check_base(cfg, model_config)  # once more, for a copy of a recipe that does not call it
+    check_start(cfg, model_config)  # once more, for a copy of a recipe that does not call it
     if cfg.val_every and not data.n_val_samples:
         raise ValueError(f"--data {cfg.data} has no validation text; use --val_every 0")
     if (ids := data.vocab_size) > model_config.vocab_size:
@@ -73,10 +73,10 @@ def identify_run(
     check_run(cfg.out, identity, cfg, lr_at)
     if cfg.export_hf and all(step < cfg.steps for step, _ in step_folders(cfg.out)):
         from storage.hf_config import check_same_model
-        from storage.hf_write import check_export, check_names
+        from storage.hf_write import check_export, check_export_names
 
         check_same_model(Model, model_config)
-        check_names(Model, model_config)
+        check_export_names(Model, model_config)
         check_export(cfg.export_hf)
     return identity
 
