@@ -159,6 +159,11 @@ def failed_module(error: BaseException) -> str:
     place = f" (in {fqn}, a {kind})"
     if is_mixed:
         place += f'; under tp "{pattern_of(fqn)}" needs a style in tp_plan: {STYLES}'
+    if "only accepts torch.Tensor but got" in str(error):  # a style that wraps its input once more
+        place += (
+            f'; under tp the input of "{pattern_of(fqn)}" is whole already, gathered by the module '
+            'around it: its style in tp_plan must be "colwise", which splits the output'
+        )
     return place
 
 
