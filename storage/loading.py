@@ -199,7 +199,7 @@ def load_weights(modules: list[nn.Module], folder: str, exclude=()) -> None:
 
         check_excluded(excluded, modules, group)
         load_hf(modules, folder, excluded, group)
-        say(f"step 0, with the weights of {folder} (Hugging Face)")
+        say(f"the weights of {folder} (Hugging Face)")
         return
     if has_adapters(newest_readable(folder)):
         path, _, table = open_saved(folder)
@@ -234,7 +234,7 @@ def load_weights(modules: list[nn.Module], folder: str, exclude=()) -> None:
         twin.detach().copy_(params[fqn].detach())
     changed = f"; {describe_changes(differ)}" if differ else ""
     written = f"written by {manifest['world_size']} rank(s)"
-    say(f"step 0, with the weights of {path} ({written}){changed}")
+    say(f"the weights of {path} ({written}){changed}")
 
 
 def print_on_rank_0(group, text: str) -> None:
