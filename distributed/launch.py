@@ -205,6 +205,7 @@ class StopSignal:
     def __init__(self, cfg: Any = None):
         self.cfg = cfg
         self.answers = cfg is not None and own_rank() == 0
+        self.saves = cfg is not None and cfg.checkpoint_every > 0  # grpo.py's warm-up does not
         self.received = ""
         self.at = 0.0
         self.asked = None
@@ -235,8 +236,8 @@ class StopSignal:
             seconds *= 2
         if seconds >= 1:
             steps += f" (about {seconds:.0f} s)"
-        then = "without a save (--checkpoint_every 0)"
-        if self.cfg.checkpoint_every:
+        then = "without a save"
+        if self.saves:
             then = "and a save"
         return (
             f"{self.received}: the run ends after {steps} {then}; Ctrl-C again, 2 s later or more, "
