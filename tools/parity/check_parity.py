@@ -5,6 +5,7 @@ import fnmatch
 import os
 import sys
 import tempfile
+from typing import Any
 
 import torch
 
@@ -49,7 +50,7 @@ def check_plan(model_config) -> None:
     except AttributeError:  # a class with a name of its own: the layout's half will look
         return
     with torch.device("meta"):
-        model = Model(model_config)
+        model: Any = Model(model_config)
     check_tp_plan(model, parallel.TP_STYLES)
     names = [name for name, _ in model.named_modules()]
     plan = {}
