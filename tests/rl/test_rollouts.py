@@ -38,7 +38,7 @@ import grpo
 from distributed.layout import Layout
 from grpo import Config
 from lora.lora import add_adapters
-from rl import decoding, engines, environments, rollouts
+from rl import decoding, engines, environments, messages, rollouts
 from rl.policy import list_weights, pack_weights
 from rl.sample import Sample
 from storage.adapters import is_adapter, lora_names
@@ -371,6 +371,16 @@ def test_batches_ahead_are_saved_as_arrays(tmp_path):
         cfg,
         True,
     )
+
+
+def test_a_full_disk_at_samples_ends_no_run(tmp_path, capsys):
+    """/dev/full answers every write as a full disk does."""
+    (tmp_path / "samples.jsonl").symlink_to("/dev/full")
+    text = SimpleNamespace(tokenizer=SimpleNamespace(decode=lambda ids, skip_special_tokens: "a"))
+    cfg = Config(out=str(tmp_path), log_samples=1)
+    messages.keep_samples(cfg, 3, [Sample(prompt=[1], text="b")], text)
+    said = f"step 3: {tmp_path}/samples.jsonl cannot be written (No space left on device): "
+    assert capsys.readouterr().out == f"{said}its samples are left out\n"
 
 
 def test_a_clip_is_refused_for_a_loss_that_clips_nothing(monkeypatch, tmp_path):
