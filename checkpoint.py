@@ -379,7 +379,8 @@ class Checkpoints:
             excluded=self.excluded(),
             group=self.group,
         )
-        for line in describe_load(folder, manifest, start.everything, differ, self.code):
+        excluded = self.excluded()
+        for line in describe_load(folder, manifest, start.everything, differ, self.code, excluded):
             self.say(line)
         # weights and optimizer state of another run, but other data or schedule: from step 0
         if not start.everything or differ:

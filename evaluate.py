@@ -608,6 +608,11 @@ def main(cfg: Config):
             f"{layout} on {layout.device.type}, {str(layout.compute_dtype)[6:]}",
             flush=True,
         )
+        if kind == "text" and cfg.seq_len == -1 and is_hf_folder(folder):
+            print(
+                f"windows of {longest:,} tokens, the most that config.json allows; a run of ours is "
+                "scored in windows of its own --seq_len: give the same --seq_len to compare them"
+            )
         if n_cut:
             print(
                 f"{n_cut:,} of {len(requests):,} prompts do not fit into {longest:,} tokens: they "

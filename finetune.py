@@ -39,7 +39,7 @@ from lora.lora import LoraConfig, claim_adapters, lora_counts, lora_linears
 from sft.base import load_base, read_model
 from sft.chat_data import ChatData
 from storage.adapters import is_frozen
-from storage.resume import claim_run, keep_batch, list_warnings
+from storage.resume import check_start, claim_run, keep_batch, list_warnings
 from storage.source_tokenizer import source_tokenizer
 from tools.run import run
 from training.metrics import Metrics, MetricsConfig
@@ -197,6 +197,7 @@ def main(cfg: Config):
 
     # 2. data: one fixed global order of sequences; the layout decides only which rank reads which
     #    sequence
+    check_start(cfg, model_config)  # an --init_from of another model is refused before that work
     tokenizer = source_tokenizer(
         cfg.data, cfg.tokenizer, cfg.out, cfg.init_from, cfg.load_step, cfg.exclude_from_loading
     )

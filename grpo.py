@@ -186,6 +186,7 @@ def tis_weight(t: Tokens, mu: Tensor, cap: float, mode: str) -> Tensor:
 # ---------------------------------------------------------------- flags
 # Needs of flags: see flags/config.py
 TIS = Need("without --tis", lambda c: c.tis)
+CLIP = Need("with a --loss that clips nothing", lambda c: LOSSES[c.loss].low or LOSSES[c.loss].high)
 # as TRL names them
 TisMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 ROWS = Need("with --pack_tokens: a forward is one packed sequence", lambda c: not c.pack_tokens)
@@ -225,9 +226,9 @@ class Config(
     loss: Literal[tuple(LOSSES)] = "dr_grpo"
     std_norm: bool = False  # divide advantages by the standard deviation of the group's rewards
     # clip ratios below 1 - clip_low; none = as published for the loss
-    clip_low: float | None = None
+    clip_low: float | None = flag(None, CLIP)
     # clip ratios above 1 + clip_high; none = as published for the loss
-    clip_high: float | None = None
+    clip_high: float | None = flag(None, CLIP)
     # truncated importance sampling: cap of pi_old / mu, e.g. 2; 0 = off, the ratio is against mu
     # itself
     tis: float = 0.0

@@ -32,7 +32,7 @@ from distributed.refusals import check_layout
 from flags.config import Need, flag, override_fields, save_config
 from generate import print_sample
 from models.qwen3 import FLAVORS, Qwen3
-from storage.resume import claim_run, keep_batch, list_warnings
+from storage.resume import check_start, claim_run, keep_batch, list_warnings
 from storage.source_tokenizer import source_tokenizer
 from tools.run import run
 from training.metrics import Metrics, MetricsConfig
@@ -179,6 +179,7 @@ def main(cfg: Config):
 
     # 2. data: one fixed global order of sequences; the layout decides only which rank reads which
     #    sequence
+    check_start(cfg, model_config)  # an --init_from of another model is refused before that work
     tokenizer = source_tokenizer(
         cfg.data, cfg.tokenizer, cfg.out, cfg.init_from, cfg.load_step, cfg.exclude_from_loading
     )

@@ -10,7 +10,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -163,49 +163,54 @@ def set_timeouts(layout: Layout, timeout_s: int) -> None:
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)
 
 
+def tell(line: str) -> None:
+    """Print a line from a signal's handler, where print() may not be used: the signal may have come
+    inside of print()."""
+    with suppress(OSError):  # nobody reads any more
+        os.write(2, f"\n{line}\n".encode())
+
+
 class StopSignal:
     """SIGTERM, SIGINT or SIGUSR1: finish the step, save, exit. Another Ctrl-C more than two seconds
     later exits at once. Rank 0 answers each at once. cfg: a recipe's whole Config; without it the
     signals are only recorded."""
 
-    def __init__(self, cfg=None):
+    def __init__(self, cfg: Any = None):
         self.cfg = cfg
+        self.answers = cfg is not None and own_rank() == 0
+        self.saves = cfg is not None and cfg.checkpoint_every > 0  # grpo.py's warm-up does not
         self.received = ""
         self.at = 0.0
         self.asked = None
         self.ended = 0.0  # when the last step ended; 0: none has
         self.seconds = 0.0  # of the last step
+        self.ranks = 1  # that stop together; known after the first step
         for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(s, self.handle)
 
     def handle(self, number, frame):
         # launchers may deliver a single Ctrl-C or scancel twice at nearly the same time
         if number == signal.SIGINT and self.received and time.monotonic() - self.at > 2:
-            self.answer(f"Ctrl-C again: the run ends now; {self.newest()}")
+            if self.answers:
+                tell(f"Ctrl-C again: the run ends now; {self.newest()}")
             os._exit(130)
         if not self.received:
             self.received = signal.Signals(number).name
             self.at = time.monotonic()
-            self.answer(self.plan())
-
-    def answer(self, line: str) -> None:
-        """Rank 0 prints a line. print() may not be used here: a signal may come inside of print()."""
-        if self.cfg is None or own_rank() != 0:
-            return
-        with suppress(OSError):  # nobody reads any more
-            os.write(2, f"\n{line}\n".encode())
+            if self.answers:
+                tell(self.plan())
 
     def plan(self) -> str:
         """What the first signal does, how long it takes, and what a second Ctrl-C would cost."""
         steps = "this step"
         seconds = self.seconds
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # agreed() knows a step later
+        if self.ranks > 1:  # agreed() knows a step later
             steps = "the next step"
             seconds *= 2
         if seconds >= 1:
             steps += f" (about {seconds:.0f} s)"
-        then = "without a save (--checkpoint_every 0)"
-        if self.cfg.checkpoint_every:
+        then = "without a save"
+        if self.saves:
             then = "and a save"
         return (
             f"{self.received}: the run ends after {steps} {then}; Ctrl-C again, 2 s later or more, "
@@ -227,6 +232,7 @@ class StopSignal:
         if self.ended:  # the first step also has the time of its start
             self.seconds = now - self.ended
         self.ended = now
+        self.ranks = layout.world_size
         if layout.world_size == 1:
             return bool(self.received)
         # on the host, so that no device waits

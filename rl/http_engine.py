@@ -163,8 +163,8 @@ class Server:
             connection.request(method, path, content, {"Content-Type": "application/json"})
             answer = connection.getresponse()
             content = self.read_all(answer, path, until)
-        except (OSError, http.client.HTTPException):
-            if time.monotonic() >= until:
+        except (OSError, http.client.HTTPException) as error:
+            if isinstance(error, TimeoutError) or time.monotonic() >= until:
                 raise TimeoutError("the answer does not end") from None
             raise
         finally:

@@ -135,20 +135,29 @@ def mean_of(lines, name: str) -> float:
 
 def keep_samples(cfg, step: int, samples: list[Sample], text, evaluation=False):
     """Append the first --log_samples of these to samples.jsonl."""
-    with open(f"{cfg.out}/samples.jsonl", "a") as file:
-        for s in samples[: cfg.log_samples]:
-            # with the special tokens of the chat template, as seen by the model
-            prompt = text.tokenizer.decode(s.prompt, skip_special_tokens=False)
-            shown = {
-                "step": step,
-                "evaluation": evaluation,
-                "prompt": prompt,
-                "completion": s.text,
-            }
-            for name in ("task", "answer", "reward", "advantage", "truncated", "group", "ids"):
-                if getattr(s, name) is not None:
-                    shown[name] = getattr(s, name)
-            file.write(json.dumps(shown, ensure_ascii=False, default=list) + "\n")
+    lines = ""
+    for s in samples[: cfg.log_samples]:
+        # with the special tokens of the chat template, as seen by the model
+        prompt = text.tokenizer.decode(s.prompt, skip_special_tokens=False)
+        shown = {
+            "step": step,
+            "evaluation": evaluation,
+            "prompt": prompt,
+            "completion": s.text,
+        }
+        for name in ("task", "answer", "reward", "advantage", "truncated", "group", "ids"):
+            if getattr(s, name) is not None:
+                shown[name] = getattr(s, name)
+        lines += json.dumps(shown, ensure_ascii=False, default=list) + "\n"
+    path = f"{cfg.out}/samples.jsonl"
+    try:
+        with open(path, "a") as file:
+            file.write(lines)
+    except OSError as error:  # a full disk must not end a run for texts that are there to be read
+        print(
+            f"step {step}: {path} cannot be written ({error.strerror}): its samples are left out",
+            flush=True,
+        )
 
 
 def show_evaluation(cfg, step: int, line: dict):

@@ -374,6 +374,18 @@ def as_json(value: Sample | array) -> dict | str:
     return b64encode(value).decode()
 
 
+def read_sample(values: dict, folder: str) -> Sample:
+    """A sample of a checkpoint's batches. Raises ValueError if a Sample has other fields now, or had
+    others in the run that saved it."""
+    try:
+        return as_arrays(Sample(**values))
+    except TypeError as error:
+        raise ValueError(
+            f"{folder}/{BATCHES}: {error}; rl/sample.py has other fields than in the run that saved "
+            "it: give it the fields of then, or begin again with --out NEW"
+        ) from None
+
+
 def reuse_batches(state: dict, folder: str, cfg, rank0: bool) -> list[dict]:
     """The batches of a step folder if this run's flags would sample the same; else none, and the
     prompts are sampled again."""
@@ -381,7 +393,7 @@ def reuse_batches(state: dict, folder: str, cfg, rank0: bool) -> list[dict]:
     if state.get("ahead"):
         saved = read_json(folder, BATCHES)
     for batch in saved["batch"]:
-        batch["samples"] = [as_arrays(Sample(**values)) for values in batch["samples"]]
+        batch["samples"] = [read_sample(values, folder) for values in batch["samples"]]
     old = saved["made_with"]
     new = batch_flags(cfg)
     differ = []

@@ -28,6 +28,8 @@ def warm_up(trainer, env, text: Text, stop: StopSignal) -> bool:
     fits = partial(text.fits, seq_len=cfg.seq_len)
     is_rank_0 = trainer.layout.rank == 0
     said = time.monotonic()
+    saves = stop.saves
+    stop.saves = False
     losses = []
     for step in range(cfg.sft_steps):
         samples = []
@@ -46,6 +48,7 @@ def warm_up(trainer, env, text: Text, stop: StopSignal) -> bool:
         if is_rank_0 and time.monotonic() - said > 5:
             said = time.monotonic()
             messages.show_warm_up(cfg, losses)
+    stop.saves = saves
     trainer.new_optimizer()
     trainer.policy_version = 0
     if is_rank_0:

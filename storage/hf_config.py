@@ -90,6 +90,10 @@ def read_hf_config(folder: str, Config=None):
         value = getattr(config, name)
         kind, optional = unwrap(hints[name])
         if not has_type(value, kind) and not (optional and value is None):
+            if kind is int and type(value) is int:
+                raise ValueError(
+                    f"{path}: {name} would be {value}, which is absurd: need 0 to {2**31 - 1}"
+                )
             raise ValueError(
                 f"{path}: {name} would be {str(value)[:40]!r}, not "
                 f"{getattr(kind, '__name__', kind)}"

@@ -53,6 +53,19 @@ def check_export(folder: str) -> None:
         raise ValueError(f"{folder} cannot be made: {parent} is no folder to write to")
 
 
+def check_export_names(Model: type, config) -> None:
+    """Raises ValueError if hf_keys() does not name each tensor that an export writes: of a fork, and
+    before its training, not after."""
+    with torch.device("meta"):
+        model = Model(config)
+    kinds = file_kinds(named_tensors(model), model, torch.float32)
+    if odd := sorted(kinds.keys() ^ model.hf_keys().keys()):
+        raise ValueError(
+            f"--export_hf: hf_keys() of {Model.__name__} and the model's parameters differ in "
+            f"{brief(odd)}; add what is missing to hf_keys(), or leave out --export_hf"
+        )
+
+
 # --- Which rank writes which tensors to which file ---
 class HFEntry(NamedTuple):
     """A tensor of a file to write."""

@@ -246,10 +246,15 @@ def put_into_run(
 
 
 def describe_load(
-    folder: str, manifest: dict, everything: bool, differ, code: dict[str, str]
+    folder: str,
+    manifest: dict,
+    everything: bool,
+    differ,
+    code: dict[str, str],
+    excluded: list[str],
 ) -> list[str]:
     """One line on what a run starts from, and one on source files that have changed. code: the
-    sources of the run."""
+    sources of the run. excluded: names of --exclude_from_loading."""
     from storage.changes import describe_changes
 
     changed = ""
@@ -257,6 +262,8 @@ def describe_load(
         what = "step 0, with the weights of"
     elif differ:
         what = "step 0, with the weights and the optimizer state of"
+        if "optimizer" in excluded:
+            what = "step 0, with the weights, and no optimizer state, of"
     else:
         what = "continuing from"
     if differ and not everything:
@@ -282,7 +289,7 @@ def load_weights(modules: list[nn.Module], folder: str, exclude=()) -> None:
 
         check_excluded(excluded, modules, group)
         load_hf(modules, folder, excluded, group)
-        say(f"step 0, with the weights of {folder} (Hugging Face)")
+        say(f"the weights of {folder} (Hugging Face)")
         return
     if has_adapters(newest_readable(folder)):
         path, _, table = open_saved(folder)
@@ -317,7 +324,7 @@ def load_weights(modules: list[nn.Module], folder: str, exclude=()) -> None:
         twin.detach().copy_(params[fqn].detach())
     changed = f"; {describe_changes(differ)}" if differ else ""
     written = f"written by {manifest['world_size']} rank(s)"
-    say(f"step 0, with the weights of {path} ({written}){changed}")
+    say(f"the weights of {path} ({written}){changed}")
 
 
 def print_on_rank_0(group, text: str) -> None:

@@ -70,8 +70,11 @@ def read_manifest(folder: str, is_wanted=None) -> dict:
                     raise Damaged(f"{name} is not in manifest.json")
         for name, (size, _) in files.items():
             path = os.path.join(folder, name)
-            if os.path.islink(path) or not os.path.isfile(path) or os.path.getsize(path) != size:
+            if os.path.islink(path) or not os.path.isfile(path):
                 raise Damaged(f"{name} is not a plain file of {size} bytes")
+            now = os.path.getsize(path)
+            if now != size:
+                raise Damaged(f"{name} was changed: it has {now} bytes, and had {size} when saved")
     except OSError as error:
         raise Damaged(f"{os.path.basename(error.filename or folder)}: {error.strerror}") from None
     except Damaged:

@@ -202,6 +202,7 @@ def open_saved(folder: str) -> tuple[str, Any, dict]:
     if odd:
         kind = f"{Model.__module__}.{Model.__name__}"
         raise ValueError(
-            f"{path} does not fit {kind}: {len(odd)} odd tensors, the first is {odd[0]}"
+            f"{path} does not fit {kind}: {len(odd)} odd tensors, the first is {odd[0]}; if the "
+            f"model's file was edited since, the text of then is in {path}/code.json"
         )
     return path, model, table

@@ -18,6 +18,19 @@ from storage.newest import ABOUT, is_hf_folder, newest_readable, resume_source
 from storage.source_tokenizer import has_new_ids
 
 
+def check_start(cfg, model_config) -> None:
+    """Raises ValueError if --init_from is a Hugging Face folder of another model. Asked before the
+    data is read: to tokenize the text may take an hour."""
+    if is_hf_folder(cfg.init_from):
+        if not cfg.init_model_only:
+            raise ValueError(
+                f"--no-init_model_only: {cfg.init_from} holds weights and no more; leave it out"
+            )
+        from storage.hf_config import check_hf_config
+
+        check_hf_config(model_config, cfg.init_from)
+
+
 def claim_run(cfg, Model, model_config, data, lr_at=None, lora: dict | None = None) -> dict:
     """Checks --out, --init_from, --export_hf and the data before anything is built, and locks
     --out. Raises ValueError. Returns the run's identity: model, data and optimizer, which a
@@ -27,6 +40,7 @@ def claim_run(cfg, Model, model_config, data, lr_at=None, lora: dict | None = No
     result of open_data. lr_at: the recipe's, to show how changed flags move the learning rate.
     lora: identity of a LoRA run's adapters.
     """
+    check_start(cfg, model_config)  # once more, for a copy of a recipe that does not call it
     check_vocabulary(data.vocab_size, model_config.vocab_size)
     if cfg.val_every and not data.n_val_samples:
         raise ValueError(f"--data {cfg.data} has no validation text; use --val_every 0")
@@ -34,14 +48,6 @@ def claim_run(cfg, Model, model_config, data, lr_at=None, lora: dict | None = No
     identity = identify_run(
         cfg, Model, model_config, data.fingerprint, cfg.optimizer.removesuffix("_sr"), lr_at, lora
     )
-    if is_hf_folder(cfg.init_from):
-        if not cfg.init_model_only:
-            raise ValueError(
-                f"--no-init_model_only: {cfg.init_from} holds weights and no more; leave it out"
-            )
-        from storage.hf_config import check_hf_config
-
-        check_hf_config(model_config, cfg.init_from)
     seen = step_folders(cfg.out)
     lock_run(cfg.out)
     if step_folders(cfg.out) != seen:  # another start made the folder after keep_batch had looked
@@ -64,9 +70,10 @@ def identify_run(
     check_run(cfg.out, identity, cfg, lr_at)
     if cfg.export_hf and all(step < cfg.steps for step, _ in step_folders(cfg.out)):
         from storage.hf_config import check_same_model
-        from storage.hf_write import check_export
+        from storage.hf_write import check_export, check_export_names
 
         check_same_model(Model, model_config)
+        check_export_names(Model, model_config)
         check_export(cfg.export_hf)
     return identity
 

@@ -6,6 +6,7 @@ import re
 import sys
 import time
 import traceback
+from contextlib import suppress
 
 import torch.distributed as dist
 from torch import nn
@@ -44,6 +45,7 @@ def report_error(error: BaseException) -> int:
         usage_error(message)
     if LOST.search(message) and (dead := dead_ranks()):
         return report_death(dead)
+    tell_failure()
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         # torchrun then shows this error, and not only the exit status
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -58,6 +60,13 @@ def report_error(error: BaseException) -> int:
     return 1
 
 
+def tell_failure() -> None:
+    """Let the other ranks know that this one ends with an error of its own, and has not died."""
+    if dist.is_initialized():
+        with suppress(RuntimeError, ValueError):  # rank 0 kept the store and has ended
+            dist.distributed_c10d._get_default_store().set(f"failed {dist.get_rank()}", "")
+
+
 def dead_ranks() -> list[int]:
     """Ranks of this machine whose process has ended without an error of its own."""
     if not dist.is_initialized():
@@ -67,7 +76,8 @@ def dead_ranks() -> list[int]:
         for _ in range(20):  # a process first loses its connections, and has ended a moment later
             dead = []
             for rank in range(dist.get_world_size()):
-                if is_gone(rank) and not store.check([f"failed {rank}"]):
+                is_known = store.check([f"process {rank}"])  # else it would be waited for
+                if is_known and is_gone(rank) and not store.check([f"failed {rank}"]):
                     dead.append(rank)
             if dead:
                 return dead
@@ -149,6 +159,11 @@ def failed_module(error: BaseException) -> str:
     place = f" (in {fqn}, a {kind})"
     if is_mixed:
         place += f'; under tp "{pattern_of(fqn)}" needs a style in tp_plan: {STYLES}'
+    if "only accepts torch.Tensor but got" in str(error):  # a style that wraps its input once more
+        place += (
+            f'; under tp the input of "{pattern_of(fqn)}" is whole already, gathered by the module '
+            'around it: its style in tp_plan must be "colwise", which splits the output'
+        )
     return place
 
 
@@ -158,7 +173,6 @@ def silent_ranks(message: str) -> str:
     has_timed_out = "timed out" in message.lower()
     try:
         store = dist.distributed_c10d._get_default_store()
-        store.set(f"failed {dist.get_rank()}", "")
         if not has_timed_out or store.add("timed out", 1) > 1:
             return ""
         time.sleep(2)  # the other ranks of the collective fail in the same moment

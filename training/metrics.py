@@ -373,6 +373,7 @@ class Metrics:
     def write_lines(self, step: int):
         """Append the lines that are not in the file yet. A disk that is full, or away for a while,
         ends no run: the lines are kept, and written with a later one."""
+        self.check_there()
         size = os.path.getsize(self.path)
         try:
             if self.file.write(self.unwritten) < len(self.unwritten):
@@ -392,6 +393,14 @@ class Metrics:
         self.is_full = False
         self.unwritten = b""
 
+    def check_there(self):
+        """Raises ValueError if the file was removed: the run would go on without a trace of itself."""
+        if not os.path.exists(self.path):
+            raise ValueError(
+                f"{self.path} was removed under the run, perhaps with all of {self.out}: nothing of "
+                "this run is kept from here on; start again, with --out NEW"
+            )
+
     def close(self):
         """On all ranks: write a trace in progress (after a signal), print the loss curve of the
         whole run, and turn Python's garbage collector on again."""
@@ -404,6 +413,7 @@ class Metrics:
             board.close()
         if self.rank0:
             self.file.close()
+            self.check_there()
             if self.unwritten:
                 print(f"{self.path} lacks its last lines: {self.unwritten.decode()}", flush=True)
             print(loss_curve(read_lines(self.path)), flush=True)

@@ -417,7 +417,7 @@ def test_a_step_has_a_time_limit():
 def test_the_warm_up_speaks_and_hears(monkeypatch, capsys):
     """A line every five seconds, and the end after the step in which a signal has come."""
     answers = iter([False, False, True])
-    stop = SimpleNamespace(agreed=lambda layout: next(answers))
+    stop = SimpleNamespace(saves=True, agreed=lambda layout: next(answers))
     steps = []
     trainer = SimpleNamespace(
         cfg=grpo.Config(sft_steps=9),

@@ -413,7 +413,7 @@ FAULTS = {
     "slow": (
         "vllm",
         spoiled(slow),
-        "no answer to /v1/completions (TimeoutError: timed out; the limit is 0.5 s)",
+        "no answer to /v1/completions (TimeoutError: the answer does not end; the limit is 0.5 s)",
     ),
 }
 

@@ -38,7 +38,7 @@ import grpo
 from distributed.layout import Layout
 from grpo import Config
 from lora.lora import add_adapters
-from rl import decoding, engines, environments, rollouts
+from rl import decoding, engines, environments, messages, rollouts
 from rl.policy import list_weights, pack_weights
 from rl.sample import Sample
 from storage.adapters import is_adapter, lora_names
@@ -366,6 +366,33 @@ def test_batches_ahead_are_saved_as_arrays(tmp_path):
     assert rollouts.reuse_batches({"ahead": 1}, str(tmp_path), cfg, True) == [batch]
     assert rollouts.pack_batches([], cfg) == {}
     assert rollouts.reuse_batches({}, "", cfg, True) == []
+    saved = json.loads(content)  # of a copy whose samples have another field
+    saved["batch"][0]["samples"][0]["colour"] = "red"
+    (tmp_path / name).write_text(json.dumps(saved))
+    refuses(
+        f"{name}: .*'colour'.*other fields than in the run that saved it: ",
+        rollouts.reuse_batches,
+        {"ahead": 1},
+        str(tmp_path),
+        cfg,
+        True,
+    )
+
+
+def test_a_full_disk_at_samples_ends_no_run(tmp_path, capsys):
+    """/dev/full answers every write as a full disk does."""
+    (tmp_path / "samples.jsonl").symlink_to("/dev/full")
+    text = SimpleNamespace(tokenizer=SimpleNamespace(decode=lambda ids, skip_special_tokens: "a"))
+    cfg = Config(out=str(tmp_path), log_samples=1)
+    messages.keep_samples(cfg, 3, [Sample(prompt=[1], text="b")], text)
+    said = f"step 3: {tmp_path}/samples.jsonl cannot be written (No space left on device): "
+    assert capsys.readouterr().out == f"{said}its samples are left out\n"
+
+
+def test_a_clip_is_refused_for_a_loss_that_clips_nothing(monkeypatch, tmp_path):
+    monkeypatch.setitem(grpo.LOSSES, "dapo", grpo.SUPERVISED)
+    cfg = Config(loss="dapo", clip_low=0.1, out=str(tmp_path / "run"))
+    refuses("--clip_low 0.1 has no effect with a --loss that clips nothing", grpo.main, cfg)
 
 
 @pytest.mark.slow

@@ -15,7 +15,10 @@ from saves import IDENTITY, assert_same, refused, save_run, saver, trained
 
 import train_llama3
 from data import DataConfig, open_data
+from flags.config import save_config
+from models.llama3 import FLAVORS, Llama3
 from storage.changes import compare_start
+from storage.hf import save_hf
 from storage.newest import Source
 from storage.resume import check_run
 
@@ -219,3 +222,41 @@ def test_phases_of_a_recipe(tmp_path):
     assert equal(parts.final, whole.final)
     assert hashes(parts) == hashes(whole)
     assert column(parts.lines, "loss") == column(whole.lines, "loss")
+
+
+def test_a_start_without_the_moments_says_so(tmp_path, old):
+    identity = other("data", data_seed=3)
+    said = started(tmp_path, old, identity, exclude_from_loading=["optimizer"])[2]
+    assert "step 0, with the weights, and no optimizer state, of" in said
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_step_of_another_run_is_told(tmp_path, moved, capsys):
+    """Its weights are continued, because somebody may want that; but the curve joins two runs."""
+    net = trained(0, 7)
+    ids = {}
+    for name in ("mine", "other"):
+        run = saver(*net, tmp_path / name, config=asdict(CONFIG))
+        ids[name] = run.id
+        run.save(7, {"step": 7, "samples": 56})
+        save_config(CONFIG, tmp_path / name / "config.json", run.made_from)
+    if moved:
+        shutil.rmtree(tmp_path / "mine/checkpoints")
+        shutil.copytree(tmp_path / "other/checkpoints", tmp_path / "mine/checkpoints")
+    capsys.readouterr()
+    run = saver(*trained(1, 0), tmp_path / "mine", config=asdict(CONFIG))
+    assert run.load() == {"step": 7, "samples": 56}
+    said = capsys.readouterr().out
+    told = f"step-7 is of ANOTHER RUN, {ids['other']}, and {tmp_path}/mine of the run {ids['mine']}"
+    assert (told in said) == moved
+    assert run.id == ids["mine"] != ids["other"]
+
+
+def test_a_base_of_another_model_is_refused_before_the_data_is_read(tmp_path):
+    model = Llama3(replace(FLAVORS["debug"], n_layers=2))
+    save_hf(model, str(tmp_path / "base"))
+    cfg = replace(
+        CONFIG, init_from=str(tmp_path / "base"), data="nowhere.txt", out=str(tmp_path / "run")
+    )
+    with refused("config.json is of another model: n_layers is 2 there, 6 here"):
+        train_llama3.main(cfg)

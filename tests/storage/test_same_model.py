@@ -19,6 +19,7 @@ from distributed.refusals import check_layout
 from models import llama3
 from storage import commands as checkpoint_commands
 from storage import hf
+from storage.hf_write import check_export_names
 
 ROOT = Path(__file__).parents[2]
 RELU2 = ("F.silu(self.w1(x))", "F.relu(self.w1(x)).square()")
@@ -97,6 +98,24 @@ def test_a_fork_is_not_exported_as_llama(tmp_path, fork, capsys):
     error = stops(capsys, checkpoint_commands.main, ["to_hf", str(tmp_path / "run"), out])
     assert error.startswith("error: ")
     assert not os.path.exists(out)
+
+
+def test_a_fork_without_hf_keys_is_refused_before_training(fork):
+    """Before, the export at the end of the training failed."""
+    module = fork(
+        MODEL_TYPE,
+        (
+            "        self.wo = nn.Linear(",
+            "        self.gate = nn.Linear(config.dim, config.n_heads, bias=False)\n        self.wo = nn.Linear(",
+        ),
+    )
+    check_export_names(llama3.Llama3, small(llama3))
+    refuses(
+        r"hf_keys\(\) of Llama3 and the model's parameters differ in blocks.0.attn.gate.weight",
+        check_export_names,
+        module.Llama3,
+        small(module),
+    )
 
 
 def saved_and_exported(module, folder) -> tuple[torch.nn.Module, str]:

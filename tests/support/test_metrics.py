@@ -6,6 +6,7 @@ import gzip
 import importlib.util
 import json
 import math
+import shutil
 import time
 import tracemalloc
 from dataclasses import dataclass
@@ -403,3 +404,15 @@ def test_a_full_disk_at_a_log_line_ends_no_run(tmp_path, capsys):
     train(m, [5])
     m.close()
     assert 'lacks its last lines: {"step": 5' in capsys.readouterr().out
+
+
+def test_a_run_whose_folder_was_removed_does_not_end_well(tmp_path):
+    """At the next line, or at the end: nothing of what it goes on to do would be found."""
+    out = tmp_path / "run"
+    m = make(out)
+    train(m, [1])
+    shutil.rmtree(out)
+    with pytest.raises(ValueError, match="metrics.jsonl was removed under the run"):
+        train(m, [2])
+    with pytest.raises(ValueError, match="metrics.jsonl was removed under the run"):
+        m.close()

@@ -1,12 +1,20 @@
 """--check_parity: does the recipe train the same model on one process and on a layout? Every
 gradient and every weight is compared. And does a continued run go on as if never stopped?"""
 
+import fnmatch
 import os
 import sys
 import tempfile
+from typing import Any
 
+import torch
+
+import parallel
 from distributed.agree import brief
+from distributed.checks import check_tp_plan
 from distributed.layout import AXES
+from distributed.tp_check import check_split
+from storage.hf_config import class_of
 from tools.parity.compare import (
     BF16,
     LATER,
@@ -34,6 +42,26 @@ SAME = "same"  # --through without a value: the layout of the command line
 HAND_ROUNDED = (2**-12, 2**-6)
 
 
+def check_plan(model_config) -> None:
+    """Raises ValueError for a parameter without a style in tp_plan, as the layout will: before the
+    half on one process, which takes minutes with a large model."""
+    try:
+        Model = class_of(model_config)
+    except AttributeError:  # a class with a name of its own: the layout's half will look
+        return
+    with torch.device("meta"):
+        model: Any = Model(model_config)
+    check_tp_plan(model, parallel.TP_STYLES)
+    names = [name for name, _ in model.named_modules()]
+    plan = {}
+    for pattern, style in model.tp_plan().items():
+        for name in fnmatch.filter(names, pattern):
+            plan[name] = style
+            for inner, _ in model.get_submodule(name).named_modules():
+                plan.setdefault(f"{name}.{inner}", style)  # a style of a fork may split all of it
+    check_split(model, plan)
+
+
 def check_parity(main, cfg, through: str = "") -> int:
     """Train a few steps in fp32, on one process and on the layout; train the last steps once more
     from a checkpoint; compare. Returns the exit status.
@@ -55,6 +83,8 @@ def check_parity(main, cfg, through: str = "") -> int:
     if hasattr(cfg, "val_every") and cfg.val_every:
         common["val_every"] = steps
     halves = Halves(main, cfg, **common)
+    if cfg.tp > 1:
+        check_plan(halves.model_config)
     told = set()
     with tempfile.TemporaryDirectory() as folder:
         one = Half("one process", halves.one_process(os.path.join(folder, "one_process")))
