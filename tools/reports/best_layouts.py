@@ -212,7 +212,7 @@ def print_best(main, cfg, n: int, machine: str) -> int:
         parts = measured(report, c, machine)
         peak = max(rank.peak for rank in report.ranks)
         peaks.append(peak)
-        cells = describe_layout(c, parts, peak)
+        cells = cells_of_layout(c, parts, peak)
         fit = "does not fit"
         if peak <= limit:
             rows.append((least(parts), peak, *cells))
@@ -240,7 +240,7 @@ def print_best(main, cfg, n: int, machine: str) -> int:
     return 0
 
 
-def describe_layout(c, parts: dict[str, float], peak: float) -> tuple[str, ...]:
+def cells_of_layout(c, parts: dict[str, float], peak: float) -> tuple[str, ...]:
     """The cells of a row: seconds of a step, share of the arithmetic, memory, bound, flags."""
     given = []
     degrees = {axis: getattr(c, axis) for axis in AXES} | {"ep": ep_of(c)}
