@@ -227,7 +227,9 @@ class Metrics:
         if self.job_flops:
             peak = self.job_flops / self.layout.world_size
             mfu = f"MFU against {peak / 1e12:,.0f} TFLOP/s, dense bf16, of {name}"
-        return f"rank 0 holds {held:.2f} GiB {when}; {mfu}"
+        # the order of models/attention.py
+        kernels = "attention by cuDNN where it takes the shapes, else flash; by FlexAttention under"
+        return f"rank 0 holds {held:.2f} GiB {when}; {mfu}\n{kernels} document masks and windows"
 
     def reset_interval(self):
         """Restart the means of step time, data time and tokens per second."""
