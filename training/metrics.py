@@ -175,6 +175,8 @@ class Metrics:
 
             peak = peak_flops(torch.cuda.get_device_name(self.device))
             self.job_flops = peak and peak * layout.world_size
+        if self.rank0:
+            print(self.describe_device(), flush=True)
         self.reset_interval()
         self.out = out
         self.rank = layout.rank
@@ -212,6 +214,22 @@ class Metrics:
         if cfg.gc_every > 0:
             gc.collect()
             gc.disable()
+
+    def describe_device(self) -> str:
+        """For the start: what the numbers of the run are measured against."""
+        when = f"before step {self.step + 1}"
+        if self.device.type == "cpu":
+            return f"process: {peak_memory_gib(self.device):.2f} GiB {when}; no MFU on a CPU"
+        # AdamW's moments come in the first step, unless a checkpoint brought them
+        held = torch.cuda.memory_allocated(self.device) / 2**30
+        name = torch.cuda.get_device_name(self.device)
+        mfu = f"no MFU: the peak of {name} is not known"
+        if self.job_flops:
+            peak = self.job_flops / self.layout.world_size
+            mfu = f"MFU against {peak / 1e12:,.0f} TFLOP/s, dense bf16, of {name}"
+        # the order of models/attention.py
+        kernels = "attention by cuDNN where it takes the shapes, else flash; by FlexAttention under"
+        return f"rank 0 holds {held:.2f} GiB {when}; {mfu}\n{kernels} document masks and windows"
 
     def reset_interval(self):
         """Restart the means of step time, data time and tokens per second."""

@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, make_dataclass
 from functools import partial
 from types import SimpleNamespace
 
@@ -40,10 +40,12 @@ SMALL = {
 }
 
 
-def flags_of(lora: dict, **more) -> SimpleNamespace:
-    """The flags of a recipe that checkpoints read."""
+def flags_of(lora: dict, **more):
+    """The flags of a recipe that checkpoints read, a dataclass as a recipe's Config is."""
     rest = dict(out="nowhere", model_args="") | more
-    return SimpleNamespace(**vars(CheckpointConfig()) | vars(Flags(lora_alpha=6, **lora)) | rest)
+    values = vars(CheckpointConfig()) | vars(Flags(lora_alpha=6, **lora)) | rest
+    fields = [(name, object, None) for name in values]
+    return make_dataclass("Config", fields)(**values)
 
 
 def identity_of(model_config, cfg) -> dict:

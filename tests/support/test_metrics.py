@@ -6,6 +6,7 @@ import gzip
 import importlib.util
 import json
 import math
+import re
 import shutil
 import time
 import tracemalloc
@@ -194,6 +195,26 @@ def test_only_logged_steps_read_the_loss_and_means_cover_the_interval(tmp_path, 
         assert line["mfu"] == 0.5  # 500 tokens/s * 1e12 FLOPs/token of 1e15 FLOP/s
 
 
+def test_the_start_says_what_the_numbers_are_measured_against(tmp_path, capsys, monkeypatch):
+    m = make(tmp_path, first_step=6)
+    text = capsys.readouterr().out
+    assert re.fullmatch(r"process: \d+\.\d\d GiB before step 6; no MFU on a CPU\n", text), text
+    make(tmp_path, rank0=False)
+    assert capsys.readouterr().out == ""
+    # a GPU, of which only the answers of torch are stood in for
+    m.device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    m.job_flops = 2 * peak_flops("NVIDIA H100 80GB HBM3")  # of two GPUs
+    assert m.describe_device().splitlines()[0] == (
+        "rank 0 holds 3.00 GiB before step 6; MFU against 989 TFLOP/s, dense bf16, of NVIDIA H100 "
+        "80GB HBM3"
+    )
+    assert "attention by cuDNN" in m.describe_device().splitlines()[1]
+    m.job_flops = None
+    assert "no MFU: the peak of NVIDIA H100" in m.describe_device()
+
+
 def test_the_slowest_rank_is_told_when_the_others_wait_for_it(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(metrics, "host_of", lambda rank: f"node{rank}")
     m = make(tmp_path)
@@ -206,7 +227,7 @@ def test_the_slowest_rank_is_told_when_the_others_wait_for_it(tmp_path, capsys, 
     for line in strict_lines(tmp_path):
         late.append([line.get(f"slowest_{name}") for name in ("rank", "host", "by_s")])
     assert late == [[None] * 3, [2, "node2", 0.25], [1, "node1", pytest.approx(0.3)], [None] * 3]
-    assert capsys.readouterr().out.splitlines()[1].endswith("  rank 2 (node2) is 0.25 s late")
+    assert capsys.readouterr().out.splitlines()[2].endswith("  rank 2 (node2) is 0.25 s late")
     m.start_step(iter([None]))
     while time.process_time() < m.cpu_started + 0.05:  # the processor's time is a rank's own
         time.sleep(0.001)  # unlike a wait for others

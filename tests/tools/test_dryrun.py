@@ -415,6 +415,17 @@ if __name__ == "__main__":
     GUIDE.write_text(text.split(BEGIN)[0] + BEGIN + support_matrix() + END + text.split(END)[1])
 
 
+def test_a_table_without_experts_split_says_why():
+    """--best of a recipe with experts, where no row has --ep."""
+    cfg = config("train_qwen3", {})
+    plain = (1e9, {"arithmetic": 1.0}, cfg)
+    split = (1e9, {"arithmetic": 1.0, "ep": 3.0}, replace(cfg, ep=2))
+    assert "none is legal" in best.explain_no_ep([plain], 1.0, 8e10)
+    text = best.explain_no_ep([plain, split], 1.0, 8e10)
+    assert "--ep 2, is estimated at 4 s, bound by ep, and the slowest row takes 1 s" in text
+    assert "does not fit" in best.explain_no_ep([plain, split], 1.0, 1e8)
+
+
 @pytest.mark.slow
 def test_best_layouts_are_dry_runs_of_their_flags(monkeypatch, capsys):
     """The table's peak is that of a dry run of its flags; slow links, or a small device, give

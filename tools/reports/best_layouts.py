@@ -195,6 +195,11 @@ def print_best(main, cfg, n: int, machine: str) -> int:
     flags = dict.fromkeys((*AXES, "ep"), 1) | dict(
         dp_shard=n, local_batch_size=1, global_batch_size=n
     )
+    print(
+        f"{len(found)} legal layouts of {plural(n, 'device')}; estimated from a dry run of the plainest",
+        file=sys.stderr,
+        flush=True,
+    )
     plain = make_report(main, replace(cfg, **without_refused(cfg, flags, model_config)))
     rows = []
     peaks = []
@@ -207,27 +212,13 @@ def print_best(main, cfg, n: int, machine: str) -> int:
         parts = measured(report, c, machine)
         peak = max(rank.peak for rank in report.ranks)
         peaks.append(peak)
+        cells = cells_of_layout(c, parts, peak)
+        fit = "does not fit"
         if peak <= limit:
-            given = []
-            degrees = {axis: getattr(c, axis) for axis in AXES} | {"ep": ep_of(c)}
-            for name, degree in degrees.items():
-                if degree > 1:
-                    given.append(spell_flag(name, degree))
-            given.append(spell_flag("local_batch_size", c.local_batch_size))
-            share = parts["arithmetic"] / least(parts)
-            cells = (
-                f"{least(parts):.3g} s",
-                f"{share:.0%}",
-                format_bytes(peak),
-                bound_of(parts),
-                " ".join(given),
-            )
             rows.append((least(parts), peak, *cells))
-        if sys.stderr.isatty():
-            end = ""
-            if len(rows) == SHOWN:
-                end = "\n"
-            print(f"\r{i} dry runs, {len(rows)} fit", end=end, file=sys.stderr, flush=True)
+            fit = f"fit {len(rows)}"
+        # as they come, not yet in order; the table on stdout is sorted
+        print(f"dry run {i}, {fit}: {'  '.join(cells)}", file=sys.stderr, flush=True)
         if len(rows) == SHOWN:
             break
     if not rows:
@@ -244,4 +235,42 @@ def print_best(main, cfg, n: int, machine: str) -> int:
     )
     head = ["a step", "arithmetic", "peak", "bound by", "flags"]
     print(table([head, *(row[2:] for row in sorted(rows))], right=False))
+    if n_experts_of(model_config) > 0 and not any("--ep" in row[-1] for row in rows):
+        print(f"\n{explain_no_ep(guesses, max(row[0] for row in rows), limit)}")
     return 0
+
+
+def cells_of_layout(c, parts: dict[str, float], peak: float) -> tuple[str, ...]:
+    """The cells of a row: seconds of a step, share of the arithmetic, memory, bound, flags."""
+    given = []
+    degrees = {axis: getattr(c, axis) for axis in AXES} | {"ep": ep_of(c)}
+    for name, degree in degrees.items():
+        if degree > 1:
+            given.append(spell_flag(name, degree))
+    given.append(spell_flag("local_batch_size", c.local_batch_size))
+    share = parts["arithmetic"] / least(parts)
+    return (
+        f"{least(parts):.3g} s",
+        f"{share:.0%}",
+        format_bytes(peak),
+        bound_of(parts),
+        " ".join(given),
+    )
+
+
+def explain_no_ep(guesses: list[tuple], slowest: float, limit: float) -> str:
+    """Why no row has --ep. guesses: (bytes, parts, Config) of every legal layout, the best first;
+    slowest: seconds of the last row."""
+    of_experts = [guess for guess in guesses if ep_of(guess[2]) > 1]
+    if not of_experts:
+        return (
+            "no row has --ep: none is legal with these flags; a dry run with --ep 2 names the rule"
+        )
+    size, parts, c = of_experts[0]
+    which = f"the best of {len(of_experts)} such layouts, --ep {ep_of(c)}, is estimated at"
+    if size > limit:
+        return f"no row has --ep: {which} {format_bytes(size)} of memory, which does not fit"
+    return (
+        f"no row has --ep: {which} {least(parts):.3g} s, bound by {bound_of(parts)}, and the slowest "
+        f"row takes {slowest:.3g} s; --ep 2 asks for layouts with experts split"
+    )

@@ -1,9 +1,7 @@
 """The report of a study: sentences, tables, pictures, and an appendix with all that is needed to
 repeat the study."""
 
-import base64
 import difflib
-import html
 import json
 import math
 import platform
@@ -14,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from flags.files import read_json, sha256_file, write_file
+from tools.study.page import page_of
 from tools.study.significance import ALPHA, LATER, seeds_to_show
 from tools.study.study import (
     FAILED,
@@ -351,7 +350,8 @@ def appendix(study: dict, folder: Path, runs: dict) -> list[str]:
 
 
 def diffs_of(base: dict, variant: dict) -> list[str]:
-    """The files of a variant that are not the baseline's, as diffs."""
+    """The files of a variant that are not the baseline's, as diffs. A file that the baseline lacks is
+    compared with the file of its folder that it was copied from, if one looks like it."""
     recipe = Path(base["file"])
     fork = Path(variant["file"])
     diffs = []
@@ -360,14 +360,38 @@ def diffs_of(base: dict, variant: dict) -> list[str]:
         old = file
         if file == fork.name:
             old = recipe.name
-        was = base["files"].get(old)
         now = variant["files"][file]
-        if was != now:
-            before = lines_as_trained(locate(recipe, old), was)
-            after = lines_as_trained(locate(fork, file), now)
-            diff = difflib.unified_diff(before, after, old, file, lineterm="", n=1)
-            diffs.append("\n".join(["```diff", *diff, "```"]))
+        if base["files"].get(old) == now:
+            continue
+        after = lines_as_trained(locate(fork, file), now)
+        if old not in base["files"]:
+            old = copied_from(file, after, base)
+        before = []
+        if old in base["files"]:
+            before = lines_as_trained(locate(recipe, old), base["files"][old])
+        diff = difflib.unified_diff(before, after, old, file, lineterm="", n=1)
+        diffs.append("\n".join(["```diff", *diff, "```"]))
     return diffs
+
+
+ALIKE = 0.5  # share of equal lines from which a file counts as a copy
+
+
+def copied_from(file: str, lines: list[str], base: dict) -> str:
+    """The file of the baseline, in the folder of `file`, with the most lines in common with it;
+    /dev/null if none looks like an original."""
+    best = ALIKE
+    original = "/dev/null"
+    matcher = difflib.SequenceMatcher(autojunk=False)
+    matcher.set_seq2(lines)
+    for name, sha256 in base["files"].items():
+        if Path(name).parent != Path(file).parent or name == "torch":
+            continue
+        matcher.set_seq1(lines_as_trained(locate(Path(base["file"]), name), sha256))
+        if matcher.quick_ratio() > best and matcher.ratio() > best:
+            best = matcher.ratio()
+            original = name
+    return original
 
 
 def lines_as_trained(path: Path, sha256: str | None) -> list[str]:
@@ -375,18 +399,6 @@ def lines_as_trained(path: Path, sha256: str | None) -> list[str]:
     if path.is_file() and sha256_file(path) == sha256:
         return path.read_text().splitlines()
     return [f"(unknown: {sha256})"]
-
-
-def page_of(text: str, picture: Path) -> str:
-    """The report as one HTML file, the picture inside."""
-    image = ""
-    if picture.exists():
-        data = base64.b64encode(picture.read_bytes()).decode()
-        image = (
-            '<img alt="curves, and differences of pairs" width="100%" '
-            f'src="data:image/png;base64,{data}">'
-        )
-    return f'<!doctype html><meta charset="utf-8"><title>Report</title>\n{image}\n<pre>\n{html.escape(text)}\n</pre>\n'
 
 
 def report_study(folder) -> bool:
@@ -426,7 +438,8 @@ def report_study(folder) -> bool:
     print(f"\n{folder}: report.md, report.html, verdicts.json")
     print(draw_curves(curves_of(study, runs), folder / "curves.png"))
     title = f"# {study['metric']} of {len(study['variants'])} variants"
-    text = "\n\n".join([title, *said, *tables, *appendix(study, folder, runs)])
+    paragraphs = [title, *said, *tables, *appendix(study, folder, runs)]
+    text = "\n\n".join(paragraphs)
     write_file(folder / "report.md", f"{text}\n".encode())
-    write_file(folder / "report.html", page_of(text, folder / "curves.png").encode())
+    write_file(folder / "report.html", page_of(paragraphs, folder / "curves.png").encode())
     return not has_failed
