@@ -984,6 +984,13 @@ def test_norm_and_rotation_equal_torch(dtype):
             rotate, cos=angle.cos().float(), sin=angle.sin().float(), interleave=interleave
         )
         cases.append((ours, partial(plain_rotate, interleave=interleave), None, None))
+
+        def fused(x, ours=ours):  # the lines that the compiler sees
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(torch.compiler, "is_compiling", lambda: True)
+                return ours(x)
+
+        cases.append((fused, partial(plain_rotate, interleave=interleave), None, None))
     for ours, plain, w, w_exact in cases:
         mine = x.to(dtype).requires_grad_()
         true = mine.detach().double().requires_grad_()

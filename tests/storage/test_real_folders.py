@@ -41,6 +41,7 @@ from corpus.tokenizer import bytes_of_tokens, load_tokenizer
 from generate import generate
 from storage import commands
 from storage.hf import load_hf_model
+from storage.hf_config import find_model_file
 from storage.other_tokenizer import describe_ends
 from storage.source_tokenizer import (
     ends_of,
@@ -323,6 +324,14 @@ def test_contradictions_are_refused(tmp_path, listed, words):
     rules["added_tokens_decoder"] = {i: {"content": content} for i, content in listed.items()}
     (folder / "tokenizer_config.json").write_text(json.dumps(rules))
     refuses(words, load_tokenizer, folder / "tokenizer.json")
+
+
+def test_a_model_file_is_found_by_a_plain_name_only():
+    """The name is a stranger's, and the file would be imported."""
+    assert find_model_file("llama3") == "models.llama3"
+    assert find_model_file("olmo3") == "forks.olmo3"
+    for name in ("../models/llama3", "../forks/olmo3", "nothing"):
+        assert find_model_file(name) is None
 
 
 def test_older_files_that_contradict_or_are_odd_are_refused(tmp_path):
