@@ -564,19 +564,6 @@ def lr_at(step: int, cfg: Config) -> float:
     return min(step / max(cfg.warmup_steps, 1), 1.0) * decay
 
 
-def save_policy(trainer: Trainer, checkpoints, ahead, step: int, state: dict, last: bool) -> None:
-    """Save the step, and beside it the batches that are sampled already: a continued run trains on
-    them."""
-    cfg = trainer.cfg
-    batches = ahead.all()
-    state["ahead"] = len(batches)
-    files = {}
-    if trainer.layout.rank == 0:
-        files = rollouts.pack_batches(batches, cfg)
-    weights_only = cfg.last_save_model_only and step == cfg.steps
-    checkpoints.save(step, state, last, weights_only, files)
-
-
 def main(cfg: Config, Trainer=Trainer):
     # 1. task, model and devices: all wrong flags are found before anything is built
     if cfg.compute_dtype == "auto" and (cfg.device == "cpu" or not torch.cuda.is_available()):
@@ -750,14 +737,14 @@ def main(cfg: Config, Trainer=Trainer):
         )
         evaluating = cfg.eval_every and (step % cfg.eval_every == 0 or step == cfg.steps)
         if saving:
-            save_policy(trainer, checkpoints, ahead, step, state, last)
+            rollouts.save_step(checkpoints, ahead, layout, cfg, step, state, last)
         if evaluating:
             evaluate_policy(trainer, engine, text, held_out, metrics, step)
         if (saving or evaluating) and not stopping and step < cfg.steps:
             # a signal that came meanwhile: no other step is trained, and none is saved twice
             stopping = stop.agreed_now(layout)
             if stopping and cfg.checkpoint_every and not saving:
-                save_policy(trainer, checkpoints, ahead, step, state, last=True)
+                rollouts.save_step(checkpoints, ahead, layout, cfg, step, state, last=True)
         if stopping:
             break
     ahead.all()  # a generator ends only after its samples were fetched

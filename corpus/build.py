@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import re
 import sys
-import sysconfig
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -714,14 +713,3 @@ def lost_refusal(lost: dict, accept: str) -> str:
 
 # --------------------------------------------------------------------------------------------------
 # The built-in corpus
-def collect_stdlib(paths: list, target: Path) -> Path:
-    """Write all sources as one .jsonl, each text once. Split by path: the same files validate in
-    every version of Python."""
-    root = sysconfig.get_paths()["stdlib"]
-    texts = {}
-    for path in paths:
-        with contextlib.suppress(UnicodeDecodeError):
-            texts.setdefault(path.read_bytes().decode(), path.relative_to(root).as_posix())
-    lines = [json.dumps({"split_key": name, "text": text}) + "\n" for text, name in texts.items()]
-    write_file(target, "".join(lines).encode())
-    return target

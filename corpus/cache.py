@@ -5,16 +5,13 @@ import os
 import re
 import sys
 import sysconfig
-import time
 from pathlib import Path
-from shlex import quote
 from typing import NamedTuple
 
 from corpus.beside import files_beside
 from corpus.shards import cache_name
-from corpus.special import TextSource, find_tokenizer, prefix_ids
+from corpus.special import TextSource, prefix_ids
 from corpus.tokenizer import BPE_VOCAB, added_beside, load_tokenizer, tokenizer_path
-from flags.config import own_rank
 from flags.files import sha256_file
 
 # the last three are 2 MB of tables, not text to learn from
@@ -111,44 +108,8 @@ def cached_corpus(data: str, source: TextSource, cache_dir: str, no_chats: str =
     folder = cache / f"{name}-{cache_name(data == 'stdlib', rules, stats)}"
     if (folder / "index.json").is_file():
         return folder
-    # not at the top: on Windows flags.config says that this is no place for us, and has to come
-    # first
-    import fcntl
+    from corpus.first_use import build_once
 
-    from corpus.build import build_shards, collect_stdlib, is_chat, train_tokenizer
-
-    if data != "stdlib" and (no_chats or not tokenizer) and any(map(is_chat, paths)):
-        raise ValueError(
-            no_chats
-            or f"--data {data} holds conversations; give the folder of a tokenizer and a chat template"
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        # all ranks come here together: rank 0 goes first, because only rank 0 shows progress
-        time.sleep(1)
-    with open(cache / "lock", "a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the other ranks wait here, and find the corpus finished
-        if (folder / "index.json").is_file():
-            return folder
-        if own_rank() == 0:
-            from corpus.files import describe_left_out
-
-            others = describe_left_out(left_out)
-            size = sum(size for _, size, _ in stats) / 1e6
-            print(
-                f"{data}: {len(paths):,} file{'s' * (len(paths) > 1)}{others}, {size:.1f} MB of "
-                "text, tokenized once into "
-                f"{folder}",
-                flush=True,
-            )
-        if data == "stdlib":
-            paths = [collect_stdlib(paths, cache / "stdlib.jsonl")]
-        if not tokenizer:
-            train_tokenizer(paths, folder / "tokenizer.json")
-        accept = (
-            f"python data.py prepare --input {quote(data)} --tokenizer {quote(tokenizer)} "
-            "--out FOLDER"
-        )
-        found = find_tokenizer(tokenizer or str(folder))
-        build_shards(paths, found, folder, begin=begin, accept=accept)
-    return folder
+    return build_once(
+        data, paths, folder, tokenizer=tokenizer, begin=begin, left_out=left_out, no_chats=no_chats
+    )

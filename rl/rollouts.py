@@ -359,6 +359,18 @@ def as_arrays(sample: Sample) -> Sample:
     return replace(sample, **arrays)
 
 
+def save_step(checkpoints, ahead, layout, cfg, step: int, state: dict, last: bool) -> None:
+    """Save the step of a run, and beside it the batches that are sampled already: a continued run
+    trains on them. checkpoints: checkpoint.Checkpoints; ahead: rl.engines.Ahead."""
+    batches = ahead.all()
+    state["ahead"] = len(batches)
+    files = {}
+    if layout.rank == 0:
+        files = pack_batches(batches, cfg)
+    weights_only = cfg.last_save_model_only and step == cfg.steps
+    checkpoints.save(step, state, last, weights_only, files)
+
+
 def pack_batches(batches: list[dict], cfg) -> dict[str, bytes]:
     """The file of a checkpoint with the batches that were sampled ahead: JSON, with each array as
     base64."""

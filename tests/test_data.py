@@ -31,7 +31,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import data
 from corpus import build as texts
-from corpus import cache, write_shards
+from corpus import cache, first_use, write_shards
 from corpus.shard_damage import find_damage
 from corpus.shards import read_index
 from corpus.special import find_tokenizer
@@ -652,7 +652,7 @@ def test_stdlib_selection(tmp_path, monkeypatch):
         (root / name).write_bytes(text)
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(root)})
     target = tmp_path / "stdlib.jsonl"
-    texts.collect_stdlib(cache.stdlib_files(), target)
+    first_use.collect_stdlib(cache.stdlib_files(), target)
     records = json_lines(target)
     assert [record["split_key"] for record in records if record["text"]] == [
         "a.py",

@@ -41,14 +41,14 @@ def html_of(paragraph: str) -> str:
     if paragraph.startswith("# "):
         return f"<h1>{html.escape(paragraph[2:])}</h1>"
     if paragraph.startswith("| "):
-        return table_of(paragraph.splitlines())
+        return html_table(paragraph.splitlines())
     if paragraph.startswith("```diff"):
         return diff_of(paragraph.splitlines()[1:-1])
     text = re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(paragraph))
     return f"<p>{text}</p>"
 
 
-def table_of(lines: list[str]) -> str:
+def html_table(lines: list[str]) -> str:
     """lines: of a table in Markdown; the second is the rule under the header."""
     rows = []
     for number, line in enumerate(lines):
