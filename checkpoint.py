@@ -36,7 +36,7 @@ import flags.interrupt  # noqa: F401  Ctrl-C ends in one line, from here on
 import os
 import sys
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import partial
 from typing import Literal
 
@@ -143,7 +143,7 @@ class Checkpoints:
         self.made_by = {
             "recipe": os.path.basename(sys.argv[0]),
             "data": config.get("data") or config.get("env"),
-            "given": given_flags(cfg),
+            "given": given_flags(cfg) if is_dataclass(cfg) else {},
         }
         self.out = out
         self.modules = modules

@@ -4,7 +4,6 @@ piece by piece."""
 import contextlib
 import hashlib
 import json
-import math
 import mmap
 import multiprocessing
 import os
@@ -30,7 +29,7 @@ from corpus.spelling import (
     SEGMENT,
     Spelling,
     add_counts,
-    describe_lost,
+    lost_refusal,
     per_cent,
     segment_tokenizer,
     spelling_rules,
@@ -696,20 +695,3 @@ def list_skipped(skipped: list[str], kept: int, skip_bad: int, folder: Path) -> 
 def say(line: str) -> None:
     if own_rank() == 0:
         print(line, flush=True)
-
-
-def lost_refusal(lost: dict, accept: str) -> str:
-    """What to type when a tokenizer cannot spell a text. accept: see build_shards."""
-    flag = f"--max_lost {math.ceil(per_cent(lost))}"
-    if accept:
-        accept = f"{accept} {flag}, and train with --data FOLDER"
-    else:
-        accept = f"type {flag}"
-    return (
-        f"{describe_lost(lost)}; take a tokenizer with all bytes (python data.py tokenizer trains "
-        f"one), or to accept the loss, {accept}"
-    )
-
-
-# --------------------------------------------------------------------------------------------------
-# The built-in corpus

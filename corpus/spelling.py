@@ -9,6 +9,7 @@ around a text; at a seam no tokenizer may do so (segment_tokenizer).
 """
 
 import json
+import math
 from collections import Counter
 from functools import lru_cache
 from pathlib import Path
@@ -341,6 +342,19 @@ def describe_lost(lost: dict) -> str:
         return line
     examples = ", ".join(f"{part!r:.40} {n:,} x" for part, n in lost["examples"])
     return f"{line}: they are lost or <unk>, most often {examples}"
+
+
+def lost_refusal(lost: dict, accept: str) -> str:
+    """What to type when a tokenizer cannot spell a text. accept: see corpus.build.build_shards."""
+    flag = f"--max_lost {math.ceil(per_cent(lost))}"
+    if accept:
+        accept = f"{accept} {flag}, and train with --data FOLDER"
+    else:
+        accept = f"type {flag}"
+    return (
+        f"{describe_lost(lost)}; take a tokenizer with all bytes (python data.py tokenizer trains "
+        f"one), or to accept the loss, {accept}"
+    )
 
 
 def warn_lost(what: str, lost: dict) -> None:

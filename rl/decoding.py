@@ -458,10 +458,7 @@ def rollout(
             running = sort_rows(running, cache, max(n_busy, FEWEST), device)
         elif n:
             running = sort_rows(running, cache, len(running), device)
-        new = [waiting.popleft() for _ in range(n)]
-        for i, p in enumerate(new):
-            running[i * G : (i + 1) * G] = drawn[p * G : (p + 1) * G]
-        new_prompts = [prompts[p] for p in new]
+        new_prompts = [prompts[p] for p in begin_groups(running, drawn, waiting, n, G)]
         longest = max(map(len, new_prompts), default=0)
         goes_on = n_busy > 0
         if agree is not None:
@@ -576,6 +573,17 @@ def groups_to_begin(n_free: int, n_waiting: int, G: int, n_rows: int) -> int:
     if n < min(n_waiting, n_rows // G // 4):
         return 0
     return n
+
+
+def begin_groups(
+    running: list[Row | None], drawn: list[Row], waiting: deque[int], n: int, G: int
+) -> list[int]:
+    """Gives the first rows to the groups of the next n prompts; returns the numbers of these
+    prompts."""
+    new = [waiting.popleft() for _ in range(n)]
+    for i, p in enumerate(new):
+        running[i * G : (i + 1) * G] = drawn[p * G : (p + 1) * G]
+    return new
 
 
 def new_cache(n_rows: int, n_places: int, batch_invariant: bool) -> RowCache:
