@@ -36,11 +36,11 @@ def write_card(about: dict, made_from: dict, metrics: str, dtype: str, adapter=F
     name = about["identity"]["model"].get("class", "A model")
     lines = read_metrics(metrics, about.get("step"))
     start = about.get("made_by", {})
-    kind = "Weights"
-    if adapter:
+    kind = f"Weights in {dtype}"
+    if adapter:  # in the dtype of their training
         kind = "Adapters (LoRA)"
     text = HEAD.format(title=f"{name}, trained with nanotitan")
-    text += f"{kind} in {dtype}"
+    text += kind
     if "recipe" in start:
         text += f", trained by `{start['recipe']}`"
     text += ".\n\n## Training\n\n"

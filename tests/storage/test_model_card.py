@@ -76,4 +76,4 @@ def test_parts_of_a_mixture_and_rewards(tmp_path):
     card = write_card(ABOUT | {"identity": identity}, {}, str(metrics), "bfloat16", adapter=True)
     assert "- data, part web: weight 3/10, 1,000 tokens, sha256 `ef56`" in card
     assert "mean reward, last logged step: 0.2500" in card  # of this step, not of step 14
-    assert "Adapters (LoRA) in bfloat16" in card
+    assert "Adapters (LoRA).\n" in card and "bfloat16" not in card

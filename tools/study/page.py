@@ -23,7 +23,7 @@ pre span { display: block; }
 def page_of(paragraphs: list[str], picture: Path) -> str:
     """The HTML file. paragraphs: of report.md; picture: goes into the file, after the heading."""
     title = html.escape(paragraphs[0].lstrip("# "))
-    parts = [html_of(paragraph) for paragraph in paragraphs]
+    parts = [html_paragraph(paragraph) for paragraph in paragraphs]
     if picture.exists():
         data = base64.b64encode(picture.read_bytes()).decode()
         image = f'<img alt="curves, and differences of pairs" src="data:image/png;base64,{data}">'
@@ -36,14 +36,14 @@ def page_of(paragraphs: list[str], picture: Path) -> str:
     )
 
 
-def html_of(paragraph: str) -> str:
+def html_paragraph(paragraph: str) -> str:
     """A paragraph of report.md: a heading, a table, a diff, or a sentence."""
     if paragraph.startswith("# "):
         return f"<h1>{html.escape(paragraph[2:])}</h1>"
     if paragraph.startswith("| "):
         return html_table(paragraph.splitlines())
     if paragraph.startswith("```diff"):
-        return diff_of(paragraph.splitlines()[1:-1])
+        return html_diff(paragraph.splitlines()[1:-1])
     text = re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(paragraph))
     return f"<p>{text}</p>"
 
@@ -63,7 +63,7 @@ def html_table(lines: list[str]) -> str:
     return '<div class="wide"><table>\n' + "\n".join(rows) + "\n</table></div>"
 
 
-def diff_of(lines: list[str]) -> str:
+def html_diff(lines: list[str]) -> str:
     shown = []
     for line in lines:
         kind = {"+": ' class="new"', "-": ' class="old"'}.get(line[:1], "")
