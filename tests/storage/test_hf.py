@@ -549,7 +549,10 @@ def test_the_error_says_which_flavor_it_is_or_what_to_type(tmp_path):
         (dict(num_attention_heads="8"), "TypeError"),
         (dict(num_hidden_layers=True), "n_layers would be 'True', not int"),
         (dict(num_hidden_layers=1000), "1000 layers, but the files hold 39 tensors"),
-        (dict(vocab_size=2**40), "vocab_size would be '1099511627776', not int"),
+        (
+            dict(vocab_size=2**40),
+            "vocab_size would be 1099511627776, which is absurd: need 0 to 2147483647",
+        ),
         (dict(rms_norm_eps="1e-5"), "norm_eps would be '1e-5', not float"),
         (dict(rope_scaling=dict(SCALED, factor=[2])), "rope_scaling"),
         (dict(num_attention_heads=0), "config.json"),

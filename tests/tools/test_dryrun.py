@@ -145,7 +145,8 @@ def test_another_plan_is_another_report(monkeypatch, left_out):
 @pytest.mark.parametrize("ep, parts", [(4, 2), (8, 1)])
 def test_tokens_travel_in_parts_on_gpus(ep, parts):
     """As many bytes as on a CPU, where rows travel in one part, in as many times the exchanges, but
-    for those of the counts."""
+    for those of the counts. A layer exchanges rows, their weights and results, and the gradients of
+    all three."""
 
     def exchanges(device):
         step = (
@@ -154,7 +155,7 @@ def test_tokens_travel_in_parts_on_gpus(ep, parts):
         return collectives_of(step)["ep", "all_to_all"]
 
     (on_cpu, size), (on_gpu, same) = exchanges("cpu"), exchanges("cuda")
-    assert (on_cpu, on_gpu) == (5 * 5, 5 * (1 + 4 * parts))
+    assert (on_cpu, on_gpu) == (5 * (1 + 6), 5 * (1 + 6 * parts))
     assert same == size
 
 
