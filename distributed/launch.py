@@ -84,9 +84,9 @@ def connect(layout: Layout, cfg, device: str = "auto", seed: int = 0, trace: str
     dist.init_process_group(
         backend, store=store, rank=layout.rank, world_size=layout.world_size, timeout=timeout
     )
-    own_store = dist.distributed_c10d._get_default_store()
-    own_store.set(f"host {layout.rank}", socket.gethostname())
-    own_store.set(f"process {layout.rank}", str(os.getpid()))
+    # for messages: see process_of()
+    own = f"{socket.gethostname()} {os.getpid()}"
+    dist.distributed_c10d._get_default_store().set(f"process {layout.rank}", own)
     patience.cancel()
     if layout.device.type == "cuda":
         # on the host: sent by gloo
@@ -271,15 +271,22 @@ def name_rank() -> str:
     )
 
 
+def process_of(rank: int) -> tuple[str, int]:
+    """(machine, pid) of a rank, which connect() has told."""
+    told = dist.distributed_c10d._get_default_store().get(f"process {rank}").decode()
+    host, _, pid = told.rpartition(" ")
+    return host, int(pid)
+
+
 def host_of(rank: int) -> str:
-    """The machine of a rank, which connect() has told."""
-    return dist.distributed_c10d._get_default_store().get(f"host {rank}").decode()
+    """The machine of a rank."""
+    return process_of(rank)[0]
 
 
 def is_gone(rank: int) -> bool:
     """Whether the process of a rank of this machine has ended."""
-    pid = int(dist.distributed_c10d._get_default_store().get(f"process {rank}"))
-    if host_of(rank) != socket.gethostname():
+    host, pid = process_of(rank)
+    if host != socket.gethostname():
         return False
     try:
         with open(f"/proc/{pid}/stat") as file:  # "123 (python) Z ...": ended, not yet asked for
