@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from runs import REPO
-from saves import refuses
 
 import tools.parity.halves as halves_of
 import train_llama3
@@ -20,7 +19,7 @@ from flags.config import Need, flag, parse_config
 from models.llama3 import FLAVORS, Llama3, Llama3Config
 from tools.parity import check_parity as parity
 from tools.parity import loop_state
-from tools.parity.check_parity import check_parity, check_plan
+from tools.parity.check_parity import check_parity
 from tools.parity.compare import (
     LATER,
     OTHERS,
@@ -302,13 +301,15 @@ def test_a_validation_loss_of_null_is_not_a_number(tmp_path):
     assert math.isnan(read_run(str(tmp_path)).val_loss)
 
 
-def test_a_plan_is_checked_before_the_half_on_one_process(monkeypatch):
+def test_a_plan_is_doubted_before_the_half_on_one_process(monkeypatch):
     """Which would train for minutes, with a large model, before the layout refuses its plan."""
-    check_plan(FLAVORS["debug"])
+    assert parity.model_class(train_llama3.main) is Llama3
+    assert parity.doubt_of_plan(Llama3, FLAVORS["debug"]) == ""
     plan = Llama3.tp_plan
 
     def without_wo(model):
         return {pattern: s for pattern, s in plan(model).items() if pattern != "blocks.*.attn.wo"}
 
     monkeypatch.setattr(Llama3, "tp_plan", without_wo)
-    refuses("blocks.0.attn.wo.weight has no style in tp_plan", check_plan, FLAVORS["debug"])
+    doubt = parity.doubt_of_plan(Llama3, FLAVORS["debug"])
+    assert "blocks.0.attn.wo.weight has no style in tp_plan" in doubt
