@@ -152,6 +152,7 @@ class Checkpoints:
         self.load_base = load_base
         self.base = None
         self.loaded = None  # the step folder that load() continued
+        self.has_trained = False  # in this start
         optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
         self.run = RunTensors(modules, optimizers, only_trained=bool(load_base))
         self.numbers = OptimizerNumbers(optimizers, self.run.names)
@@ -195,7 +196,11 @@ class Checkpoints:
         for optimizer in optimizers:
             # No weight may change during a copy. The optimizer waits by itself, so no training loop
             # has to.
-            optimizer.register_step_pre_hook(lambda *_: self.writer.wait_staged())
+            optimizer.register_step_pre_hook(self.before_step)
+
+    def before_step(self, *_) -> None:
+        self.has_trained = True
+        self.writer.wait_staged()
 
     def read_tokenizer(self, learnt) -> dict[str, bytes]:
         """The files of the tokenizer on rank 0, for every checkpoint, and its special ids. Read
@@ -299,10 +304,14 @@ class Checkpoints:
         if not export or not self.cfg.export_hf:
             return
         from storage.hf_write import save_hf
-        from storage.model_card import write_card
+        from storage.model_card import card_of_step, write_card
 
-        about = {"identity": self.identity, "made_by": self.made_by}
-        metrics = os.path.join(self.out, "metrics.jsonl")
+        if self.loaded and not self.has_trained:  # the flags of this start have trained nothing
+            card = card_of_step(self.loaded, self.cfg.export_dtype)
+        else:
+            about = {"identity": self.identity, "made_by": self.made_by}
+            metrics = os.path.join(self.out, "metrics.jsonl")
+            card = write_card(about, self.made_from, metrics, self.cfg.export_dtype)
         try:
             save_hf(
                 self.modules,
@@ -310,7 +319,7 @@ class Checkpoints:
                 getattr(torch, self.cfg.export_dtype),
                 tokenizer_file=self.tokenizer_file,
                 generation=self.generation,
-                card=write_card(about, self.made_from, metrics, self.cfg.export_dtype),
+                card=card,
             )
         except Failed as error:
             raise RuntimeError(f"--export_hf {self.cfg.export_hf}: {error}") from None

@@ -237,7 +237,8 @@ def cut_bytes(
             found = between.search(text, start + chunk, end)
             if found:
                 stop = found.end()
-            check_line_length(path, stop - start - chunk)
+            if is_jsonl:  # a text may well be one line
+                check_line_length(path, stop - start - chunk)
             pieces.append(Piece(path, start, stop, split, is_jsonl or stop == end, text_column))
             start = stop
     return pieces

@@ -178,7 +178,8 @@ class StopSignal:
     def __init__(self, cfg: Any = None):
         self.cfg = cfg
         self.answers = cfg is not None and own_rank() == 0
-        self.saves = cfg is not None and cfg.checkpoint_every > 0  # grpo.py's warm-up does not
+        # grpo.py's warm-up does not
+        self.saves = cfg is not None and cfg.checkpoint_every > 0 and not cfg.load_only
         self.received = ""
         self.at = 0.0
         self.asked = None

@@ -117,7 +117,7 @@ ANSWERS = [
     Answer(
         "attention use_flash_attn attn_implementation attention_backend flash_attn "
         "use_flash_attention attn attn_backend",
-        "nothing to type: cuDNN's kernel is tried first, then flash",
+        "nothing to type: cuDNN's kernel is tried first on H100, H200 and B200, flash on others",
     ),
     Answer(
         "moe_load_per_layer",

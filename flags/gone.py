@@ -101,7 +101,7 @@ GONE = [
         "attention",
         "train finetune grpo evaluate",
         "0.5.0",
-        "cuDNN's kernel is tried first, then flash",
+        "cuDNN's kernel is tried first on H100, H200 and B200, flash on others",
         "",
     ),
     Gone(

@@ -5,23 +5,27 @@ import os
 import signal
 import sys
 import threading
+import time
 
-pressed = []  # Ctrl-C, if it has come: an interrupted import may end in an ImportError
+# when Ctrl-C has come: an interrupted import may end in an ImportError, a moment later
+pressed: list[float] = []
 
 
 def handle(number, frame) -> None:
-    pressed.append(number)
+    pressed.append(time.monotonic())
     raise KeyboardInterrupt
 
 
 def show_error(kind, error, trace) -> None:
     """In place of sys.excepthook, which Python calls with an exception that nobody has caught."""
-    if not pressed:
+    is_interrupt = issubclass(kind, KeyboardInterrupt)
+    is_fresh = bool(pressed) and time.monotonic() - pressed[-1] < 5
+    if hasattr(sys, "ps1") or not (is_interrupt or is_fresh):  # ps1: a person types Python
         sys.__excepthook__(kind, error, trace)
         return
     if os.environ.get("RANK", "0") == "0":
         print("\nCtrl-C: ended before the work was done", file=sys.stderr)
-    if not issubclass(kind, KeyboardInterrupt):  # Python itself ends an interrupt with its status
+    if not is_interrupt:  # Python itself ends an interrupt with its status
         sys.stdout.flush()
         os._exit(130)
 

@@ -139,11 +139,15 @@ class Watch:
             self.clock = threading.Thread(target=self.run, daemon=True)
             self.clock.start()
         thread = threading.get_ident()
+        outer = self.running.get(thread)  # a file of the user's may open another one
         self.running[thread] = (time.monotonic() + self.seconds, what)
         try:
             return function(*args)
         finally:
-            del self.running[thread]
+            if outer is None:
+                del self.running[thread]
+            else:
+                self.running[thread] = outer
 
     def run(self) -> None:
         while True:

@@ -73,7 +73,7 @@ def test_every_cell_runs(tmp_path, monkeypatch):
     text = "\n".join(said)
     assert "not solved yet" in text
     assert "mean of the micro-batches" in text or "mean of means" in text
-    assert "exercise 1, solved" in text
+    assert "exercise 1 is solved" in text
     assert "NOT EQUAL" in text
     wrong, right = [out for out in said if "check_parity" in out]
     assert "exit status 1" in wrong

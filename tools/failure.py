@@ -4,9 +4,12 @@ import datetime
 import os
 import re
 import sys
+import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -43,9 +46,11 @@ def report_error(error: BaseException) -> int:
     has_message = isinstance(error, ValueError)
     if has_message and not dist.is_initialized():
         usage_error(message)
-    if LOST.search(message) and (dead := dead_ranks()):
-        return report_death(dead)
-    tell_failure()
+    if LOST.search(message):
+        dead = answer_of(dead_ranks)
+        if dead:
+            return report_death(dead)
+    answer_of(tell_failure)
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         # torchrun then shows this error, and not only the exit status
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -53,11 +58,24 @@ def report_error(error: BaseException) -> int:
         get_error_handler().record_exception(error)
     if not has_message:
         traceback.print_exception(error)
-    elif rank_0_tells(message):
+    elif answer_of(lambda: rank_0_tells(message)):
         return 1
-    more = failed_module(error) + silent_ranks(message)
+    silent = answer_of(lambda: silent_ranks(message)) or ""
+    more = failed_module(error) + silent
     print(f"error on {name_rank()}: {type(error).__name__}: {message}{more}", file=sys.stderr)
     return 1
+
+
+def answer_of(ask: Callable) -> Any:
+    """What ask() returns; None after five seconds: torchrun may keep the store, and hang itself, and
+    a wait for the store has no limit of its own."""
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(ask()), daemon=True)
+    thread.start()
+    thread.join(5)
+    if answers:
+        return answers[0]
+    return None
 
 
 def tell_failure() -> None:
@@ -113,6 +131,7 @@ def report_death(dead: list[int]) -> int:
 def report_exit(error: SystemExit) -> int:
     """The exit status of a SystemExit. A file of the user's, such as --env, must not end the run:
     sys.exit() there would look like success with nothing trained, so it is printed as an error."""
+    answer_of(tell_failure)
     frames = []
     for frame, line in traceback.walk_tb(error.__traceback__):
         if frame.f_globals.get("__name__") != "_sitebuiltins":  # the inside of exit() and quit()

@@ -21,6 +21,7 @@ from distributed.launch import host_of
 from distributed.layout import Layout
 from flags.config import GPU, flag
 from flags.files import write_file
+from models.attention import kernels_of
 
 
 @dataclass(kw_only=True)
@@ -227,9 +228,12 @@ class Metrics:
         if self.job_flops:
             peak = self.job_flops / self.layout.world_size
             mfu = f"MFU against {peak / 1e12:,.0f} TFLOP/s, dense bf16, of {name}"
-        # the order of models/attention.py
-        kernels = "attention by cuDNN where it takes the shapes, else flash; by FlexAttention under"
-        return f"rank 0 holds {held:.2f} GiB {when}; {mfu}\n{kernels} document masks and windows"
+        names = []
+        for kernel in kernels_of(self.device)[:2]:
+            names.append(kernel.name.removesuffix("_ATTENTION").lower())
+        kernels = f"attention by {names[0]} where it takes the shapes, else {names[1]}"
+        masked = "by FlexAttention under document masks and windows"
+        return f"rank 0 holds {held:.2f} GiB {when}; {mfu}\n{kernels}; {masked}"
 
     def reset_interval(self):
         """Restart the means of step time, data time and tokens per second."""

@@ -519,6 +519,20 @@ def test_a_signal_in_a_step_a_save_or_a_validation(tmp_path, start, before, savi
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("saving", [2, 1000])
+def test_a_signal_of_one_rank_in_a_validation_stops_both(tmp_path, start, saving):
+    script = fork(tmp_path, "")
+    come = "        if step == 4 and layout.rank == 1:\n            os.kill(os.getpid(), 10)\n"
+    place = "        if validating:"
+    script.write_text(script.read_text().replace(place, f"{come}{place}", 1))
+    flags = ["--checkpoint_every", saving, "--val_every", 2, "--val_batches", 1]
+    job = start(tmp_path / "run", 2, *flags, script=script)
+    assert job.end() == 1
+    assert "a signal to another rank: stopped after step 4" in job.text()
+    assert all_good(job.out) == 4
+
+
+@pytest.mark.slow
 def test_ctrl_c_twice(tmp_path, start):
     """The second one, after two seconds, ends a process that does not come to the end of its step."""
     out = tmp_path / "run"
