@@ -5,6 +5,7 @@ import fnmatch
 import os
 import sys
 import tempfile
+from typing import Any
 
 import torch
 from torch import nn
@@ -58,7 +59,7 @@ def doubt_of_plan(Model: type[nn.Module], model_config) -> str:
     is built. "": nothing."""
     try:
         with torch.device("meta"):
-            model = Model(model_config)
+            model: Any = Model(model_config)
     except TypeError:  # main builds the model with other arguments
         return ""
     names = [name for name, _ in model.named_modules()]
