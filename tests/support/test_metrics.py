@@ -205,12 +205,16 @@ def test_the_start_says_what_the_numbers_are_measured_against(tmp_path, capsys, 
     m.device = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    capability = SimpleNamespace(major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: capability)
     m.job_flops = 2 * peak_flops("NVIDIA H100 80GB HBM3")  # of two GPUs
     assert m.describe_device().splitlines()[0] == (
         "rank 0 holds 3.00 GiB before step 6; MFU against 989 TFLOP/s, dense bf16, of NVIDIA H100 "
         "80GB HBM3"
     )
-    assert "attention by cuDNN" in m.describe_device().splitlines()[1]
+    assert "attention by cudnn where" in m.describe_device().splitlines()[1]
+    capability.major = 8
+    assert "attention by flash where" in m.describe_device().splitlines()[1]
     m.job_flops = None
     assert "no MFU: the peak of NVIDIA H100" in m.describe_device()
 
