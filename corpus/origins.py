@@ -133,10 +133,10 @@ def find_origin(data, span: Span, files: list[Path] | None) -> Origin:
     tokenizer = load_tokenizer(Path(data.tokenizer_file))
     eot_text = token_text(tokenizer, data.eot)
     groups = groups_of_files(tuple(files), eot_text)
-    last = max(number_of(other) for split in data.entries.values() for other in split)
+    last = max(shard_number(other) for split in data.entries.values() for other in split)
     if last >= len(groups):  # shards of before 0.11: each piece has its own
         groups = [[piece] for group in groups for piece in group]
-    number = number_of(entry)
+    number = shard_number(entry)
     if number >= len(groups):
         return Origin("", f"({in_shard})")
     counts = [entry["documents"]]
@@ -167,7 +167,7 @@ def find_origin(data, span: Span, files: list[Path] | None) -> Origin:
     return Origin(str(piece.path), f"{kind} {lines_before(piece) + line + 1}")
 
 
-def number_of(entry: dict) -> int:
+def shard_number(entry: dict) -> int:
     """The number of a shard, from its entry in index.json: 7 for train-00007.npy."""
     return int(entry["name"].rpartition("-")[2].removesuffix(".npy"))
 

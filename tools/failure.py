@@ -47,10 +47,10 @@ def report_error(error: BaseException) -> int:
     if has_message and not dist.is_initialized():
         usage_error(message)
     if LOST.search(message):
-        dead = answer_of(dead_ranks)
+        dead = ask_briefly(dead_ranks)
         if dead:
             return report_death(dead)
-    answer_of(tell_failure)
+    ask_briefly(tell_failure)
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         # torchrun then shows this error, and not only the exit status
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -58,15 +58,15 @@ def report_error(error: BaseException) -> int:
         get_error_handler().record_exception(error)
     if not has_message:
         traceback.print_exception(error)
-    elif answer_of(lambda: rank_0_tells(message)):
+    elif ask_briefly(lambda: rank_0_tells(message)):
         return 1
-    silent = answer_of(lambda: silent_ranks(message)) or ""
+    silent = ask_briefly(lambda: silent_ranks(message)) or ""
     more = failed_module(error) + silent
     print(f"error on {name_rank()}: {type(error).__name__}: {message}{more}", file=sys.stderr)
     return 1
 
 
-def answer_of(ask: Callable) -> Any:
+def ask_briefly(ask: Callable) -> Any:
     """What ask() returns; None after five seconds: torchrun may keep the store, and hang itself, and
     a wait for the store has no limit of its own."""
     answers = []
@@ -131,7 +131,7 @@ def report_death(dead: list[int]) -> int:
 def report_exit(error: SystemExit) -> int:
     """The exit status of a SystemExit. A file of the user's, such as --env, must not end the run:
     sys.exit() there would look like success with nothing trained, so it is printed as an error."""
-    answer_of(tell_failure)
+    ask_briefly(tell_failure)
     frames = []
     for frame, line in traceback.walk_tb(error.__traceback__):
         if frame.f_globals.get("__name__") != "_sitebuiltins":  # the inside of exit() and quit()
