@@ -16,8 +16,11 @@ from corpus.mixture import FORMATS, format_of, is_text_file, prepare_column
 from distributed.agree import brief
 from flags.hints import hub_hint
 
-# columns of a conversation: see corpus/chat.py
-CONVERSATION = ("messages", "conversations", "tools", "system")
+# columns of a conversation, and those that change it: see corpus/chat.py
+CONVERSATION = ("messages", "conversations")
+CONVERSATION += ("tools", "functions", "tool_defs", "system", "system_prompt", "system_message")
+CONVERSATION += ("chat_template_kwargs", "documents", "weight", "train", "training", "loss")
+CONVERSATION += ("masked",)
 # Names of texts about a data set, which come with a download
 ABOUT = r"(readme|licen[sc]e|copying|notice|changelog|citation|contributing|authors)([._-].*)?"
 # Why a file or a folder is left out
