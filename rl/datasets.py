@@ -151,6 +151,8 @@ def read_problems(
                     f"{line.where}: --prompt_template fills in a text, and {asked} is a list of "
                     "messages"
                 )
+        if isinstance(line.fields[asked], list):
+            check_messages(line, asked)
         if whole in known:
             continue
         known[whole] = line
@@ -178,6 +180,25 @@ def read_question(line: Line, asked: str, kind: str) -> Line:
         )
     text = "\n\n".join(message["content"] for message in messages)
     return Line(line.where, with_answer(line, kind).fields | {asked: text})
+
+
+def check_messages(line: Line, asked: str) -> None:
+    """Raises ValueError for messages that a prompt would show in another way than their line says."""
+    last = line.fields[asked][-1]["role"]
+    refuse(
+        [
+            (
+                last == "assistant",
+                f"{line.where}: the last message of {asked} is the assistant's, and the model would "
+                "answer after its end; let a question be the last",
+            ),
+            (
+                line.fields.get("tools"),
+                f"{line.where}: tools are not written into a prompt; write them into its system "
+                "message, or take the key out",
+            ),
+        ]
+    )
 
 
 def check_problem(line: Line, prompt: str, kind: str, first: Line) -> None:

@@ -387,6 +387,16 @@ UNUSABLE = [
     ([{"question": 1, "answer": 2}], {}, "a.jsonl:1: question is no text"),
     ([{"question": " ", "answer": 2}], {}, "a.jsonl:1: the prompt is empty"),
     (
+        [{"prompt": [{"role": "assistant", "content": "It is"}], "answer": 2}],
+        {},
+        "a.jsonl:1: the last message of prompt is the assistant's",
+    ),
+    (
+        [{"prompt": [{"role": "user", "content": "1"}], "answer": 2, "tools": [{"name": "a"}]}],
+        {},
+        "a.jsonl:1: tools are not written into a prompt",
+    ),
+    (
         [{"question": "1", "answer": [2]}],
         {},
         "a.jsonl:1: nothing can be right .*: it is no text and no number",
