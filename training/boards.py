@@ -5,7 +5,7 @@ import os
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Board(NamedTuple):
@@ -13,7 +13,7 @@ class Board(NamedTuple):
     close: Callable
 
 
-def open_boards(out: str, cfg, first_step: int) -> list[Board]:
+def open_boards(out: str, cfg: Any, first_step: int) -> list[Board]:
     """The boards of a run that begins with step first_step. cfg: its flags, which W&B shows."""
     boards = []
     if cfg.tensorboard:
@@ -35,7 +35,7 @@ def open_tensorboard(out: str, first_step: int) -> Board:
     return Board(write, board.close)
 
 
-def open_wandb(out: str, cfg, first_step: int) -> Board:
+def open_wandb(out: str, cfg: Any, first_step: int) -> Board:
     import wandb
 
     known = Path(out, "wandb_id")  # a continued run continues its curves

@@ -10,9 +10,11 @@ import re
 import resource
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -56,7 +58,7 @@ def profiled_steps(text: str) -> range | None:
     return steps if steps and steps.start > 0 else None
 
 
-def peak_memory_gib(device) -> float:
+def peak_memory_gib(device: torch.device) -> float:
     """Peak since the start of this process, in GiB: allocated tensors on a GPU, resident memory on
     a CPU."""
     if device.type == "cuda":
@@ -69,7 +71,7 @@ def peak_memory_gib(device) -> float:
     return int(found[1] if found else peak) / 2**20
 
 
-def to_json(value):
+def to_json(value: Any) -> Any:
     """A JSON value: tensors become numbers or lists (this waits for the device), a NaN or infinity
     becomes null."""
     if isinstance(value, torch.Tensor):
@@ -79,7 +81,7 @@ def to_json(value):
     return value
 
 
-def read_lines(path: str):
+def read_lines(path: str) -> Iterator[dict]:
     """Yields the lines of a metrics.jsonl. What cannot be read is named and left out: half a line,
     left by a killed process."""
     if os.path.exists(path):
@@ -96,7 +98,7 @@ def read_lines(path: str):
                     yield line
 
 
-def drop_lines_from(path: str, first_step: int):
+def drop_lines_from(path: str, first_step: int) -> None:
     """Remove the lines of steps >= first_step from a metrics.jsonl: the run repeats these steps. A
     kill here loses nothing."""
     write_file(
@@ -109,7 +111,7 @@ def drop_lines_from(path: str, first_step: int):
     )
 
 
-def set_lines_aside(path: str):
+def set_lines_aside(path: str) -> None:
     """Rename the metrics.jsonl of a run that begins again at step 0, because its checkpoints are gone
     or there were none: its lines may be all that is left of it."""
     last = max((line["step"] for line in read_lines(path)), default=None)
@@ -127,7 +129,7 @@ def set_lines_aside(path: str):
     )
 
 
-def points_of(lines, *names: str) -> dict[str, list[tuple]]:
+def points_of(lines: Iterable[dict], *names: str) -> dict[str, list[tuple]]:
     """{name: (step, number) of each line with a number of this name}, in one pass over the lines."""
     points = {name: [] for name in names}
     for line in lines:
@@ -441,7 +443,7 @@ class Metrics:
             print(loss_curve(read_lines(self.path)), flush=True)
 
 
-def loss_curve(lines) -> str:
+def loss_curve(lines: Iterable[dict]) -> str:
     """Loss, or the reward of grpo.py, for training (.) and validation (o), as text; steps that
     share a column are averaged."""
     train, val, rewards, val_rewards = points_of(
