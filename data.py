@@ -23,7 +23,7 @@ import flags.interrupt  # noqa: F401  Ctrl-C ends in one line, from here on
 import hashlib
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from corpus.cache import cache_folder, cached_corpus, parse_mixture
+from corpus.cache import Part, cache_folder, cached_corpus, parse_mixture
 from corpus.shards import MASKED, array_of, check_arrays, is_shards, opened_array, read_index
 from corpus.special import NEW_TOKENIZER, TextSource, find_tokenizer
 from corpus.tokenizer import bytes_of_tokens, load_tokenizer, tokens_beside
@@ -150,7 +150,7 @@ def to_tensors(
     return tensors
 
 
-def prefetch(batches, device: torch.device):
+def prefetch(batches: Iterator[Batch], device: torch.device) -> Generator[Batch, None, None]:
     """Yields the batches on `device`. A thread keeps two ready, so that reading and hashing cost
     the training step nothing.
 
@@ -580,7 +580,7 @@ def open_parts(
 def open_part(
     cfg: DataConfig,
     what: str,
-    part,
+    part: Part,
     seq_len: int,
     tokenizer: TextSource,
     all_val: bool,
