@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 import uuid
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -229,7 +230,7 @@ def write_run(
     print(f"checkpoint: saved {target} ({size / 1e6:.1f} MB in {seconds:.2f} s)", flush=True)
 
 
-def from_hf(folder: str, out: str):
+def from_hf(folder: str, out: str) -> None:
     """Writes a Hugging Face folder as a run folder of ours with one checkpoint, of step 0, for
     --init_from and generate.py."""
     check_export(out)
@@ -256,7 +257,7 @@ def from_hf(folder: str, out: str):
     )
 
 
-def mean_of_steps(run: str, out: str, last: int = 0, steps=()):
+def mean_of_steps(run: str, out: str, last: int = 0, steps: Iterable[int] = ()) -> tuple:
     """(a model with the mean, the run's identity, the state of the latest of these steps, the
     tokenizer.json or None).
 
@@ -298,7 +299,7 @@ def mean_of_steps(run: str, out: str, last: int = 0, steps=()):
     return model, saved["identity"], state, tokenizer_of_step(newest)
 
 
-def average(run: str, out: str, last: int = 0, steps=()) -> None:
+def average(run: str, out: str, last: int = 0, steps: Iterable[int] = ()) -> None:
     """Writes the mean of the weights of several steps of a run as a run folder."""
     write_run(out, *mean_of_steps(run, out, last, steps))
 

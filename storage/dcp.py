@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from distributed.agree import (
@@ -65,7 +66,7 @@ class SavePlan:
 def write_tensors(
     tensors: dict[str, Tensor],
     folder: str,
-    group,
+    group: dist.ProcessGroup | None,
     plan: SavePlan,
     staged: bool = False,
     process=None,
@@ -129,7 +130,7 @@ def write_tensors(
     return sorted({result.storage_data.relative_path for result in written})
 
 
-def write_apart(folder: str, plan, tensors: dict) -> list:
+def write_apart(folder: str, plan: Any, tensors: dict) -> list:
     """In the writer process: writes this plan of DCP's. Returns DCP's results."""
     writer = import_dcp().FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0)
     planner: Any = SimpleNamespace(resolve_data=lambda item: tensors[item.index])

@@ -11,6 +11,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from corpus.beside import read_hf_json
@@ -53,7 +54,7 @@ INDEX = "model.safetensors.index.json"
 
 
 # --- The files: tensors by name ---
-def open_safetensors(folder: str, file: str):
+def open_safetensors(folder: str, file: str) -> Any:
     from safetensors import SafetensorError, safe_open
 
     real = hf_file(folder, file)
@@ -319,7 +320,14 @@ def plan_reads(
     return reads, absent, extra
 
 
-def compare_twin(source: HFTensors, twin: str, name: str, offset, shape, local_shape) -> str:
+def compare_twin(
+    source: HFTensors,
+    twin: str,
+    name: str,
+    offset: tuple[int, ...],
+    shape: tuple[int, ...],
+    local_shape: tuple[int, ...],
+) -> str:
     """The error if the files hold a head, `twin`, that is not the embedding `name`, on this rank's
     part; else ''."""
     problem = source.problem(twin, shape)
@@ -332,7 +340,9 @@ def compare_twin(source: HFTensors, twin: str, name: str, offset, shape, local_s
 
 
 @torch.no_grad()
-def load_hf(model, folder: str, exclude=(), group=None) -> list[str]:
+def load_hf(
+    model, folder: str, exclude: Iterable[str] = (), group: dist.ProcessGroup | None = None
+) -> list[str]:
     """Fills a model, sharded in any way, from a Hugging Face folder; each rank reads only the
     rank's slices.
 

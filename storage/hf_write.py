@@ -7,11 +7,13 @@ import os
 import shutil
 import time
 import uuid
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -27,7 +29,9 @@ from storage.source_tokenizer import ids_of_folder
 NO_IDS = SpecialIds(None, [], None)
 
 
-def own_group(modules: list[nn.Module], group):
+def own_group(
+    modules: list[nn.Module], group: dist.ProcessGroup | None
+) -> dist.ProcessGroup | None:
     """`group`, or a new group of all ranks if the model is sharded; None if this process holds the
     whole model."""
     if group is not None:
@@ -53,7 +57,7 @@ def check_export(folder: str) -> None:
         raise ValueError(f"{folder} cannot be made: {parent} is no folder to write to")
 
 
-def check_export_names(Model: type, config) -> None:
+def check_export_names(Model: type, config: Any) -> None:
     """Raises ValueError if hf_keys() does not name each tensor that an export writes: of a fork, and
     before its training, not after."""
     with torch.device("meta"):
@@ -110,7 +114,9 @@ def plan_files(
     return files
 
 
-def list_entries(fqn: str, name: str | list[str], shape: tuple, dtype) -> list[HFEntry]:
+def list_entries(
+    fqn: str, name: str | list[str], shape: tuple, dtype: torch.dtype
+) -> list[HFEntry]:
     """The tensors that a parameter is in the files: one, or one for each expert of a stack."""
     if isinstance(name, str):
         return [HFEntry(fqn, name, None, dtype, math.prod(shape) * dtype.itemsize)]
@@ -155,15 +161,15 @@ def write_safetensors(path: str, entries: list[HFEntry], tensors: dict[str, Tens
 
 def write_hf(
     folder: str,
-    config,
+    config: Any,
     names: dict,
     kinds: dict,
     whole,
     max_shard_gb: float,
-    tokenizer_file=None,
-    group=None,
+    tokenizer_file: str | None = None,
+    group: dist.ProcessGroup | None = None,
     quiet: bool = False,
-    check=None,
+    check: Callable[[str], None] | None = None,
     generation: dict | None = None,
     card: str = "",
 ) -> None:
@@ -241,10 +247,10 @@ def name_files(plan: list[tuple]) -> dict[str, tuple]:
 def commit_export(
     temporary: str,
     folder: str,
-    config,
+    config: Any,
     entries: dict[str, list[HFEntry]],
     tokenizer_file: str | None,
-    check=None,
+    check: Callable[[str], None] | None = None,
     generation: dict | None = None,
     card: str = "",
 ) -> int:
@@ -330,15 +336,15 @@ def say_lost(folder: str, fqns: list[str]) -> None:
 def save_hf(
     model,
     folder: str,
-    dtype=torch.bfloat16,
+    dtype: torch.dtype = torch.bfloat16,
     max_shard_gb: float = 5.0,
     tokenizer_file: str | None = None,
-    group=None,
+    group: dist.ProcessGroup | None = None,
     quiet: bool = False,
-    check=None,
+    check: Callable[[str], None] | None = None,
     generation: dict | None = None,
     card: str = "",
-):
+) -> None:
     """Writes a model as a Hugging Face folder for transformers: weights in `dtype`, buffers
     unchanged. If a linear layer has a method merged(), as with LoRA (lora/lora.py), the merged
     matrix is written.

@@ -9,8 +9,10 @@ import json
 import os
 import time
 import zlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from flags.files import STEP_FOLDER, fsync, json_bytes, write_file
 
@@ -30,13 +32,13 @@ def own_hash(manifest: dict) -> str:
     ).hexdigest()
 
 
-def write_manifest(folder: str, files: dict[str, list], **about) -> None:
+def write_manifest(folder: str, files: dict[str, list], **about: Any) -> None:
     """files: {name: [bytes, crc32]}, from checksums(). about: values shown by `checkpoint.py ls`."""
     manifest = dict(format_version=FORMAT_VERSION, **about, files=files)
     write_file(Path(folder, "manifest.json"), json_bytes(manifest | {"sha256": own_hash(manifest)}))
 
 
-def read_manifest(folder: str, is_wanted=None) -> dict:
+def read_manifest(folder: str, is_wanted: Callable[[str], bool] | None = None) -> dict:
     """The manifest of a step folder. Raises Damaged if a file is missing, unlisted or of another
     size; reads no content.
 
@@ -108,7 +110,10 @@ class Progress:
 
 
 def checksums(
-    folder: str, names: list[str], progress=lambda n_bytes: None, sync: bool = False
+    folder: str,
+    names: list[str],
+    progress: Callable[[int], None] = lambda n_bytes: None,
+    sync: bool = False,
 ) -> dict[str, list]:
     """{name: [bytes, crc32 in hex]}, four files at a time: zlib works without Python's lock.
 
@@ -136,7 +141,10 @@ def checksums(
 
 
 def check_files(
-    folder: str, manifest: dict, names: list[str], progress=lambda n_bytes: None
+    folder: str,
+    manifest: dict,
+    names: list[str],
+    progress: Callable[[int], None] = lambda n_bytes: None,
 ) -> None:
     """Reads the files `names` of a step folder. Raises Damaged if a single bit has changed."""
     try:
