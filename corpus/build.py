@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import re
 import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import chain, islice
@@ -199,7 +199,7 @@ def cut_file(path: Path, eot_text: str, text_column: str, chunk: int) -> list:
 
 
 @contextlib.contextmanager
-def text_of(path: Path, text_column: str = "text"):
+def text_of(path: Path, text_column: str = "text") -> Iterator[Any]:
     """The bytes of a file, unpacked; a file that is not packed is mapped into memory."""
     if path.suffix in PACKED:
         yield b"".join(read_chunks(Piece(path, 0, None, "hash", True, text_column)))
@@ -330,7 +330,9 @@ def split_of(piece: Piece, key: bytes) -> str:
     return "train"
 
 
-def cut_at_lines(split: str, text: str, closed: bool, whole_words: bool = False, size=SEGMENT):
+def cut_at_lines(
+    split: str, text: str, closed: bool, whole_words: bool = False, size: int = SEGMENT
+) -> Iterator[tuple[str, str, bool]]:
     """Yields (split, segment, whether the document ends) for a document, to be tokenized in
     parallel and in little memory. Cuts after a newline if possible. whole_words: else before a
     space, if possible."""
@@ -462,7 +464,7 @@ def tokenize_documents(
 # Documents -> tokenizer, documents -> token shards
 def train_tokenizer(
     paths: list, file: Path, vocab_size: int = BPE_VOCAB, text_column: str = "text"
-):
+) -> int:
     """Train a byte-level BPE on the beginning of each text. Returns the number of ids, smaller than
     vocab_size if no more pairs occur twice in the text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -660,7 +662,9 @@ def source_of(
     return source
 
 
-def tokenize_groups(job, groups: list, numbers: range, workers: int) -> list[dict]:
+def tokenize_groups(
+    job: Callable[..., dict], groups: list, numbers: range, workers: int
+) -> list[dict]:
     """The notes of the groups in `numbers`, on several processes. job: tokenize_group."""
     workers = min(workers, len(numbers))
     notes = []

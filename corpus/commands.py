@@ -1,5 +1,6 @@
 """The command line of data.py: stdlib, tokenizer, prepare, show, check."""
 
+import argparse
 import os
 import re
 import sys
@@ -198,7 +199,7 @@ def define_commands(about: str | None) -> Parser:
     return parser
 
 
-def prepare(args, paths: list[Path], folder: Path) -> bool:
+def prepare(args: argparse.Namespace, paths: list[Path], folder: Path) -> bool:
     """python data.py prepare. Returns False if other shares of the work are still to be made.
     Raises ValueError."""
     if not args.out or args.workers < 1:

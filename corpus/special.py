@@ -9,7 +9,7 @@ themselves often, so an end is here an id that any of these files calls an end.
 
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from corpus.beside import files_beside, read_beside, read_special_tokens
 from corpus.tokenizer import encoding_of, load_tokenizer, tokenizer_path
@@ -65,7 +65,7 @@ class SpecialIds(NamedTuple):
         return {"bos_token_id": self.bos, "eos_token_id": eos, "pad_token_id": self.pad}
 
 
-def listed_ids(value) -> list[int]:
+def listed_ids(value: Any) -> list[int]:
     """The ids in a value of generation_config.json: an id, a list of ids, or null."""
     values = [value]
     if isinstance(value, list):
