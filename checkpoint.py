@@ -36,6 +36,7 @@ import flags.interrupt  # noqa: F401  Ctrl-C ends in one line, from here on
 import os
 import sys
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
 from functools import partial
 from typing import Literal
@@ -93,7 +94,7 @@ class CheckpointConfig:
 
 
 # --- The contents of a checkpoint ---
-def loaded_later(cfg: CheckpointConfig, out: str):
+def loaded_later(cfg: CheckpointConfig, out: str) -> Callable[[str], bool]:
     """A function: fqn -> whether Checkpoints.load will overwrite the parameter.
     parallel.init_weights need not draw those."""
     ours = resume_source(out, cfg.init_from, cfg.load_step)
