@@ -14,9 +14,10 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from corpus.special import ids_of
 from corpus.tokenizer import ChatConfig, load_tokenizer
@@ -29,7 +30,14 @@ from storage.saved import load_model
 from storage.source_tokenizer import ends_of, has_bos, text_folder
 
 
-def check_request(config, prompts, max_new_tokens, temperature, top_k, top_p):
+def check_request(
+    config: Any,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+) -> None:
     """Raise ValueError, one line, for requests that the model cannot serve."""
     rules = [
         (not prompts, "no prompts: give a list with at least one list of token ids"),
@@ -62,13 +70,13 @@ def check_request(config, prompts, max_new_tokens, temperature, top_k, top_p):
 
 
 def generate(
-    model,
+    model: nn.Module,
     prompts: list[list[int]],
     max_new_tokens: int,
-    temperature=1.0,
-    top_k=0,
-    top_p=1.0,
-    seed=0,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
     eot: int | list[int] | None = None,
 ) -> list[list[int]]:
     """Continue each prompt (token ids, any lengths) by up to max_new_tokens; return a list of new
@@ -112,14 +120,14 @@ class Config(ChatConfig):
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto = a GPU, else the CPU
 
 
-def check_weights(model, folder: str) -> None:
+def check_weights(model: nn.Module, folder: str) -> None:
     """Raises ValueError for weights that are NaN or infinite: words would come out all the same."""
     for fqn, p in model.named_parameters():
         if not p.isfinite().all():
             raise ValueError(f"{folder}: {fqn} is NaN or infinite: nothing can be computed with it")
 
 
-def open_checkpoint(folder: str, device="cpu"):
+def open_checkpoint(folder: str, device: str = "cpu") -> tuple[nn.Module, Any, list[int]]:
     """(model, tokenizer, ids that end a text) of a run, step or Hugging Face folder. Raises
     ValueError."""
     load = load_model
@@ -163,14 +171,14 @@ def new_text(tokenizer, prompt: list[int], ids: list[int]) -> str:
 
 
 def continue_texts(
-    model,
+    model: nn.Module,
     tokenizer,
     ends: list[int],
     texts: list[str],
     max_new_tokens: int,
-    bos=False,
+    bos: bool = False,
     chat=None,
-    **options,
+    **options: Any,
 ) -> list[str]:
     """The model's continuation of each text.
 
@@ -190,7 +198,7 @@ def continue_texts(
     return [printable(new_text(tokenizer, *pair)) for pair in zip(prompts, found)]
 
 
-def print_sample(run: str, n_params: int, data=None):
+def print_sample(run: str, n_params: int, data: Any = None) -> None:
     """Print a sample of a run's newest checkpoint, after the first words of its data
     (data.TokenData) or "def ". The run is finished and saved, so an error must not fail the run: we
     print the error."""
@@ -239,7 +247,7 @@ def device_of(flag: str) -> str:
     return "cpu"
 
 
-def main(argv: list[str]):
+def main(argv: list[str]) -> None:
     # --prompt alone may be repeated, and its text may contain commas
     repeated = Parser(add_help=False)
     repeated.add_argument("--prompt", action="append")
