@@ -22,9 +22,10 @@ import inspect
 import json
 import os
 import string
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -222,7 +223,7 @@ def with_answer(line: Line, kind: str) -> Line:
     return line
 
 
-def messages_of(prompt) -> list[dict]:
+def messages_of(prompt: Any) -> list[dict]:
     """A prompt as messages, [] if it is no text and no list of messages."""
     if isinstance(prompt, str):
         said = [{"role": "user", "content": prompt}]
@@ -311,7 +312,7 @@ def answer_of(line: Line) -> str:
     return str(line.fields["answer"])
 
 
-def built_in(kind: str):
+def built_in(kind: str) -> Callable[..., float]:
     """A right answer earns 1. A truncated text earns nothing, because the last number before the
     cut is no answer."""
 
@@ -321,7 +322,7 @@ def built_in(kind: str):
     return right
 
 
-def open_reward(path: str):
+def open_reward(path: str) -> Callable[..., Any]:
     """The function reward() of a file, called with the parameters in its signature. Raises
     ValueError."""
     module = load_own("reward", path, KINDS)
@@ -342,7 +343,7 @@ def open_reward(path: str):
     return reward
 
 
-def open_task(cfg):
+def open_task(cfg: Any) -> Any:
     """The environment that the flags name. Raises ValueError."""
     WATCH.seconds = cfg.reward_timeout_s
     if cfg.env in HINTS:

@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from distributed.launch import StopSignal
 from flags.config import flag
@@ -21,7 +22,7 @@ class WarmUpConfig:
     sft_lr: float = flag(1e-3, NEW_MODEL)  # learning rate of the warm-up, whatever --lr is
 
 
-def warm_up(trainer, env, text: Text, stop: StopSignal) -> bool:
+def warm_up(trainer, env: Any, text: Text, stop: StopSignal) -> bool:
     """Train random weights on some answers: GRPO has no gradient until some samples earn a reward.
     Returns whether a signal has ended it."""
     cfg = trainer.cfg
