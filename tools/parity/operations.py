@@ -15,6 +15,7 @@ import hashlib
 import inspect
 import os
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from unittest import mock
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 import parallel
-from distributed.layout import all_blocks, local_slice, local_tensor
+from distributed.layout import Layout, all_blocks, local_slice, local_tensor
 from models.moe import Experts, in_forward
 from tools.reports.costs import tensors_in
 
@@ -141,7 +142,7 @@ class Seams:
         return dict(records=self.records, rows=sum(self.rows, []), **self.about)
 
 
-def describe_layout(stages, layout) -> dict:
+def describe_layout(stages, layout: Layout) -> dict:
     """Facts about a rank for the report: the layout, and the styles of the modules that
     tensor_parallel has split."""
     plan = {}
@@ -174,7 +175,7 @@ def describe_layout(stages, layout) -> dict:
 
 
 @contextmanager
-def seams_of_a_step(folder: str = ""):
+def seams_of_a_step(folder: str = "") -> Iterator[Seams]:
     """Yield Seams into which parallel.forward_backward and clip_grad_norm write the first step.
     Enter after any change to parallel.py that the report shall show, and before a recipe imports
     from parallel. When the next step begins, a file FOLDER/seams-<rank>.pt is written: a recipe's

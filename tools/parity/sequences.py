@@ -3,6 +3,7 @@ the step."""
 
 import math
 import time
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import models.loss
 import parallel
@@ -185,7 +186,7 @@ def batch_of_copies(sequence: Sequence, step: Step) -> Batch:
     return Batch(*tensors, batch.samples, batch.hash, first=sequence.cursor)
 
 
-def trained(stages) -> list[Tensor]:
+def trained(stages: Iterable[nn.Module]) -> list[Tensor]:
     """The parameters with a gradient. A weight on two stages counts once."""
     copies = {id(tied_copy(stage)) for stage in stages if hasattr(stage, "n_stages")}
     found = []
@@ -208,7 +209,7 @@ def inner_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 @contextmanager
-def token_losses():
+def token_losses() -> Iterator[list[Tensor]]:
     """Yields a list. Each loss of a forward adds a tensor, a number per token."""
     found = []
     real = models.loss.LinearCrossEntropy
