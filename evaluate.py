@@ -37,7 +37,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import chain
 from types import SimpleNamespace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -157,7 +157,7 @@ class Config(LayoutConfig, TaskConfig):
         check_range(self, 0, math.inf, "limit", "shots", "temperature")
 
 
-def flags_of_group(cfg: Config, Group: type):
+def flags_of_group(cfg: Config, Group: type) -> Any:
     """A copy of the flags of one group. Later changes stay in the copy: cfg is what was typed."""
     return Group(**{field.name: getattr(cfg, field.name) for field in fields(Group)})
 
@@ -214,7 +214,7 @@ def read_checkpoint(folder: str, chat=None) -> tuple[Text, type, object, str]:
     return Text(folder, chat=chat), *saved_model(folder), folder
 
 
-def longest_forward(cfg: Config, kind: str, model_config, folder: str) -> int:
+def longest_forward(cfg: Config, kind: str, model_config: Any, folder: str) -> int:
     """The most tokens of a forward. folder: of the weights."""
     if cfg.seq_len != -1:
         return cfg.seq_len
@@ -230,7 +230,9 @@ def window_stride(asked: TaskConfig, longest: int) -> int:
     return asked.stride
 
 
-def check_task_flags(cfg: Config, model_config, asked: TaskConfig, kind: str, longest: int) -> None:
+def check_task_flags(
+    cfg: Config, model_config: Any, asked: TaskConfig, kind: str, longest: int
+) -> None:
     """Refuse flags that do not fit this task or this model. asked: returns to its defaults where
     --config gives a flag without effect."""
     check_local(cfg.out, "--out")
@@ -292,7 +294,7 @@ def layout_flags(cfg: Config) -> LayoutConfig:
     return flags
 
 
-def layout_of(flags: LayoutConfig, model_config, longest: int, rows: int) -> Layout:
+def layout_of(flags: LayoutConfig, model_config: Any, longest: int, rows: int) -> Layout:
     """The Layout of forwards of `rows` sequences. Raises ValueError with every violation."""
     step = max(pieces(flags), 1)  # a forward's tokens are padded to a multiple
     return check_layout(
@@ -306,7 +308,7 @@ def layout_of(flags: LayoutConfig, model_config, longest: int, rows: int) -> Lay
 
 
 def open_model(
-    folder: str, layout: Layout, flags: LayoutConfig, Model, model_config
+    folder: str, layout: Layout, flags: LayoutConfig, Model: type, model_config: Any
 ) -> list[nn.Module]:
     """This rank's stages (one stage without --pp) with the weights of a run, step or Hugging Face
     folder, ready for score() and complete(). Raises the same ValueError on all ranks."""
@@ -362,7 +364,12 @@ def check_finite(logprobs: list[float]) -> None:
 
 # ---------------------------------------------------------------- requests -> scores
 def label_logprobs(
-    h: Tensor, weight: Tensor, labels: Tensor, denom=None, all_reduce=no_reduce, vocab_start=0
+    h: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    denom: Tensor | None = None,
+    all_reduce: Callable = no_reduce,
+    vocab_start: int = 0,
 ) -> Tensor:
     """The log-probability of each label (...) in fp32; 0 for labels IGNORE. h (..., D), weight
     (V/tp, D); vocab parallelism as in models.loss.linear_cross_entropy."""
@@ -429,7 +436,7 @@ def score(stages: list[nn.Module], layout: Layout, requests: list[tuple]) -> lis
 # ---------------------------------------------------------------- prompts -> texts
 @torch.no_grad()
 def complete(
-    model, layout: Layout, asked: TaskConfig, text: Text, prompts: list[list[int]]
+    model: nn.Module, layout: Layout, asked: TaskConfig, text: Text, prompts: list[list[int]]
 ) -> list[Sample]:
     """The model's answer to each prompt, on every rank. An answer ends before its first --stop
     string after its thoughts, or with an id of text.ends, or is truncated. Raises ValueError on
@@ -568,7 +575,7 @@ TASKS = {
 
 
 # ---------------------------------------------------------------- the program
-def main(cfg: Config):
+def main(cfg: Config) -> None:
     # 1. task, model and layout: all errors in files and flags are found before anything is built
     began = time.time()
     kind, lines = read_task(cfg.task, answers=cfg.answers)
