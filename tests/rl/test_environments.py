@@ -19,6 +19,7 @@ import grpo
 from checkpoint import CheckpointConfig
 from flags.config import parse_config, usage_error
 from rl import environments, rewards, rollouts, warm_up
+from rl.calls import WATCH
 from rl.environments import ask_for_two, load_own
 from rl.sample import Sample
 from rl.tasks import calculator
@@ -36,6 +37,23 @@ def test_what_was_cut_off_is_not_paid_for():
     asks = SimpleNamespace(reward=lambda prompt, completion, truncated: -1.0 if truncated else 1.0)
     other = SimpleNamespace(reward=lambda prompt, completion: 0.5)
     assert [rewards.pay(env, "", [""], [True])[0].reward for env in (asks, other)] == [-1.0, 0.5]
+
+
+def test_a_file_that_loads_another_one_keeps_its_own_limit(tmp_path, monkeypatch):
+    """After the inner import the outer one still has its moment to end."""
+    monkeypatch.setattr(WATCH, "seconds", 600.0)
+    inner = tmp_path / "inner.py"
+    inner.write_text("")
+    outer = tmp_path / "outer.py"
+    outer.write_text(f"""
+from rl.calls import WATCH
+from rl.environments import load_own
+
+load_own("env", {str(inner)!r}, [])
+running = [what for _, what in WATCH.running.values()]
+""")
+    assert load_own("env", str(outer), []).running == [f"the import of {outer}"]
+    assert WATCH.running == {}
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "x", "raise"])
