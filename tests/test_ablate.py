@@ -669,11 +669,11 @@ def test_a_study_continues_after_a_kill(tmp_path):
             time.sleep(0.1)
         process.send_signal(number)
         if number == signal.SIGKILL:
-            assert process.wait(timeout=120) == -9
+            assert process.wait(timeout=600) == -9
             closed.unlink()
         else:
             closed.unlink()  # it waits for its runs, which finish their step
-            assert process.wait(timeout=120) == 130
+            assert process.wait(timeout=600) == 130
         run(command(out, *flags), env=env)
         assert losses(out) == losses(tmp_path / "whole")
         rows = [

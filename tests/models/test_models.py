@@ -209,7 +209,7 @@ def test_initial_weights_are_those_of_earlier_versions(flavor, changes):
 def test_blocks_are_drawn_side_by_side(monkeypatch):
     """Two threads on two cores: each call waits until the other is there too. Four cores of two
     processes are two as well."""
-    both = threading.Barrier(2, timeout=30)
+    both = threading.Barrier(2, timeout=600)
     draw = parallel.draw_block
     monkeypatch.setattr(parallel, "draw_block", lambda *args: (both.wait(), draw(*args)))
     for cores, processes in ((2, 1), (4, 2)):
@@ -907,7 +907,7 @@ def test_vocab_parallel_loss(monkeypatch, dtype):
     then combines."""
     monkeypatch.setitem(models.loss.CHUNK_ELEMENTS, "cpu", 1)
     h, weight, labels = loss_problem(dtype=dtype)
-    meeting = threading.Barrier(2, timeout=30)
+    meeting = threading.Barrier(2, timeout=600)
     offered = [None, None]
     losses = [None, None]
     grads = [None, None]

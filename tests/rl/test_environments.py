@@ -422,10 +422,10 @@ def test_a_step_has_a_time_limit():
     game = SimpleNamespace(TURN_END="7", reset=lambda task: (task, ""), step=endless)
     before = threading.active_count()
     turns = environments.Turns(game, text, ["task"], 1, 0.2)
-    assert turns.answer(Sample(ids=[1, 2])).result(10) is None
+    assert turns.answer(Sample(ids=[1, 2])).result(600) is None
     assert "the step takes longer than --reward_timeout_s 0.2" in turns.failed[0]
     turns.close([])
-    for _ in range(100):
+    for _ in range(6000):
         if threading.active_count() == before:
             break
         time.sleep(0.1)
@@ -488,18 +488,16 @@ def test_make_and_reset_have_a_limit(slow, tmp_path):
         f"def reset(task):\n    {sleeps['reset']}\n    return 1, task\n"
         "def step(state, text): return '', True, 1.0\n"
     )
-    command = [sys.executable, "grpo.py", "--env", file, "--reward_timeout_s", "0.5"]
+    command = [sys.executable, "grpo.py", "--env", file, "--reward_timeout_s", "2"]
     done = subprocess.run(
         [*map(str, command), "--out", str(tmp_path / "run")],
         cwd=REPO,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
     assert done.returncode == 1
-    assert (
-        done.stderr == f"error on rank 0: --env: {slow} takes longer than --reward_timeout_s 0.5\n"
-    )
+    assert done.stderr == f"error on rank 0: --env: {slow} takes longer than --reward_timeout_s 2\n"
 
 
 def test_wrong_usage_and_help_keep_their_status():
