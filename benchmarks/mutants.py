@@ -246,23 +246,44 @@ def slow_tests() -> set[tuple[str, str]]:
 
 
 @functools.cache
-def users_of_words() -> tuple[dict, dict]:
-    """({word: [(file, function) whose source has it]}, {file: all its words})."""
+def users_of_words() -> dict[str, list[tuple[str, str]]]:
+    """{word: [(file, function) whose source has it]}"""
     users = {}
-    words_of_file = {}
     for path in product_files() + files_of_tests():
-        words_of_file[path] = set(re.findall(r"[A-Za-z_]\w+", Path(REPO, path).read_text()))
         for function, words in words_of_functions(path).items():
             for word in words:
                 users.setdefault(word, []).append((path, function))
-    return users, words_of_file
+    return users
+
+
+@functools.cache
+def known_modules(path: str) -> set[str]:
+    """The modules that a file imports anywhere, the files that it names, and the programs, which
+    tests name without ".py" as well."""
+    text = Path(REPO, path).read_text()
+    found = set(re.findall(r"(\w+)\.py\b", text))
+    found |= set(re.findall(r"\w+", text)) & {program.stem for program in REPO.glob("*.py")}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+            found |= {f"{node.module}.{name.name}" for name in node.names}
+    return found
+
+
+def knows(path: str, other: str) -> bool:
+    module = other.removesuffix(".py").replace("/", ".")
+    if other.startswith("tests/"):  # its folder is in sys.path
+        module = Path(other).stem
+    return path == other or not known_modules(path).isdisjoint({module, Path(other).stem})
 
 
 def tests_for(mutant: dict) -> list[str]:
     """Quick tests, as file::function, by the number of hops from name to name: a test that names the
     mutated function comes first, then one that names a function that names it, and so on. A test in
     another room than the module's is as far as if it had one hop more."""
-    users, words_of_file = users_of_words()
+    users = users_of_words()
     room = mutant["file"].split("/")[0]
     place = f"tests/{TESTED_IN.get(room, room)}/"
     own = f"test_{Path(mutant['file']).stem}.py"
@@ -275,8 +296,7 @@ def tests_for(mutant: dict) -> list[str]:
             stem = Path(path).stem
             word = stem if function == "main" else function  # a program is named by its file
             for user in users.get(word, []):
-                knows = user[0] == path or stem in words_of_file[user[0]]
-                if user in seen or not knows:
+                if user in seen or not knows(user[0], path):
                     continue
                 seen.add(user)
                 following.append(user)
@@ -286,7 +306,7 @@ def tests_for(mutant: dict) -> list[str]:
                         distance = hops
                     elif user[0].startswith(place):
                         distance = hops + 0.5
-                    found[user] = (distance, len(words_of_file[user[0]]))
+                    found[user] = (distance, Path(REPO, user[0]).stat().st_size)
         level = following
     return ["::".join(test) for test in sorted(found, key=found.get)]
 

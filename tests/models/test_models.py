@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -391,6 +392,14 @@ def test_what_cannot_fit_memory_is_refused_with_the_numbers(
     monkeypatch.setattr(distributed.checks, "host_memory", lambda: needs - 1)
     numbers = rf"at least {needs / 1e9:.1f} GB .*there are {(needs - 1) / 1e9:.1f} GB; .*--dp_shard"
     refuses(numbers, check_model, *given)
+    if local == 2 and not cfg.cpu_offload:  # a GPU holds one process, however many a host has
+        layout = replace(layout, device=torch.device("cuda"))
+        given = (model, layout, *given[2:])
+        gpu = SimpleNamespace(total_memory=needs // 2 + 1)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+        check_model(*given)
+        gpu.total_memory = needs // 2 - 1
+        refuses("each device would need .*--cpu_offload", check_model, *given)
 
 
 def test_host_memory_is_that_of_the_tightest_control_group(monkeypatch):

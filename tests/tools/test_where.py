@@ -18,10 +18,11 @@ from torch.distributed.tensor import Replicate
 
 import distributed.experts
 import parallel
-from distributed.layout import AllGather
+from distributed.layout import AllGather, Layout
 from models.deepseek import shift_targets
 from models.loss import linear_cross_entropy
-from tools.parity.operations import seams_of_a_step
+from tools.parity.advice import hint_for_attention
+from tools.parity.operations import describe_layout, seams_of_a_step
 from tools.parity.where import describe_seam, first_difference_of, placements, which_ranks
 
 LAYOUTS = layouts.layouts_of("layouts")
@@ -267,6 +268,14 @@ def test_a_part_is_placed_by_its_shape(whole, local, cp, tp, found):
 )
 def test_a_seam_has_words(phase, name, call, words):
     assert describe_seam(phase, name, call) == words
+
+
+def test_a_report_knows_the_attention_of_a_layout():
+    stage = layouts.on_meta(layouts.config())
+    assert describe_layout([stage], Layout())["attends"] == []
+    stage.make_attend = partial(parallel.all_gather_attention, group=None)
+    about = describe_layout([stage], Layout())
+    assert hint_for_attention(about) == "all_gather_attention in parallel.py"
 
 
 def test_ranks_are_named_by_their_axis():
