@@ -396,6 +396,7 @@ class Checkpoints:
         if not start.everything or differ:
             return None
         self.loaded = folder
+        self.has_trained = False  # the optimizers made their state in a step of zero gradients
         if start.folder == self.out:
             on_rank_0(lambda: self.keep_id(folder), self.group)
         return on_rank_0(lambda: saved_state(folder), self.group)

@@ -18,11 +18,12 @@ from torch.distributed.tensor import Replicate
 
 import distributed.experts
 import parallel
-from distributed.layout import AllGather
+from distributed.layout import AllGather, Layout
 from models.deepseek import shift_targets
 from models.loss import linear_cross_entropy
-from tools.parity.operations import seams_of_a_step
-from tools.parity.where import first_difference_of, placements, which_ranks
+from tools.parity.advice import hint_for_attention
+from tools.parity.operations import describe_layout, seams_of_a_step
+from tools.parity.where import describe_seam, first_difference_of, placements, which_ranks
 
 LAYOUTS = layouts.layouts_of("layouts")
 MOE = layouts.KINDS["qwen3_moe"]
@@ -229,6 +230,52 @@ def test_equal_layouts_have_no_difference(row):
 )
 def test_a_part_is_placed_by_its_shape(whole, local, cp, tp, found):
     assert placements(whole, local, cp, tp, 16) == found
+
+
+@pytest.mark.parametrize(
+    "phase, name, call, words",
+    [
+        ("sequences", "", 0, "the sequences of the global batch"),
+        ("count", "", 0, "count_tokens, the tokens of the global batch"),
+        ("loss", "", 0, "loss"),
+        ("norm", "", 0, "gradient norm"),
+        ("initial", "norm.weight", 0, "initial value of norm.weight"),
+        ("inputs", "tokens", 0, "input tokens"),
+        ("forward", "blocks.0", 0, "forward of blocks.0"),
+        ("forward", "blocks.0", 2, "forward of blocks.0 (call 3)"),
+        (
+            "forward",
+            "blocks.0.ffn.w2 input",
+            0,
+            "forward of blocks.0.ffn (what it gives to blocks.0.ffn.w2)",
+        ),
+        ("forward", "blocks.0 input", 0, "forward of the model (what it gives to blocks.0)"),
+        ("forward", "blocks.0.attn attention", 0, "forward of blocks.0.attn (attention)"),
+        ("forward", "blocks.0.attn k", 0, "forward of blocks.0.attn (the keys)"),
+        ("logits", "head", 0, "forward of head"),
+        ("backward", "head", 0, "backward, gradient of the output of head"),
+        (
+            "backward",
+            "blocks.0.attn attention",
+            0,
+            "backward of blocks.0.attn (gradient of attention)",
+        ),
+        ("backward", "blocks.0.attn v", 0, "backward of blocks.0.attn (gradient of the values)"),
+        ("gradient", "norm.weight", 0, "finished gradient of norm.weight"),
+        ("clipped", "norm.weight", 0, "clipped gradient of norm.weight"),
+        ("updated", "norm.weight", 0, "norm.weight after the step"),
+    ],
+)
+def test_a_seam_has_words(phase, name, call, words):
+    assert describe_seam(phase, name, call) == words
+
+
+def test_a_report_knows_the_attention_of_a_layout():
+    stage = layouts.on_meta(layouts.config())
+    assert describe_layout([stage], Layout())["attends"] == []
+    stage.make_attend = partial(parallel.all_gather_attention, group=None)
+    about = describe_layout([stage], Layout())
+    assert hint_for_attention(about) == "all_gather_attention in parallel.py"
 
 
 def test_ranks_are_named_by_their_axis():
