@@ -87,7 +87,7 @@ def read_lines(path: str):
             for text in file:
                 try:
                     line = json.loads(text)
-                except ValueError:
+                except (ValueError, RecursionError):  # cut, or thousands of brackets
                     print(
                         f"{path}: left out {text[:40].rstrip()!r}, a line that was cut", flush=True
                     )
@@ -127,12 +127,17 @@ def set_lines_aside(path: str):
     )
 
 
+def is_number(value) -> bool:
+    """Whether a value of metrics.jsonl can be drawn: anyone may have edited the file."""
+    return type(value) in (int, float) and abs(value) < 1e300  # False for a NaN, too
+
+
 def points_of(lines, *names: str) -> dict[str, list[tuple]]:
     """{name: (step, number) of each line with a number of this name}, in one pass over the lines."""
     points = {name: [] for name in names}
     for line in lines:
         for name in names:
-            if line.get(name) is not None:
+            if is_number(line.get(name)):
                 points[name].append((line["step"], line[name]))
     return points
 
