@@ -57,12 +57,11 @@ def write_file(path: str | Path, content: bytes | memoryview | Iterable[bytes]) 
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        if error.filename is not None:
-            raise
-        # a write that fails does not know the name of its file
+        # a write that fails does not know the name of its file, and the other name says nothing
         raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
 
 
 def check_writable(path: str, flag: str) -> None:

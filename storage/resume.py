@@ -155,9 +155,11 @@ def check_places(out: str) -> None:
     """Raises ValueError if something else lies where a run writes: a folder in place of metrics.jsonl,
     a link to nowhere in place of checkpoints/, whose disk is not mounted. The run would end at its
     first line, or save nothing."""
-    for name in ("config.json", "metrics.jsonl", "samples.jsonl"):
+    for name in (".lock", "config.json", "metrics.jsonl", "samples.jsonl"):
         path = os.path.join(out, name)
-        if os.path.lexists(path) and not os.path.isfile(path):
+        # a link would let our pid overwrite another file
+        is_file = os.path.isfile(path) and not (name == ".lock" and os.path.islink(path))
+        if os.path.lexists(path) and not is_file:
             raise ValueError(f"{path} is no file to write to: move it away, or use --out NEW")
     path = os.path.join(out, "checkpoints")
     if os.path.lexists(path) and not os.path.isdir(path):
@@ -179,9 +181,8 @@ def lock_run(out: str):
     check_places(out)
     try:
         os.makedirs(out, exist_ok=True)
-        # left open: closing it would unlock. A link would let the pid overwrite another file
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-        descriptor = os.open(os.path.join(out, ".lock"), flags, 0o644)
+        # left open: closing it would unlock
+        descriptor = os.open(os.path.join(out, ".lock"), os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise ValueError(f"--out {out!r} is no folder to write to: {error.strerror}") from None
     for tries_left in range(300, -1, -1):

@@ -281,9 +281,8 @@ class Metrics:
         numbers of the steps."""
         steps = "-".join(map(str, dict.fromkeys((self.profiled[0], self.step))))
         self.profiler.stop()
-        self.profiler.export_chrome_trace(
-            self.trace_file(f"steps-{steps}-rank-{self.rank}.json.gz")
-        )
+        name = f"steps-{steps}-rank-{self.rank}.json.gz"
+        self.try_to_write(lambda: self.profiler.export_chrome_trace(self.trace_file(name)))
         self.profiler = None
         self.profiled = range(0)
 
@@ -292,7 +291,19 @@ class Metrics:
         return os.path.join(self.out, "trace", name)
 
     def dump_memory(self, when: str):
-        torch.cuda.memory._dump_snapshot(self.trace_file(f"memory-{when}-rank-{self.rank}.pickle"))
+        name = f"memory-{when}-rank-{self.rank}.pickle"
+        self.try_to_write(lambda: torch.cuda.memory._dump_snapshot(self.trace_file(name)))
+
+    def try_to_write(self, write) -> None:
+        """Call write(), which makes a file of trace/. A full disk there ends no run."""
+        try:
+            write()
+        except OSError as error:
+            print(
+                f"step {self.step}: a file of {self.out}/trace could not be written: "
+                f"{error.strerror or error}",
+                flush=True,
+            )
 
     def due(self, step: int) -> bool:
         """Whether this step is logged: the first, every log_every-th, the last. Equal on all ranks."""
@@ -394,8 +405,10 @@ class Metrics:
         for key, value in line.items():
             if type(value) in (int, float) and key != "step":
                 numbers[key] = value
-        for board in self.boards:
-            board.write(line["step"], numbers)
+        if self.boards:
+            from training.boards import write_boards
+
+            self.boards = write_boards(self.boards, line["step"], numbers)
 
     def write_lines(self, step: int):
         """Append the lines that are not in the file yet. A disk that is full, or away for a while,
@@ -436,8 +449,10 @@ class Metrics:
         gc.enable()
         if self.cfg.memory_snapshot:
             self.dump_memory(f"step-{self.step}")
-        for board in self.boards:  # unwritten numbers would be lost with the process
-            board.close()
+        if self.boards:
+            from training.boards import close_boards
+
+            close_boards(self.boards, self.step)
         if self.rank0:
             self.file.close()
             self.check_there()

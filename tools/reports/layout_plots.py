@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from distributed.pipeline import embeds_at_both_ends
+from flags.files import write_file
 from tools.reports import svg
 from tools.reports.explain import AXIS_WORDS
 from tools.reports.parts import axis_groups, shown_ranks
@@ -93,5 +94,5 @@ def plot(cfg, report) -> None:
         print(title)
         pictures["pipeline.svg"] = draw_schedule(times, title)
     for name, drawn in pictures.items():
-        Path(cfg.out, name).write_text(drawn)
+        write_file(Path(cfg.out, name), drawn.encode())
         print(Path(cfg.out, name))
