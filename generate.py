@@ -18,7 +18,7 @@ from typing import Literal
 
 import torch
 
-from corpus.special import ids_of
+from corpus.special import NoEnds, ids_of
 from corpus.tokenizer import ChatConfig, load_tokenizer
 from distributed.refusals import refuse
 from flags.config import Parser, parse_config, usage_error
@@ -135,7 +135,7 @@ def open_checkpoint(folder: str, device="cpu"):
         raise ValueError(no_tokenizer(folder, path))
     try:
         ends = ends_of(path)
-    except ValueError:
+    except NoEnds:
         ends = []  # no known end-of-text token: texts run on to max_new_tokens
     return model, load_tokenizer(Path(path, "tokenizer.json")), ends
 
