@@ -460,5 +460,5 @@ def main(argv: list[str]) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # OSError: a full disk; the runs that ended are kept
         usage_error(error)

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from corpus.special import ids_of
+from corpus.special import NoEnds, ids_of
 from corpus.tokenizer import ChatConfig, load_tokenizer
 from distributed.refusals import refuse
 from flags.config import Parser, parse_config, usage_error
@@ -143,7 +143,7 @@ def open_checkpoint(folder: str, device: str = "cpu") -> tuple[nn.Module, Any, l
         raise ValueError(no_tokenizer(folder, path))
     try:
         ends = ends_of(path)
-    except ValueError:
+    except NoEnds:
         ends = []  # no known end-of-text token: texts run on to max_new_tokens
     return model, load_tokenizer(Path(path, "tokenizer.json")), ends
 

@@ -9,8 +9,9 @@ import multiprocessing
 import os
 import re
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -674,7 +675,7 @@ def tokenize_groups(
             os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread in each process
             spawn = multiprocessing.get_context("spawn")
             do = stack.enter_context(ProcessPoolExecutor(workers, spawn)).map
-        for note in do(job, [groups[i] for i in numbers], numbers):
+        for note in told_deaths(do(job, [groups[i] for i in numbers], numbers)):
             notes.append(note)
             if sys.stderr.isatty() and own_rank() == 0:
                 end = ""
@@ -683,6 +684,18 @@ def tokenize_groups(
                 progress = f"\rtokenizing {len(notes)}/{len(numbers)}"
                 print(progress, end=end, file=sys.stderr, flush=True)
     return notes
+
+
+def told_deaths(notes: Iterable[dict]) -> Iterator[dict]:
+    """The notes. Raises ValueError if a process that makes them was killed."""
+    try:
+        yield from notes
+    except BrokenProcessPool:
+        raise ValueError(
+            "a process that tokenizes has died: ended by kill -9, or by the system for want of "
+            "memory; finished parts are kept, and the same command goes on; fewer --workers of "
+            "data.py prepare take less memory"
+        ) from None
 
 
 def list_skipped(skipped: list[str], kept: int, skip_bad: int, folder: Path) -> None:

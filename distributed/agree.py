@@ -27,6 +27,8 @@ def reason(error: BaseException) -> str:
         return "a file could not be written to its end: the disk is full, or a quota or file size limit is reached"
     if text and isinstance(error, ValueError | OSError):
         return text
+    if isinstance(error, MemoryError):  # Python says no more
+        return "no memory is left"
     return f"{type(error).__name__}: {text}"
 
 

@@ -26,7 +26,9 @@ def show_error(
     if hasattr(sys, "ps1") or not (is_interrupt or is_fresh):  # ps1: a person types Python
         sys.__excepthook__(kind, error, trace)
         return
-    if os.environ.get("RANK", "0") == "0":
+    # srun alone gives a process its number as SLURM_PROCID
+    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+    if rank == "0":
         print("\nCtrl-C: ended before the work was done", file=sys.stderr)
     if not is_interrupt:  # Python itself ends an interrupt with its status
         sys.stdout.flush()

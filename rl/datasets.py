@@ -39,7 +39,7 @@ from corpus.tokenizer import check_hf_tokenizer, encoding_of, load_tokenizer
 from distributed.refusals import refuse
 from flags.config import Need, flag
 from flags.escapes import unescape
-from flags.files import step_folders
+from flags.files import step_folders, write_file
 from flags.hints import tokenizer_hint
 from rl.answers import KINDS, is_right, never_right
 from rl.calls import WATCH
@@ -414,7 +414,7 @@ class Text:
         """Write the tokenizer of characters into the run's folder, over the file of an earlier
         start without a checkpoint."""
         if self.alphabet is not None:
-            self.tokenizer.save(self.file)
+            write_file(self.file, self.tokenizer.to_str(pretty=True).encode())
 
     def prompt(self, task: str) -> list[int]:
         if hasattr(self.env, "step"):

@@ -3,7 +3,9 @@ evaluation, some samples."""
 
 import json
 import math
+import os
 from collections.abc import Collection
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -16,7 +18,7 @@ from rl.datasets import Text
 from rl.rollouts import has_equal_rewards
 from rl.sample import Sample
 from storage.resume import list_finished
-from training.metrics import drop_lines_from
+from training.metrics import drop_lines_from, set_lines_aside
 
 FEW = 20  # steps without much to learn before a line says so
 
@@ -60,7 +62,10 @@ def introduce(
         )
     for line in [*left_out, *list_finished(cfg.out, done, cfg.steps, cfg.export_hf)]:
         print(line)
-    drop_lines_from(f"{cfg.out}/samples.jsonl", done + 1)
+    if done:
+        drop_lines_from(f"{cfg.out}/samples.jsonl", done + 1)
+    else:
+        set_lines_aside(f"{cfg.out}/samples.jsonl")
 
 
 def sample_numbers(groups: list[list[Sample]], batch: dict) -> dict:
@@ -162,10 +167,15 @@ def keep_samples(
                 shown[name] = getattr(s, name)
         lines += json.dumps(shown, ensure_ascii=False, default=list) + "\n"
     path = f"{cfg.out}/samples.jsonl"
+    size = None
     try:
         with open(path, "a") as file:
+            size = file.tell()
             file.write(lines)
     except OSError as error:  # a full disk must not end a run for texts that are there to be read
+        if size is not None:
+            with suppress(OSError):
+                os.truncate(path, size)  # no half line
         print(
             f"step {step}: {path} cannot be written ({error.strerror}): its samples are left out",
             flush=True,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from corpus.beside import read_beside
+from corpus.special import NoEnds
 from corpus.tokenizer import tokenizer_and_beside
 from distributed.agree import Failed, reason
 from distributed.layout import named_tensors
@@ -243,7 +244,7 @@ def from_hf(folder: str, out: str) -> None:
     }
     generation = None
     if tokenizer_file:
-        with suppress(ValueError):  # no file of the folder names an end
+        with suppress(NoEnds):  # no file of the folder names an end
             known = read_beside(folder, "generation_config.json")
             generation = known | ids_of_folder(folder).for_config()
     write_run(

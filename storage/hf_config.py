@@ -98,7 +98,16 @@ def read_hf_config(folder: str, Config: type | None = None) -> Any:
                 f"{path}: {name} would be {str(value)[:40]!r}, not "
                 f"{getattr(kind, '__name__', kind)}"
             )
+        if name == "norm_eps" and not 0 <= value < 1:
+            raise ValueError(f"{path}: {name} would be {value}, need 0 or more, below 1")
+        if name == "rope_theta" and not value > 0:
+            raise ValueError(f"{path}: {name} would be {value}, need more than 0")
     return config
+
+
+def is_finite(value: Any) -> bool:
+    """Whether a value is a number with which a model computes numbers."""
+    return type(value) in (int, float) and abs(value) < 1e300  # False for a NaN
 
 
 def has_type(value: Any, kind: Any) -> bool:
@@ -107,11 +116,9 @@ def has_type(value: Any, kind: Any) -> bool:
     if kind is int:
         return type(value) is int and 0 <= value < 2**31
     if kind is float:
-        return type(value) in (int, float)
+        return is_finite(value)
     if kind is dict:
-        return type(value) is dict and all(
-            type(number) in (int, float) for number in value.values()
-        )
+        return type(value) is dict and all(map(is_finite, value.values()))
     if get_origin(kind) is Literal:
         return value in get_args(kind)
     return type(value) is kind

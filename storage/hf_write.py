@@ -22,7 +22,7 @@ from corpus.special import SpecialIds
 from corpus.tokenizer import load_tokenizer
 from distributed.agree import brief, fail_together, gather, new_gloo_group, on_rank_0, rank_in
 from distributed.layout import named_tensors, reshard
-from flags.files import check_local, fsync, json_bytes, publish, write_file
+from flags.files import check_local, check_room, fsync, json_bytes, publish, write_file
 from storage.hf_config import check_same_model
 from storage.source_tokenizer import ids_of_folder
 
@@ -57,11 +57,16 @@ def check_export(folder: str) -> None:
         raise ValueError(f"{folder} cannot be made: {parent} is no folder to write to")
 
 
-def check_export_names(Model: type, config: Any) -> None:
-    """Raises ValueError if hf_keys() does not name each tensor that an export writes: of a fork, and
-    before its training, not after."""
+def check_export_of(Model: type, config: Any, folder: str, dtype: str) -> None:
+    """Raises ValueError if hf_keys() does not name each tensor that an export writes, or if they do
+    not fit on the disk: before a training, not after."""
     with torch.device("meta"):
         model = Model(config)
+    n_bytes = sum(p.numel() for p in model.parameters()) * getattr(torch, dtype).itemsize
+    try:
+        check_room(folder, n_bytes)
+    except OSError as error:
+        raise ValueError(f"--export_hf {folder}: {error.strerror}; give another folder") from None
     kinds = file_kinds(named_tensors(model), model, torch.float32)
     if odd := sorted(kinds.keys() ^ model.hf_keys().keys()):
         raise ValueError(
@@ -193,6 +198,16 @@ def write_hf(
     temporary = on_rank_0(make_temporary, group)
     everyone = gather(kinds, group)
     rank = rank_in(group)
+
+    def plan_and_ask():
+        plan = plan_files(names, everyone, max_shard_gb * 1e9)
+        if rank == 0:
+            n_bytes = 0
+            for _, _, entries in plan:
+                n_bytes += sum(entry.size for entry in entries)
+            check_room(folder, n_bytes)
+        return plan
+
     writing = []  # this rank's files, under way
 
     def finish_files():
@@ -200,7 +215,7 @@ def write_hf(
             future.result()
 
     try:
-        plan = fail_together(lambda: plan_files(names, everyone, max_shard_gb * 1e9), group)
+        plan = fail_together(plan_and_ask, group)
         files = name_files(plan)
         with ThreadPoolExecutor(1) as pool:
             for title, (ranks, writer, entries) in files.items():

@@ -44,8 +44,11 @@ def read_manifest(folder: str, is_wanted: Callable[[str], bool] | None = None) -
 
     is_wanted: name -> whether to look for this file, and for no other: with a file per rank,
     looking takes long."""
+    file = Path(folder, "manifest.json")
     try:
-        raw = Path(folder, "manifest.json").read_bytes()
+        if file.is_fifo():  # to open it would wait without end
+            raise Damaged("manifest.json is a pipe, not a file")
+        raw = file.read_bytes()
         manifest = json.loads(raw)
         # Compare bytes, not only values: some flipped bits change the text of a JSON file but no
         # value.

@@ -85,11 +85,11 @@ def identify_run(
     check_run(cfg.out, identity, cfg, lr_at)
     if cfg.export_hf and all(step < cfg.steps for step, _ in step_folders(cfg.out)):
         from storage.hf_config import check_same_model
-        from storage.hf_write import check_export, check_export_names
+        from storage.hf_write import check_export, check_export_of
 
         check_same_model(Model, model_config)
-        check_export_names(Model, model_config)
         check_export(cfg.export_hf)
+        check_export_of(Model, model_config, cfg.export_hf, cfg.export_dtype)
     return identity
 
 
@@ -168,6 +168,24 @@ def job_name() -> str:
     return ", job " + " ".join(os.environ.get(name, "-") for name in JOB)
 
 
+def check_places(out: str) -> None:
+    """Raises ValueError if something else lies where a run writes: a folder in place of metrics.jsonl,
+    a link to nowhere in place of checkpoints/, whose disk is not mounted. The run would end at its
+    first line, or save nothing."""
+    for name in (".lock", "config.json", "metrics.jsonl", "samples.jsonl"):
+        path = os.path.join(out, name)
+        # a link would let our pid overwrite another file
+        is_file = os.path.isfile(path) and not (name == ".lock" and os.path.islink(path))
+        if os.path.lexists(path) and not is_file:
+            raise ValueError(f"{path} is no file to write to: move it away, or use --out NEW")
+    path = os.path.join(out, "checkpoints")
+    if os.path.lexists(path) and not os.path.isdir(path):
+        raise ValueError(
+            f"{path} is no folder, or a link to a folder that is not there: mount its disk, move it "
+            "away, or use --out NEW"
+        )
+
+
 def lock_run(out: str):
     """Rank 0 holds <out>/.lock until the process ends, even by a kill: two jobs never write into
     one run folder.
@@ -177,6 +195,7 @@ def lock_run(out: str):
     """
     if own_rank() != 0 or out in HELD:
         return
+    check_places(out)
     try:
         os.makedirs(out, exist_ok=True)
         # left open: closing it would unlock

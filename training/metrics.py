@@ -89,7 +89,7 @@ def read_lines(path: str) -> Iterator[dict]:
             for text in file:
                 try:
                     line = json.loads(text)
-                except ValueError:
+                except (ValueError, RecursionError):  # cut, or thousands of brackets
                     print(
                         f"{path}: left out {text[:40].rstrip()!r}, a line that was cut", flush=True
                     )
@@ -129,12 +129,17 @@ def set_lines_aside(path: str) -> None:
     )
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value of metrics.jsonl can be drawn: anyone may have edited the file."""
+    return type(value) in (int, float) and abs(value) < 1e300  # False for a NaN, too
+
+
 def points_of(lines: Iterable[dict], *names: str) -> dict[str, list[tuple]]:
     """{name: (step, number) of each line with a number of this name}, in one pass over the lines."""
     points = {name: [] for name in names}
     for line in lines:
         for name in names:
-            if line.get(name) is not None:
+            if is_number(line.get(name)):
                 points[name].append((line["step"], line[name]))
     return points
 
@@ -278,9 +283,8 @@ class Metrics:
         numbers of the steps."""
         steps = "-".join(map(str, dict.fromkeys((self.profiled[0], self.step))))
         self.profiler.stop()
-        self.profiler.export_chrome_trace(
-            self.trace_file(f"steps-{steps}-rank-{self.rank}.json.gz")
-        )
+        name = f"steps-{steps}-rank-{self.rank}.json.gz"
+        self.try_to_write(lambda: self.profiler.export_chrome_trace(self.trace_file(name)))
         self.profiler = None
         self.profiled = range(0)
 
@@ -289,7 +293,19 @@ class Metrics:
         return os.path.join(self.out, "trace", name)
 
     def dump_memory(self, when: str):
-        torch.cuda.memory._dump_snapshot(self.trace_file(f"memory-{when}-rank-{self.rank}.pickle"))
+        name = f"memory-{when}-rank-{self.rank}.pickle"
+        self.try_to_write(lambda: torch.cuda.memory._dump_snapshot(self.trace_file(name)))
+
+    def try_to_write(self, write) -> None:
+        """Call write(), which makes a file of trace/. A full disk there ends no run."""
+        try:
+            write()
+        except OSError as error:
+            print(
+                f"step {self.step}: a file of {self.out}/trace could not be written: "
+                f"{error.strerror or error}",
+                flush=True,
+            )
 
     def due(self, step: int) -> bool:
         """Whether this step is logged: the first, every log_every-th, the last. Equal on all ranks."""
@@ -391,8 +407,10 @@ class Metrics:
         for key, value in line.items():
             if type(value) in (int, float) and key != "step":
                 numbers[key] = value
-        for board in self.boards:
-            board.write(line["step"], numbers)
+        if self.boards:
+            from training.boards import write_boards
+
+            self.boards = write_boards(self.boards, line["step"], numbers)
 
     def write_lines(self, step: int):
         """Append the lines that are not in the file yet. A disk that is full, or away for a while,
@@ -433,8 +451,10 @@ class Metrics:
         gc.enable()
         if self.cfg.memory_snapshot:
             self.dump_memory(f"step-{self.step}")
-        for board in self.boards:  # unwritten numbers would be lost with the process
-            board.close()
+        if self.boards:
+            from training.boards import close_boards
+
+            close_boards(self.boards, self.step)
         if self.rank0:
             self.file.close()
             self.check_there()

@@ -5,6 +5,7 @@ from typing import Any
 
 from distributed.layout import Layout
 from distributed.pipeline import embeds_at_both_ends
+from flags.files import write_file
 from tools.reports import svg
 from tools.reports.dryrun import Report
 from tools.reports.explain import AXIS_WORDS
@@ -96,5 +97,5 @@ def plot(cfg: Any, report) -> None:
         print(title)
         pictures["pipeline.svg"] = draw_schedule(times, title)
     for name, drawn in pictures.items():
-        Path(cfg.out, name).write_text(drawn)
+        write_file(Path(cfg.out, name), drawn.encode())
         print(Path(cfg.out, name))

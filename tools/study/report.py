@@ -2,6 +2,7 @@
 repeat the study."""
 
 import difflib
+import io
 import json
 import math
 import platform
@@ -292,7 +293,9 @@ def draw_curves(panels: list[tuple[str, dict]], path: str | Path) -> str:
         axis.set(xlabel="step", ylabel=unit)
         axis.grid(alpha=0.3)
         axis.legend()
-    figure.savefig(path, dpi=120)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=120, format="png")
+    write_file(path, picture.getvalue())
     return f"picture: {path}"
 
 
