@@ -7,7 +7,6 @@ tensor without an error.
 import hashlib
 import json
 import os
-import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -84,29 +83,6 @@ def read_manifest(folder: str, is_wanted=None) -> dict:
     return manifest
 
 
-class Progress:
-    """Prints every few seconds how much of a long work is done. Call with the size of each finished
-    part. unit: of `total`, as text, and how many make one; say: prints, on one rank."""
-
-    def __init__(self, text: str, total: int, say, unit=("GB per rank", 1e9)):
-        self.text = text
-        self.total = total
-        self.say = say
-        self.unit = unit
-        self.done = 0
-        self.said = time.perf_counter()
-
-    def __call__(self, size: int):
-        self.done += size
-        if time.perf_counter() - self.said > 5:
-            self.said = time.perf_counter()
-            name, scale = self.unit
-            self.say(
-                f"{self.text}: {min(self.done / self.total, 1):.0%} of {self.total / scale:,.4g} "
-                f"{name}"
-            )
-
-
 def checksums(
     folder: str, names: list[str], progress=lambda n_bytes: None, sync: bool = False
 ) -> dict[str, list]:
@@ -151,5 +127,13 @@ def check_files(
 def verify(folder: str) -> dict:
     """The manifest of a step folder, after a check of every byte of every file. Raises Damaged."""
     manifest = read_manifest(folder)
-    check_files(folder, manifest, [*manifest["files"]])
+    names = [*manifest["files"]]
+    n_bytes = sum(size for size, _ in manifest["files"].values())
+    if n_bytes < 2e8:  # read within a second: no progress to show, and no file of ours to load
+        check_files(folder, manifest, names)
+        return manifest
+    from flags.progress import Progress
+
+    with Progress(f"verifying {folder}", n_bytes, "GB", 1e9) as progress:
+        check_files(folder, manifest, names, progress)
     return manifest

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from distributed.layout import AXES
+from flags.progress import Progress
 from rl.decoding import KEY_BUCKET, RowCache, draw, next_logits, read_prompts
 from rl.packing import token_step
 from rl.rollouts import whole_weights
@@ -159,7 +160,8 @@ def observe_phases(main, cfg) -> tuple:
 
 def dry_run(main, cfg) -> None:
     """Print the report."""
-    layout, n_params, (parameters, reference, state), phases = observe_phases(main, cfg)
+    with Progress("dry run of an update and a rollout"):
+        layout, n_params, (parameters, reference, state), phases = observe_phases(main, cfg)
     holders = "on each trainer"
     if layout.pp > 1:
         holders = "on each trainer of the first stage"

@@ -298,6 +298,7 @@ def make_folder(out: str) -> None:
 
 def report_layout(main, cfg, options: ReportConfig) -> int:
     """--dry_run, --explain and --plot of a recipe; returns the exit status."""
+    from flags.progress import Progress
     from tools.reports.best_layouts import print_best
     from tools.reports.dryrun import make_report, print_report
     from tools.reports.explain import count_block, explain
@@ -319,17 +320,15 @@ def report_layout(main, cfg, options: ReportConfig) -> int:
     if options.dry_run:
         print_report(cfg, found, options.machine)
     if options.explain:
-        counted = count_block(main, cfg)
+        with Progress("one block, in two dry runs"):
+            counted = count_block(main, cfg)
         if counted or not options.html:
             explain(cfg, counted)
         if options.html:
-            write_page(
-                options.html,
-                cfg,
-                found,
-                counted,
-                shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
-            )
+            command = shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]])
+            with Progress(f"drawing {options.html}"):
+                write_page(options.html, cfg, found, counted, command)
     if options.plot:
-        plot(cfg, found)
+        with Progress("drawing"):
+            plot(cfg, found)
     return 0
