@@ -144,8 +144,9 @@ def describe_progress(
         parts.append(f"{number(share)} of {number(total / scale)} {name}".rstrip())
     elif done:
         parts.append(f"{number(done / scale)} {name}".rstrip())
-    if done and seconds >= FIRST:
-        parts.append(f"{number(done / scale / seconds)} {name}/s")
+    rate = done / scale / max(seconds, 1e-3)
+    if rate >= 0.1 and seconds >= 1:
+        parts.append(f"{number(rate)} {name}/s")
     parts.append(duration_text(seconds))
     if total and 0 < done <= total:
         parts.append(f"{duration_text(seconds * (total - done) / done)} left")

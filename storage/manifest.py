@@ -18,6 +18,8 @@ TABLE = "tensors.json"  # names, dtypes and shapes of all tensors, and the place
 # an unlisted file of these kinds is refused
 READ = (".json", ".jinja", ".py", ".distcp", ".safetensors", ".bin", ".model")
 
+AT_ONCE = 2e8  # bytes that are read within a second
+
 
 class Damaged(ValueError):
     """A step folder has changed since the save. The message names the file and the change."""
@@ -129,7 +131,7 @@ def verify(folder: str) -> dict:
     manifest = read_manifest(folder)
     names = [*manifest["files"]]
     n_bytes = sum(size for size, _ in manifest["files"].values())
-    if n_bytes < 2e8:  # read within a second: no progress to show, and no file of ours to load
+    if n_bytes < AT_ONCE:  # nothing to show, and no file of ours to load for it
         check_files(folder, manifest, names)
         return manifest
     from flags.progress import Progress

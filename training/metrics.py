@@ -482,9 +482,13 @@ def loss_curve(lines) -> str:
         for column, group in by_column.items():
             height = (sum(group) / len(group) - low) / (high - low or 1)
             grid[round(11 * (1 - height))][column] = mark
-    legend = f"{name:>9}   . training"
+    legend = f"{name:>9}  . training, last {train[-1][1]:.3f}"
     if val:
-        legend += "   o validation"
+        numbers = [value for _, value in val]
+        best = min(numbers)
+        if rewards:
+            best = max(numbers)
+        legend += f"  o validation, last {numbers[-1]:.3f}, best {best:.3f}"
     rows = [legend]
     for i, row in enumerate(grid):
         height = high - (high - low) * i / 11

@@ -16,8 +16,7 @@ from distributed.layout import AXES
 from distributed.refusals import refuse
 from flags.config import Need, default_of, flag, no_effect, own_rank, parse_config, say_flags
 from flags.files import check_writable
-from tools.study.report import draw_curves
-from training.metrics import MetricsConfig, points_of, read_lines
+from training.metrics import MetricsConfig
 
 DRY_RUN = Need("without --dry_run", lambda c: c.dry_run)
 PARITY = Need("without --check_parity", lambda c: c.check_parity)
@@ -137,9 +136,11 @@ def train(main, cfg, options: PlotConfig) -> int:
     say_flags(cfg)
     status = main(cfg) or 0
     if options.plot and own_rank() == 0:
+        from tools.reports.curves import draw_runs, read_run
+
         try:
-            panels = panels_of(read_lines(f"{cfg.out}/metrics.jsonl"))
-            print(draw_curves(panels, f"{cfg.out}/loss.png"), flush=True)
+            run = read_run(cfg.out, cfg.out)
+            print(draw_runs([run], f"{cfg.out}/loss.png"), flush=True)
         except OSError as error:  # the training is done, and must not look as if it had failed
             print(f"--plot: no {cfg.out}/loss.png: {error.strerror}", flush=True)
     return status
@@ -181,18 +182,6 @@ def report_policy_or_train(main, cfg, options: PolicyReports | GrpoReports) -> i
 
     dry_run(main, cfg)
     return 0
-
-
-def panels_of(lines) -> list[tuple[str, dict]]:
-    """Curves of losses, and of rewards if there are any, see draw_curves."""
-    units = {"nats per token": ("loss", "val_loss"), "reward": ("reward_mean", "eval_reward")}
-    points = points_of(lines, *sum(units.values(), ()))
-    panels = []
-    for unit, names in units.items():
-        curves = {name: [tuple(zip(*points[name]))] for name in names if points[name]}
-        if curves:
-            panels.append((unit, curves))
-    return panels
 
 
 def report_or_train(main, cfg, options: ReportConfig) -> int:
