@@ -427,9 +427,9 @@ def run_study(args, size: str, sizes: int, variants: dict, stopping: list) -> bo
     return False
 
 
-def watch(args, common: list[str]) -> int:
+def show_runs(args, common: list[str]) -> int:
     """--watch, and --picture: of runs that are there. Returns the exit status."""
-    from tools.reports.curves import draw_runs, find_runs, read_run, watch_runs
+    from tools.reports.curves import draw_runs, find_runs, read_curves, watch_runs
 
     others = [*args.recipes, *common]
     refuse(
@@ -445,7 +445,7 @@ def watch(args, common: list[str]) -> int:
         check_writable(args.picture, "--picture")
         if Path(args.picture).suffix not in (".png", ".svg", ".pdf"):
             raise ValueError(f"--picture {args.picture}: need a .png, .svg or .pdf")
-        runs = [read_run(name, path) for name, path in find_runs(args.watch).items()]
+        runs = [read_curves(name, path) for name, path in find_runs(args.watch).items()]
         said = draw_runs(runs, args.picture)
         print(said)
         return int(not os.path.exists(args.picture))
@@ -461,7 +461,7 @@ def main(argv) -> int:
     if args.report:
         return int(not report_study(args.report))
     if args.watch or args.picture:
-        return watch(args, common)
+        return show_runs(args, common)
     args.gpus = torch.cuda.device_count()
     check_numbers(args)
     if args.noise:

@@ -325,7 +325,7 @@ def test_data(folder):
 
 def test_evaluation(folder):
     task = folder / "questions.jsonl"
-    task.write_text('{"prompt": "A line", "answer": " of text"}\n' * 3)
+    task.write_text('{"question": "A line", "answer": " of text"}\n' * 3)
     words = ["--checkpoint", run_of(folder), "--device", "cpu", "--task"]
     (folder / "short.txt").write_text("A line of text, number one.\n" * 9)
     _, error = seen(folder, "evaluate.py", *words, f"{folder}/short.txt")

@@ -34,14 +34,14 @@ class Curve:
 
 @dataclass
 class RunCurves:
-    """The lines of a run. steps, tokens, minutes: of its training lines, in order."""
+    """The lines of a run. steps, tokens, seconds: of its training lines, in order."""
 
     name: str
     lines: list[dict]
     last: int = 0  # the step at which it will end; 0: not known
     steps: list[int] = field(default_factory=list)
     tokens: list[float] = field(default_factory=list)
-    minutes: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -50,11 +50,11 @@ class Panel:
     x_label: str
     y_label: str
     curves: list[list[Curve]]  # of each run
-    log: bool = False
+    from_zero: bool = False
 
 
 # ---------------------------------------------------------------- read
-def read_run(name: str, folder: str | Path) -> RunCurves:
+def read_curves(name: str, folder: str | Path) -> RunCurves:
     """Time is that of the training steps; validation and saves are left out, as in the log."""
     run = RunCurves(name, list(read_lines(str(Path(folder, "metrics.jsonl")))))
     try:
@@ -70,7 +70,7 @@ def read_run(name: str, folder: str | Path) -> RunCurves:
         before = line["step"]
         run.steps.append(before)
         run.tokens.append(line["tokens"])
-        run.minutes.append(seconds / 60)
+        run.seconds.append(seconds)
     return run
 
 
@@ -115,7 +115,7 @@ def curve_of(run: RunCurves, name: str, places: list[float], part: str = "") -> 
     return Curve(x, np.array(values, float), part, is_held_out)
 
 
-def parts_of(run: RunCurves, name: str) -> list[str]:
+def names_of_parts(run: RunCurves, name: str) -> list[str]:
     parts = {}
     for line in run.lines:
         value = line.get(name)
@@ -124,25 +124,46 @@ def parts_of(run: RunCurves, name: str) -> list[str]:
     return [*parts]
 
 
-def panel_of(runs: list[RunCurves], title: str, y_label: str, *names: str, by="tokens", log=False):
+def panel_of(
+    runs: list[RunCurves], title: str, y_label: str, *names: str, by="tokens", from_zero=False
+):
     """A panel with these numbers of all runs, or None if no run has one of them. A number that is an
     object, as of the parts of a mixture, is a curve for each part."""
     curves = []
     for run in runs:
         places = run.tokens
-        if by == "minutes":
-            places = run.minutes
+        if by == "seconds":
+            places = run.seconds
         of_run = []
         for name in names:
-            for part in parts_of(run, name) or [""]:
+            for part in names_of_parts(run, name) or [""]:
                 curve = curve_of(run, name, places, part)
                 if curve is not None:
                     of_run.append(curve)
         curves.append(of_run)
     if not any(curves):
         return None
-    x_label = {"tokens": "tokens", "minutes": "minutes of training"}[by]
-    return Panel(title, x_label, y_label, curves, log)
+    x_label = by
+    if by == "seconds":
+        x_label = in_longer_units(curves)
+    return Panel(title, x_label, y_label, curves, from_zero)
+
+
+def in_longer_units(curves: list[list[Curve]]) -> str:
+    """Make the x of the curves, seconds, minutes or hours if they are many; the name of the axis."""
+    most = max(curve.x.max() for of_run in curves for curve in of_run)
+    name = "seconds"
+    scale = 1
+    if most > 2 * 3600:
+        name = "hours"
+        scale = 3600
+    elif most > 2 * 60:
+        name = "minutes"
+        scale = 60
+    for of_run in curves:
+        for curve in of_run:
+            curve.x = curve.x / scale
+    return f"{name} of training"
 
 
 def panels_of(runs: list[RunCurves]) -> list[Panel]:
@@ -152,15 +173,17 @@ def panels_of(runs: list[RunCurves]) -> list[Panel]:
         nats = ""  # the loss of a policy has no unit
     panels = [
         panel_of(runs, "loss by tokens", nats, "loss", "val_loss"),
-        panel_of(runs, "loss by time", nats, "loss", "val_loss", by="minutes"),
+        panel_of(runs, "loss by time", nats, "loss", "val_loss", by="seconds"),
         panel_of(runs, "validation", "bits per byte", "val_bits_per_byte"),
         panel_of(runs, "reward", "mean", "reward_mean", "eval_reward"),
-        panel_of(runs, "gradient norm", "before clipping", "grad_norm", log=True),
+        panel_of(runs, "gradient norm", "before clipping", "grad_norm"),
         panel_of(runs, "learning rate", "", "lr"),
-        panel_of(runs, "tokens per second", "of the whole job", "tokens_per_second"),
-        panel_of(runs, "peak memory of rank 0", "GiB", "memory_gib"),
+        panel_of(
+            runs, "tokens per second", "of the whole job", "tokens_per_second", from_zero=True
+        ),
+        panel_of(runs, "peak memory of rank 0", "GiB", "memory_gib", from_zero=True),
         panel_of(runs, "load of experts", "largest / mean", "moe_load_max_over_mean"),
-        panel_of(runs, "dead experts", "in all layers", "moe_dead_experts"),
+        panel_of(runs, "dead experts", "in all layers", "moe_dead_experts", from_zero=True),
         panel_of(runs, "validation of the parts", nats, "val_loss_by_part"),
         panel_of(runs, "epochs of the parts", "", "data_epochs"),
         panel_of(runs, "entropy of the policy", "nats per token", "entropy"),
@@ -169,7 +192,7 @@ def panels_of(runs: list[RunCurves]) -> list[Panel]:
     return [panel for panel in panels if panel is not None]
 
 
-def shorten(curve: Curve) -> Curve:
+def means_of_curve(curve: Curve) -> Curve:
     """The means of POINTS parts of a long curve."""
     if len(curve.x) <= POINTS:
         return curve
@@ -216,13 +239,17 @@ def colour_of(i: int) -> str:
 
 def draw_panel(axis, panel: Panel) -> None:
     """All runs in their colours; parts of a mixture have a mark each, named in the panel."""
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
     labels = []
     for of_run in panel.curves:
         labels += [curve.label for curve in of_run if curve.label not in ("", *labels)]
     marks = "os^vDP*X"
     for i, of_run in enumerate(panel.curves):
-        for curve in map(shorten, of_run):
-            style = dict(color=colour_of(i), lw=1.2)
+        for curve in map(means_of_curve, of_run):
+            # the first is the widest: curves that are the same are seen
+            width = 1.1 + 1.2 * (1 - (i + 1) / len(panel.curves))
+            style = dict(color=colour_of(i), lw=width)
             if curve.is_held_out:
                 style |= dict(ls="--", marker="o", ms=3.5)
             elif len(curve.x) == 1:
@@ -236,8 +263,16 @@ def draw_panel(axis, panel: Panel) -> None:
         axis.plot([], [], color="gray", marker=mark, ms=3.5, ls="", label=label)
     if labels:
         axis.legend(fontsize=7, frameon=False)
-    if panel.log:
-        axis.set_yscale("log")
+    if panel.from_zero:
+        axis.set_ylim(bottom=0)
+    else:
+        lowest = min(curve.y.min() for of_run in panel.curves for curve in of_run)
+        highest = max(curve.y.max() for of_run in panel.curves for curve in of_run)
+        if lowest > 0 and highest > 30 * lowest:
+            axis.set_yscale("log")
+    if panel.x_label == "tokens":
+        axis.xaxis.set_major_formatter(EngFormatter())  # 1.5 M
+    axis.xaxis.set_major_locator(MaxNLocator(5))
     axis.set_title(panel.title, fontsize=10, loc="left")
     axis.set_xlabel(panel.x_label, fontsize=8)
     axis.set_ylabel(panel.y_label, fontsize=8)
@@ -257,24 +292,29 @@ def text_panel(panel: Panel, width: int, height: int, paint=lambda text, run: te
     low = min(curve.y.min() for curve in curves)
     high = max(curve.y.max() for curve in curves)
     grid = [[" "] * width for _ in range(height)]
-    for run, of_run in enumerate(panel.curves):
-        for curve in of_run:
-            mark = letter_of(run)
-            if curve.is_held_out:
-                mark = mark.upper()
-            places = np.round((width - 1) * (curve.x - left) / ((right - left) or 1)).astype(int)
-            for column in np.unique(places):
-                y = curve.y[places == column].mean()
-                row = round((height - 1) * (high - y) / ((high - low) or 1))
-                grid[row][column] = paint(mark, run)
+    numbered = [(run, curve) for run, of_run in enumerate(panel.curves) for curve in of_run]
+    numbered.sort(key=held_out_last)
+    for run, curve in numbered:
+        mark = letter_of(run)
+        if curve.is_held_out:
+            mark = mark.upper()
+        places = np.round((width - 1) * (curve.x - left) / ((right - left) or 1)).astype(int)
+        for column in np.unique(places):
+            y = curve.y[places == column].mean()
+            row = round((height - 1) * (high - y) / ((high - low) or 1))
+            grid[row][column] = paint(mark, run)
     lines = [f"{panel.title}, {panel.y_label}"]
     for i, cells in enumerate(grid):
         y = high - (high - low) * i / (height - 1)
         lines.append(f"{y:9.3f} |{''.join(cells).rstrip()}")
     lines.append(" " * 10 + "+" + "-" * width)
-    ends = f"{panel.x_label}  {left:,.4g}"
-    lines.append(f"{ends}{f'{right:,.4g}':>{max(width + 11 - len(ends), 1)}}")
+    ends = f"{panel.x_label:>9}  {left:,.0f}"
+    lines.append(f"{ends}{f'{right:,.0f}':>{max(width + 11 - len(ends), 1)}}")
     return lines
+
+
+def held_out_last(numbered: tuple[int, Curve]) -> bool:
+    return numbered[1].is_held_out
 
 
 def letter_of(run: int) -> str:
@@ -334,7 +374,7 @@ def watch_runs(folders: list[str]) -> None:
     Ctrl-C. Where stdout is no terminal: once. Raises ValueError for a folder without runs."""
     on_terminal = sys.stdout.isatty()
     while True:
-        runs = [read_run(name, path) for name, path in find_runs(folders).items()]
+        runs = [read_curves(name, path) for name, path in find_runs(folders).items()]
         columns, rows = 80, 30
         if on_terminal:
             columns, rows = os.get_terminal_size()

@@ -136,10 +136,10 @@ def train(main, cfg, options: PlotConfig) -> int:
     say_flags(cfg)
     status = main(cfg) or 0
     if options.plot and own_rank() == 0:
-        from tools.reports.curves import draw_runs, read_run
+        from tools.reports.curves import draw_runs, read_curves
 
         try:
-            run = read_run(cfg.out, cfg.out)
+            run = read_curves(cfg.out, cfg.out)
             print(draw_runs([run], f"{cfg.out}/loss.png"), flush=True)
         except OSError as error:  # the training is done, and must not look as if it had failed
             print(f"--plot: no {cfg.out}/loss.png: {error.strerror}", flush=True)
