@@ -19,9 +19,9 @@ from tools.reports.curves import (
     draw_text,
     find_runs,
     is_over,
+    means_of_curve,
     panels_of,
     read_curves,
-    means_of_curve,
     text_panel,
     watch_runs,
 )
