@@ -114,6 +114,12 @@ class Progress:
                 print(line, file=file, flush=True)
 
 
+def stop_all() -> None:
+    """Erase the line of work that has failed, before its error is printed."""
+    for progress in reversed(list(OPEN)):
+        progress.stop()
+
+
 def send(text: str) -> None:
     """Write to stderr. A closed terminal must not end the work."""
     try:

@@ -49,6 +49,7 @@ def run_in(house, *words) -> str:
     return ended(launch(1, *words), house, env=ENV).stdout
 
 
+@pytest.mark.slow
 def test_the_layer_is_equal_on_a_layout(house):
     out = run_in(house, "train_gated.py", *TINY, "--check_parity", "--tp", "2", "--steps", "2")
     assert "check_parity: equal in 2 steps" in out

@@ -165,6 +165,19 @@ def test_no_line_is_longer_than_the_terminal(quick, monkeypatch):
     os.close(leader)
 
 
+def test_a_line_of_work_that_fails_is_erased_before_the_error(quick, monkeypatch):
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    outer = Progress("work").start()
+    inner = Progress("work").start()
+    lines_until(stream, 1)
+    progress.stop_all()
+    assert stream.getvalue().endswith(progress.ERASE)
+    assert not outer.thread.is_alive() and not inner.thread.is_alive()
+    assert not progress.OPEN
+    outer.stop()  # twice does no harm
+
+
 # ---------------------------------------------------------------- text as it comes
 def byte_tokenizer() -> Tokenizer:
     """Each byte is a token."""
