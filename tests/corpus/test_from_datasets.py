@@ -129,6 +129,19 @@ def test_conversations_and_a_saved_dataset(folder):
     assert "no column 'text'" in prepare(folder, "e", *words[:2], status=2)[1]
 
 
+def test_a_subset(folder):
+    pytest.importorskip("datasets")
+    lines = ["---", "configs:"]
+    for name, n in (("small", 20), ("large", 90)):
+        write_rows(folder / "two" / f"{name}.jsonl", ROWS[:n])
+        lines += [f"- config_name: {name}", f"  data_files: {name}.jsonl"]
+    (folder / "two" / "README.md").write_text("\n".join([*lines, "---", ""]))
+    words = ["--from_datasets", f"{folder}/two"]
+    assert "20 rows, text" in prepare(folder, "s", *words, "--subset", "small")[0]
+    error = prepare(folder, "t", *words, status=2)[1]
+    assert "small" in error and "large" in error  # the library says which there are
+
+
 def test_errors_of_the_library_are_one_line(folder):
     pytest.importorskip("datasets")
     write_rows(folder / "broken" / "train.jsonl", ROWS[:1])
