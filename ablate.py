@@ -6,6 +6,8 @@ compares them in pairs.
     python ablate.py --variant "old: train_llama3.py@v1.0" --variant "new: train_mine.py --alpha 0.1" --until 0.02
     python ablate.py train_llama3.py --vary optimizer=adamw,muon --tune lr=1e-3,3e-3,1e-2     # each at its own best rate
     python ablate.py --report runs/ablate                                     # the report again, without any run
+    python ablate.py --watch runs/llama3 runs/mine                            # curves of runs in the terminal, while they train
+    python ablate.py --watch runs/llama3 runs/mine --picture curves.png       # all their curves on one page
 
 Seed i sets --seed and --data_seed of all variants: equal initial weights and equal batches, so that
 the difference of two runs says more than two losses would. All flags not listed below go to every
@@ -32,7 +34,7 @@ import torch
 
 from distributed.refusals import refuse
 from flags.config import Parser, check_range, usage_error
-from flags.files import check_local, read_json, write_file
+from flags.files import check_local, check_writable, read_json, write_file
 from storage.resume import lock_run
 from tools.study.report import costs_of, markdown, report_study
 from tools.study.runs import run_all
@@ -161,6 +163,18 @@ def add_study_flags(add: Callable) -> None:
         "--only",
         metavar="NAME/SEED",
         help="make this run alone, and no report: for many machines that share --out",
+    )
+    add(
+        "--watch",
+        nargs="+",
+        default=[],
+        metavar="RUN",
+        help="draw the curves of these runs, or of a study, in the terminal while they train",
+    )
+    add(
+        "--picture",
+        metavar="FILE",
+        help="with --watch: draw their curves once, on one page (.png, .svg or .pdf)",
     )
     add(
         "--report",
@@ -419,10 +433,41 @@ def run_study(
     return False
 
 
+def show_runs(args: argparse.Namespace, common: list[str]) -> int:
+    """--watch, and --picture: of runs that are there. Returns the exit status."""
+    from tools.reports.curves import draw_runs, find_runs, read_curves, watch_runs
+
+    others = [*args.recipes, *common]
+    refuse(
+        [
+            (
+                not args.watch,
+                f"--picture {args.picture} draws the runs of --watch: add --watch RUN RUN",
+            ),
+            (bool(others), f"--watch shows runs and starts none: leave out {' '.join(others)}"),
+        ]
+    )
+    if args.picture:
+        check_writable(args.picture, "--picture")
+        if Path(args.picture).suffix not in (".png", ".svg", ".pdf"):
+            raise ValueError(f"--picture {args.picture}: need a .png, .svg or .pdf")
+        runs = [read_curves(name, path) for name, path in find_runs(args.watch).items()]
+        said = draw_runs(runs, args.picture)
+        print(said)
+        return int(not os.path.exists(args.picture))
+    try:
+        watch_runs(args.watch)
+    except KeyboardInterrupt:
+        print()
+    return 0
+
+
 def main(argv: list[str]) -> int:
     args, common = parse(argv)
     if args.report:
         return int(not report_study(args.report))
+    if args.watch or args.picture:
+        return show_runs(args, common)
     args.gpus = torch.cuda.device_count()
     check_numbers(args)
     if args.noise:

@@ -4,6 +4,7 @@ data_seed, cursor) alone.
     python data.py stdlib                       # the built-in corpus: the sources of Python's standard library, into the cache
     python data.py tokenizer --input a.txt b.jsonl --vocab_size 8192 --out tokenizer.json      # a byte-level BPE of your own
     python data.py prepare --input a.txt b.jsonl --tokenizer tokenizer.json --out tokens       # then train with --data tokens
+    python data.py prepare --from_datasets roneneldan/TinyStories --tokenizer tokenizer.json --out tokens/stories   # read once
     python data.py show chat.jsonl --tokenizer HUGGING_FACE_FOLDER      # conversations as they will be trained, see below
     python data.py check tokens                 # is every byte as it was written? exit status 0 or 1
 

@@ -53,6 +53,7 @@ from distributed.refusals import check_layout, refuse, runs_on_cuda
 from flags.config import Need, check_range, flag, given_flags, no_effect, own_rank, spell_flag
 from flags.escapes import unescape
 from flags.files import check_local, check_writable, read_json, write_file
+from flags.progress import Progress
 from models.loss import IGNORE, no_reduce, token_logprobs
 from parallel import make_mesh
 from rl.answers import KINDS as RIGHT
@@ -77,7 +78,6 @@ from rl.sample import Sample
 from storage.adapters import base_of
 from storage.hf import class_of, read_hf_config
 from storage.loading import load_weights
-from storage.manifest import Progress
 from storage.newest import has_adapters, is_hf_folder, newest_readable, saved_model
 from storage.prompt import open_chat
 from tools.run import run
@@ -404,7 +404,6 @@ def pack_requests(requests: list[tuple], layout: Layout) -> dict[str, Tensor]:
 def score(stages: list[nn.Module], layout: Layout, requests: list[tuple]) -> list[float]:
     """The log-probability in nats of the continuation of each request, on every rank. Raises
     ValueError on every rank for a log-probability of nan or inf."""
-    report = progress("scored", requests, layout)
     if layout.tp == 1:
         by_label = label_logprobs
     else:
@@ -417,17 +416,18 @@ def score(stages: list[nn.Module], layout: Layout, requests: list[tuple]) -> lis
     size = layout.local_batch_size
     lengths = [len(context) + len(continuation) for context, continuation in requests]
     shares = in_rows(lengths, size, layout.data_ranks)
-    for first, own in zip(shares[0], shares[layout.data_rank]):
-        indices = [*chain(*own)]
-        # All data ranks run as many rows as the first, which has the most, because the collectives
-        # need all ranks.
-        idle = row_number(len(first), size, layout) - len(indices)
-        kwargs = pack_requests([requests[i] for i in indices] + [NOTHING] * idle, layout)
-        logprobs = parallel.run_forwards(stages, kwargs, layout)
-        # all tp ranks have the same numbers, cp ranks a part each
-        if logprobs and indices and layout.coordinate("tp") == 0:
-            sums[indices] = torch.cat(logprobs).sum(1, dtype=torch.float64)[: len(indices)]
-        report(size * layout.data_ranks)
+    with Progress("scored", len(requests), "requests") as progress:
+        for first, own in zip(shares[0], shares[layout.data_rank]):
+            indices = [*chain(*own)]
+            # All data ranks run as many rows as the first, which has the most, because the
+            # collectives need all ranks.
+            idle = row_number(len(first), size, layout) - len(indices)
+            kwargs = pack_requests([requests[i] for i in indices] + [NOTHING] * idle, layout)
+            logprobs = parallel.run_forwards(stages, kwargs, layout)
+            # all tp ranks have the same numbers, cp ranks a part each
+            if logprobs and indices and layout.coordinate("tp") == 0:
+                sums[indices] = torch.cat(logprobs).sum(1, dtype=torch.float64)[: len(indices)]
+            progress(size * layout.data_ranks)
     dist.all_reduce(sums)
     check_finite(sums.tolist())
     return sums.tolist()
@@ -449,13 +449,13 @@ def complete(
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     indices = order[layout.data_rank :: layout.data_ranks]
     noise = draw_noise([f"{asked.seed}/{i}" for i in indices], 1, new)
-    report = progress("answered", prompts, layout)
+    progress = Progress("answered", len(prompts), "prompts")
     rows = layout.local_batch_size
     tail = 8 + len("".join(stop).encode())  # ids that hold any string of stop
 
     def end_at_stop(s):
         # the last rows run on
-        report(max((s.index + 1 - rows) * layout.data_ranks - report.done, 0))
+        progress(max((s.index + 1 - rows) * layout.data_ranks - progress.done, 0))
         last = text.decode(s.ids[-tail:])  # each id is at least one byte of text
         if not any(string in last for string in stop):
             return []
@@ -468,7 +468,7 @@ def complete(
     tp_mesh = None
     if layout.tp > 1:
         tp_mesh = layout.mesh["tp"]
-    with whole_weights(model):
+    with whole_weights(model), progress:
         samples = rollout(
             model,
             [prompts[i] for i in indices],
@@ -503,15 +503,6 @@ def cut_at_stop(text: str, opened: bool, stop: list[str]) -> str | None:
     if found:
         return text[: min(found)]
     return None
-
-
-def progress(what: str, requests: list, layout: Layout) -> Progress:
-    return Progress(what, len(requests), partial(say_on_rank_0, layout), ("requests", 1))
-
-
-def say_on_rank_0(layout: Layout, text: str) -> None:
-    if layout.rank == 0:
-        print(text, flush=True)
 
 
 # ---------------------------------------------------------------- kinds of tasks

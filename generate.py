@@ -78,13 +78,15 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
     eot: int | list[int] | None = None,
+    **of_rollout,
 ) -> list[list[int]]:
     """Continue each prompt (token ids, any lengths) by up to max_new_tokens; return a list of new
     ids per prompt.
 
     A row ends with its first `eot` (or any of several), included in the result. Temperature 0 takes
     the likeliest token. The text of a row depends on the model, its prompt, `seed` and its index,
-    not on other rows (up to rounding). Raises ValueError.
+    not on other rows (up to rounding). of_rollout: heard and ended, functions that rollout() calls
+    meanwhile. Raises ValueError.
     """
     check_request(model.config, prompts, max_new_tokens, temperature, top_k, top_p)
     if eot is None:
@@ -100,6 +102,7 @@ def generate(
         max_len=max_len,
         top_k=top_k,
         top_p=top_p,
+        **of_rollout,
     )
     return [s.ids for s in samples]
 
@@ -178,12 +181,14 @@ def continue_texts(
     max_new_tokens: int,
     bos: bool = False,
     chat=None,
+    stream=None,
     **options: Any,
 ) -> list[str]:
     """The model's continuation of each text.
 
     bos: begin each text with what the tokenizer puts before a text; False, because our training text
-    has no such token. chat: from open_chat(); the texts are questions then.
+    has no such token. chat: from open_chat(); the texts are questions then. stream: a Stream, which
+    prints the continuations while they come.
     """
     prompts = texts
     if chat:
@@ -192,10 +197,17 @@ def continue_texts(
     tokenizer.encode_special_tokens = chat is None
     # an empty text begins a document, after the end of another
     prompts = [ids_of(tokenizer, text, bos and not chat) or ends[:1] for text in prompts]
+
+    def said(row: int, ids: list[int]) -> str:
+        if chat:  # an answer is a text of its own
+            return printable(tokenizer.decode(ids))
+        return printable(new_text(tokenizer, prompts[row], ids))
+
+    if stream:
+        stream.said = said
+        options |= dict(heard=stream.hear, ended=stream.end_row)
     found = generate(model, prompts, max_new_tokens, eot=ends, **options)
-    if chat:  # an answer is a text of its own
-        return [printable(tokenizer.decode(ids)) for ids in found]
-    return [printable(new_text(tokenizer, *pair)) for pair in zip(prompts, found)]
+    return [said(row, ids) for row, ids in enumerate(found)]
 
 
 def print_sample(run: str, n_params: int, data: Any = None) -> None:
@@ -259,16 +271,22 @@ def main(argv: list[str]) -> None:
     try:
         if device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device cuda: torch finds no GPU here; use --device cpu")
+        from flags.progress import Stream
         from storage.prompt import open_chat
 
         options |= dict(bos=has_bos(cfg.checkpoint), chat=open_chat(cfg.checkpoint, cfg))
         parts = open_checkpoint(cfg.checkpoint, device)
-        for text, new in zip(texts, continue_texts(*parts, texts, cfg.max_new_tokens, **options)):
+        heads = []
+        for text in texts:
+            head = ""
             if len(texts) > 1:
-                print(f"--- {text!r}")
+                head = f"--- {text!r}\n"
             if not cfg.chat:
-                new = text + new
-            print(new)
+                head += text
+            heads.append(head)
+        stream = Stream(heads)
+        found = continue_texts(*parts, texts, cfg.max_new_tokens, stream=stream, **options)
+        stream.close(found)
     except ValueError as error:
         usage_error(error)
 

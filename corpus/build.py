@@ -8,7 +8,6 @@ import mmap
 import multiprocessing
 import os
 import re
-import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -39,8 +38,10 @@ from corpus.spelling import (
 from corpus.tokenizer import BPE_VOCAB, load_tokenizer, token_text
 from corpus.write_shards import share_shards, write_index, write_shard
 from distributed.agree import brief
+from distributed.refusals import plural
 from flags.config import own_rank
 from flags.files import sha256_file, write_file
+from flags.progress import Progress
 
 VAL_PART = 20  # one document in 20 is for validation, or the last 20th of a file with few documents
 MANY_DOCUMENTS = 100  # a .jsonl with at least so many lines is split by hash
@@ -486,16 +487,16 @@ def train_tokenizer(
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()  # all 256 bytes: no text is unknown
-    tokenizer.train_from_iterator(
-        texts,
-        trainers.BpeTrainer(
-            vocab_size=vocab_size,
-            special_tokens=[EOT_NAMES[0]],
-            initial_alphabet=alphabet,
-            min_frequency=2,
-            show_progress=False,
-        ),
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOT_NAMES[0]],
+        initial_alphabet=alphabet,
+        min_frequency=2,
+        show_progress=False,
     )
+    megabytes = sum(map(len, texts)) / 1e6
+    with Progress(f"training a tokenizer of {vocab_size:,} ids on {megabytes:.1f} MB of text"):
+        tokenizer.train_from_iterator(texts, trainer)
     write_file(file, tokenizer.to_str().encode())
     return tokenizer.get_vocab_size()
 
@@ -578,7 +579,10 @@ def build_shards(
     before each document of text. max_lost: per cent of the characters that the tokenizer may fail
     to spell; accept: the command that takes --max_lost, "" if it is the user's. Raises ValueError."""
     tokenizer_file, eot, vocab_size = tokenizer
-    pieces = cut_into_pieces(paths, token_text(load_tokenizer(tokenizer_file), eot), text_column)
+    with Progress(f"looking for places to cut {plural(len(paths), 'file')}"):
+        pieces = cut_into_pieces(
+            paths, token_text(load_tokenizer(tokenizer_file), eot), text_column
+        )
     with_text = {piece.path for piece in pieces}
     empty = [str(path) for path in paths if path not in with_text]
     if empty:
@@ -663,6 +667,17 @@ def source_of(
     return source
 
 
+def bytes_of(pieces: list[Piece]) -> int:
+    """Bytes of text of a group of pieces; of a packed file its packed size."""
+    total = 0
+    for piece in pieces:
+        end = piece.end
+        if end is None:
+            end = piece.path.stat().st_size
+        total += end - piece.start
+    return total
+
+
 def tokenize_groups(
     job: Callable[..., dict], groups: list, numbers: range, workers: int
 ) -> list[dict]:
@@ -670,6 +685,8 @@ def tokenize_groups(
     workers = min(workers, len(numbers))
     notes = []
     with contextlib.ExitStack() as stack:
+        sizes = [bytes_of(groups[i]) for i in numbers]
+        progress = stack.enter_context(Progress("tokenizing", sum(sizes), "MB", 1e6))
         do = map
         if workers > 1:
             os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread in each process
@@ -677,12 +694,7 @@ def tokenize_groups(
             do = stack.enter_context(ProcessPoolExecutor(workers, spawn)).map
         for note in told_deaths(do(job, [groups[i] for i in numbers], numbers)):
             notes.append(note)
-            if sys.stderr.isatty() and own_rank() == 0:
-                end = ""
-                if len(notes) == len(numbers):
-                    end = "\n"
-                progress = f"\rtokenizing {len(notes)}/{len(numbers)}"
-                print(progress, end=end, file=sys.stderr, flush=True)
+            progress(sizes[len(notes) - 1])
     return notes
 
 

@@ -391,6 +391,7 @@ def rollout(
     top_p: float = 1.0,
     reply=None,
     ended=lambda *s: None,
+    heard=lambda samples: None,
     tp_mesh: DeviceMesh | None = None,
     batch_invariant: bool = False,
     agree=None,
@@ -409,6 +410,7 @@ def rollout(
     token of the model, not after tokens of a reply. The sample has its ids so far. After an `eot`
     a sample goes on only if there is something to read.
     ended(index, ids, truncated): called for each sample at its end, while others go on.
+    heard(samples): called after each new token, with all samples as far as they are drawn.
     model.unknown_ids: ids that are never sampled, or None.
     tp_mesh: for a tensor parallel model. All its ranks get the same arguments and sample the same.
     batch_invariant: every matrix product has shapes whose rounding does not depend on the batch,
@@ -419,9 +421,7 @@ def rollout(
     """
     P, G, _ = noise.shape
     device = next(model.parameters()).device
-    if isinstance(eot, int):
-        eot = [eot]
-    ends = set(eot)
+    ends = as_set(eot)
     # TP cuts activations along the sequence, so each forward has a column per rank
     width = 1
     if tp_mesh:
@@ -429,6 +429,7 @@ def rollout(
     cache = new_cache(max(G, min(rows // G, P) * G), max_len + width, batch_invariant)
     n_rows = cache.rows
     drawn = new_rows(prompts, noise, max_len)
+    tell = partial(heard, [row.sample for row in drawn])
     waiting = deque(range(P))
     # None: a free row, whose output is ignored
     running: list[Row | None] = [None] * n_rows
@@ -479,7 +480,7 @@ def rollout(
 
         if runs_ahead and not longest:
             is_due = partial(change_is_due, len(running), len(waiting), G, n_rows)
-            draw_ahead(advance, running, is_due, ended, ends, cache.max_len, device)
+            draw_ahead(advance, running, is_due, ended, tell, ends, cache.max_len, device)
             continue
 
         # 3. The next token of each row: one forward for the busy rows, and one for the new prompts.
@@ -499,6 +500,18 @@ def rollout(
         # 4. Add the token to the row's sample, unless the sample waits for a reply.
         for i, row in going:
             add_token(row, tokens[i], logprobs[i], reply, ends)
+        tell()
+    return finish_rows(drawn)
+
+
+def as_set(eot: int | list[int]) -> set[int]:
+    if isinstance(eot, int):
+        return {eot}
+    return set(eot)
+
+
+def finish_rows(drawn: list[Row]) -> list[Sample]:
+    """The samples, at the end of rollout()."""
     for row in drawn:
         row.sample.truncated = not row.done
     return [row.sample for row in drawn]
@@ -509,13 +522,14 @@ def draw_ahead(
     running: list[Row | None],
     is_due: Callable[..., bool],
     ended: Callable[..., None],
+    tell: Callable[[], None],
     ends: set[int],
     max_len: int,
     device: torch.device,
 ) -> None:
     """Add up to AHEAD tokens to each row, until is_due(busy rows), see change_is_due(). A forward is launched
     before the host reads the tokens of the forward before, so neither waits for the other. A row
-    that has ended draws on meanwhile, and its tokens are dropped."""
+    that has ended draws on meanwhile, and its tokens are dropped. tell(): after new tokens."""
     going = [(i, row) for i, row in enumerate(running) if row is not None]
     n = min(AHEAD, max(row.room - len(row.sample.ids) for _, row in going))
     noise = noise_of_rows(going, len(running), n).to(device)
@@ -528,6 +542,7 @@ def draw_ahead(
         if len(readings) < 2:
             continue
         n_ended = add_tokens(going, *read(*readings.pop(0)), ends)
+        tell()
         if n_ended:
             free_rows(running, ended)
             if is_due(sum(row is not None for row in running)):

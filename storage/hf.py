@@ -28,7 +28,6 @@ from storage.hf_config import (
     read_hf_config,
 )
 from storage.hf_write import own_group, save_hf
-from storage.manifest import Progress
 from storage.source_tokenizer import weights_folder
 
 __all__ = [  # what other files import from here
@@ -351,6 +350,8 @@ def load_hf(
     the files (MTP layers): the parameters stay as they are. Raises ValueError, the same on all
     ranks, before a weight is touched.
     """
+    from flags.progress import Progress
+
     modules = model if isinstance(model, list) else [model]
     excluded = list(exclude)
     group = own_group(modules, group)
@@ -363,11 +364,11 @@ def load_hf(
 
     def fill():
         n_bytes = sum(local.nbytes for *_, local in reads)
-        progress = Progress(f"checkpoint: reading {folder}", n_bytes, say)
-        for name, offset, local in reads:
-            # casts, after any dequantisation
-            local.copy_(source.read(name, offset, tuple(local.shape)))
-            progress(local.nbytes)
+        with Progress(f"checkpoint: reading {folder}", n_bytes, "GB per rank", 1e9) as progress:
+            for name, offset, local in reads:
+                # casts, after any dequantisation
+                local.copy_(source.read(name, offset, tuple(local.shape)))
+                progress(local.nbytes)
         for module in modules:
             keys = module.hf_keys()  # once: 45,395 names in 671B
             for fqn, tensor in named_tensors(module).items():

@@ -187,6 +187,8 @@ def write_hf(
     A rank writes a file in the background while the next tensors are gathered, and so holds at most
     two files in CPU memory.
     """
+    from flags.progress import Progress
+
     began = time.perf_counter()
     own_temporary = f"{os.path.abspath(folder)}.tmp-{uuid.uuid4().hex[:8]}"
 
@@ -217,7 +219,10 @@ def write_hf(
     try:
         plan = fail_together(plan_and_ask, group)
         files = name_files(plan)
-        with ThreadPoolExecutor(1) as pool:
+        with (
+            ThreadPoolExecutor(1) as pool,
+            Progress(f"writing {folder}", len(kinds), "tensors") as progress,
+        ):
             for title, (ranks, writer, entries) in files.items():
                 if rank not in ranks:
                     continue
@@ -227,6 +232,7 @@ def write_hf(
                     if rank == writer:
                         tensors[fqn] = tensor.cpu()
                     del tensor  # before the next is gathered
+                    progress()
                 if rank == writer:
                     wait(writing[-1:])
                     path = os.path.join(temporary, title)

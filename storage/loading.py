@@ -24,7 +24,7 @@ from distributed.agree import (
 from distributed.layout import named_tensors
 from flags.files import matches, read_json, step_folders
 from storage.dcp import read_table, read_tensors
-from storage.manifest import Progress, check_files, read_manifest
+from storage.manifest import check_files, read_manifest
 from storage.newest import (
     Source,
     candidates,
@@ -46,6 +46,8 @@ def choose_step(
     """(path, manifest) of the newest undamaged step folder, or of `step`, and the newer step folders,
     which are damaged. One decision for all ranks; each rank checks a share of the files. say: prints
     a line on rank 0."""
+    from flags.progress import Progress
+
     rank = rank_in(group)
     world_size = dist.get_world_size(group) if group else 1
 
@@ -54,8 +56,8 @@ def choose_step(
         sizes = {name: size for name, (size, _) in manifest["files"].items()}
         share = sorted(sizes, key=sizes.__getitem__)[rank::world_size]
         n_bytes = sum(sizes[name] for name in share)
-        progress = Progress(f"verifying {path}", n_bytes, say)
-        fail_together(lambda: check_files(path, manifest, share, progress), group)
+        with Progress(f"verifying {path}", n_bytes, "GB per rank", 1e9) as progress:
+            fail_together(lambda: check_files(path, manifest, share, progress), group)
         return manifest
 
     paths = on_rank_0(lambda: candidates(folder, step), group)

@@ -185,6 +185,8 @@ class Metrics:
             self.job_flops = peak and peak * layout.world_size
         if self.rank0:
             print(self.describe_device(), flush=True)
+            if hasattr(cfg, "compile") and cfg.compile:
+                print("compiling: the first step takes longer, up to minutes", flush=True)
         self.reset_interval()
         self.out = out
         self.rank = layout.rank
@@ -216,6 +218,11 @@ class Metrics:
                 from training.boards import open_boards
 
                 self.boards = open_boards(out, cfg, first_step)
+        self.live = None  # a line that moves on a terminal, where log lines are far apart
+        if self.rank0 and sys.stderr.isatty():
+            from flags.progress import Progress
+
+            self.live = Progress(f"step {first_step}/{steps}").start()
         # Python starts a collection whenever a rank happens to have made enough objects. Ranks
         # pause at different moments, and all ranks wait for each pause; so pause together, and
         # rarely.
@@ -256,6 +263,8 @@ class Metrics:
             self.profiled = range(self.step + 1, self.profiled.stop)
             self.profiler.start()
         self.step_started = time.perf_counter()
+        if self.live:
+            self.live.text = f"step {self.step + 1}/{self.steps}"
         batch = next(batches)
         self.data_time += time.perf_counter() - self.step_started
         self.cpu_started = time.process_time()
@@ -370,6 +379,8 @@ class Metrics:
                 line |= dict(slowest_rank=rank, slowest_host=host, slowest_by_s=seconds)
                 slow = f"  rank {rank} ({host}) is {seconds:.2f} s late"
             self.write(line | (extra or {}))
+            if self.live:
+                self.live.restart(f"after step {step}/{self.steps}")
             if show:
                 left = timedelta(seconds=int((self.steps - step) * step_time))
                 share = "" if mfu is None else f"MFU {mfu:.1%}  "
@@ -395,6 +406,8 @@ class Metrics:
                 line["val_loss_by_part"] = {name: to_json(loss) for name, loss in parts.items()}
             self.write(line)
             known = [f" {name} {n:.4f}" for name, n in (numbers | parts).items() if n is not None]
+            if self.live:
+                self.live.restart(f"after step {step}/{self.steps}")
             print(f"step {step}/{self.steps}", *known, flush=True)
 
     def write(self, line: dict):
@@ -446,6 +459,8 @@ class Metrics:
     def close(self):
         """On all ranks: write a trace in progress (after a signal), print the loss curve of the
         whole run, and turn Python's garbage collector on again."""
+        if self.live:
+            self.live.stop()
         if self.profiler is not None:
             self.write_trace()
         gc.enable()
@@ -489,9 +504,13 @@ def loss_curve(lines: Iterable[dict]) -> str:
         for column, group in by_column.items():
             height = (sum(group) / len(group) - low) / (high - low or 1)
             grid[round(11 * (1 - height))][column] = mark
-    legend = f"{name:>9}   . training"
+    legend = f"{name:>9}  . training, last {train[-1][1]:.3f}"
     if val:
-        legend += "   o validation"
+        numbers = [value for _, value in val]
+        best = min(numbers)
+        if rewards:
+            best = max(numbers)
+        legend += f"  o validation, last {numbers[-1]:.3f}, best {best:.3f}"
     rows = [legend]
     for i, row in enumerate(grid):
         height = high - (high - low) * i / 11

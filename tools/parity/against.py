@@ -21,6 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from distributed.agree import reason
 from distributed.layout import AXES, mtp_depth_of
 from flags.config import override_fields
+from flags.progress import Progress
 from storage.hf import load_hf, read_hf_config
 from tools.parity.compare import distance
 from tools.parity.where import Seam, factor_of, module_around, report_seams
@@ -212,8 +213,10 @@ def check_against(main: FunctionType, cfg: Any, folder: str) -> int:
             "--against compares the model on one process with transformers'; leave "
             f"{', '.join(axes)} out"
         )
-    ours = our_model(main, cfg, folder)
-    theirs = their_model(folder)
-    text, status = report_against(*compare_with_transformers(ours, theirs), type(theirs).__name__)
+    with Progress(f"comparing with {folder}"):
+        ours = our_model(main, cfg, folder)
+        theirs = their_model(folder)
+        compared = compare_with_transformers(ours, theirs)
+        text, status = report_against(*compared, type(theirs).__name__)
     print(text, flush=True)
     return status

@@ -17,6 +17,7 @@ import torch
 from distributed.layout import AXES
 from distributed.refusals import collect_facts, runs_on_cuda
 from flags.config import FROM_FILE, no_effect, spell, unmet_needs
+from flags.progress import Progress
 from tools.parity.compare import RECORD
 from tools.reports.stop_main import stop_main
 
@@ -200,9 +201,10 @@ def run_half(half: Half, where: bool = False, told: set | None = None) -> int:
         command = ["--where", half.record, *sys.argv, *run["flags"]]
     else:
         command = ["--runs", write_runs(half, [run]), *sys.argv]
-    done = subprocess.run(
-        [sys.executable, *torchrun, HALF, *command], capture_output=True, text=True
-    )
+    with Progress(f"check_parity: {half.name}"):
+        done = subprocess.run(
+            [sys.executable, *torchrun, HALF, *command], capture_output=True, text=True
+        )
     if half.processes > 1 or where:
         return report_half(half.processes, done.returncode, done.stdout, done.stderr, told)
     return report_run(half, done, told)
@@ -216,9 +218,10 @@ def run_on_one_process(halves: list[Half], told: set) -> list[int]:
     for half in halves:
         half.announce()
     file = write_runs(halves[0], [half.as_json() for half in halves])
-    done = subprocess.run(
-        [sys.executable, HALF, "--runs", file, *sys.argv], capture_output=True, text=True
-    )
+    with Progress("check_parity: one process"):
+        done = subprocess.run(
+            [sys.executable, HALF, "--runs", file, *sys.argv], capture_output=True, text=True
+        )
     statuses = []
     for half in halves:
         statuses.append(report_run(half, done, told))

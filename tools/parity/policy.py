@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from distributed.launch import usable_cores
 from distributed.layout import AXES
 from flags.config import given_flags, spell
+from flags.progress import Progress
 from tools.parity import original
 from tools.parity.compare_policy import (
     compare_cut,
@@ -274,7 +275,8 @@ def check_policy(main: FunctionType, cfg: Any) -> int:
     # the base: the edited recipe draws the samples, and trains on all of them in one forward
     plain = one_process(cfg) | {"local_batch_size": n}
     with tempfile.TemporaryDirectory() as folder:
-        [whole] = run_cuts(main, cfg, [Cut("one forward", plain)], common, folder, 0)
+        with Progress(f"check_parity: {n} samples in one forward"):
+            [whole] = run_cuts(main, cfg, [Cut("one forward", plain)], common, folder, 0)
         if whole.status:
             print(f"error: {whole.error}", file=sys.stderr)
             return whole.status
@@ -285,7 +287,8 @@ def check_policy(main: FunctionType, cfg: Any) -> int:
             if base.has_experts and not any(cut.typed for cut in cuts):
                 flags = one_process(cfg) | {"dp_shard": 2, "ep": 2}
                 cuts.append(Cut("--dp_shard 2 --ep 2", flags, 2))
-            found = run_cuts(main, cfg, cuts, common, folder, 1)
+            with Progress(f"check_parity: {len(cuts)} other cuts"):
+                found = run_cuts(main, cfg, cuts, common, folder, 1)
             for each in found:
                 if each.status == 2 and each.cut.typed:
                     print(f"error: {each.error}", file=sys.stderr)

@@ -25,6 +25,7 @@ import torch
 
 from distributed.agree import brief
 from flags.config import spell
+from flags.progress import Progress
 from tools.parity.advice import look_at
 from tools.parity.compare import RECORD, distance
 from tools.parity.halves import degrees_of, device_for
@@ -182,7 +183,8 @@ def run_version(
     recipe = os.path.join(version.tree, version.recipe)
     command = [sys.executable, *torchrun, half, kind, out + RECORD]
     command += [version.tree, recipe, *words, *flags]
-    done = subprocess.run(command, capture_output=True, text=True)
+    with Progress(f"{steps} step{'s' * (steps > 1)} of {version.name}"):
+        done = subprocess.run(command, capture_output=True, text=True)
     if not done.returncode:
         return None
     lines = done.stderr.splitlines()

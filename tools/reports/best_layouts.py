@@ -22,6 +22,7 @@ from typing import Any
 from distributed.layout import AXES, ExpertConfig, n_experts_of
 from distributed.refusals import check_layout, plural
 from flags.config import given_flags, spell_flag
+from flags.progress import Progress
 from tools.parity.halves import without_refused
 from tools.reports.dryrun import format_bytes, make_report, table
 from tools.reports.schedule import bubble, simulate
@@ -187,7 +188,8 @@ def print_best(main: FunctionType, cfg: Any, n: int, machine: str) -> int:
     none fits."""
     given, options = stop_main(main, replace(cfg), "check_layout")
     model_config = given[1]
-    found = legal_layouts(cfg, n, model_config, options)
+    with Progress(f"legal layouts of {plural(n, 'device')}"):
+        found = legal_layouts(cfg, n, model_config, options)
     limit = MACHINES[machine][0] * 1e9
     if not found:
         raise ValueError(
@@ -205,7 +207,8 @@ def print_best(main: FunctionType, cfg: Any, n: int, machine: str) -> int:
     plain = make_report(main, replace(cfg, **without_refused(cfg, flags, model_config)))
     rows = []
     peaks = []
-    guesses = [(*estimated(c, model_config, plain, machine), c) for c in found]
+    with Progress(f"estimates of {len(found)} layouts"):
+        guesses = [(*estimated(c, model_config, plain, machine), c) for c in found]
     guesses.sort(
         key=lambda guess: (guess[0] > limit, least(guess[1]) if guess[0] <= limit else guess[0])
     )

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from distributed.layout import AXES, Layout
+from flags.progress import Progress
 from rl.decoding import KEY_BUCKET, RowCache, draw, next_logits, read_prompts
 from rl.packing import token_step
 from rl.rollouts import whole_weights
@@ -163,7 +164,8 @@ def observe_phases(main: FunctionType, cfg: Any) -> tuple:
 
 def dry_run(main: FunctionType, cfg: Any) -> None:
     """Print the report."""
-    layout, n_params, (parameters, reference, state), phases = observe_phases(main, cfg)
+    with Progress("dry run of an update and a rollout"):
+        layout, n_params, (parameters, reference, state), phases = observe_phases(main, cfg)
     holders = "on each trainer"
     if layout.pp > 1:
         holders = "on each trainer of the first stage"

@@ -33,6 +33,7 @@ from distributed import checks, refusals
 from distributed.experts import PARTS, balance_experts
 from distributed.layout import AXES, Layout, all_blocks, local_tensor
 from distributed.pipeline import ZERO_BUBBLE, Schedule, n_microbatches
+from flags.progress import Progress
 from models.loss import CHUNK_ELEMENTS
 from tools.reports.costs import Watch, totals, unwatched
 from tools.reports.schedule import bubble, duration, in_flight, rows_of, simulate
@@ -499,18 +500,20 @@ class Report:
 def make_report(main: FunctionType, cfg: Any) -> Report:
     ranks = []
     first = {}
-    for pp_rank in range(max(1, cfg.pp)):
-        with dry_world(main, cfg, pp_rank) as (stages, optimizers, layout):
-            if layout.pp > 1:
-                n = n_microbatches(layout)
-            else:
-                n = layout.accumulation
-            same = first.setdefault(rank_kind(stages), pp_rank)
-            if same < pp_rank:
-                step = ranks[same].step
-            else:
-                step = measure(stages, optimizers, layout, cfg.seq_len, n)
-            ranks.append(Rank(stages, [stage.index for stage in stages], step, same))
+    with Progress("dry run", max(1, cfg.pp), "pipeline ranks") as progress:
+        for pp_rank in range(max(1, cfg.pp)):
+            with dry_world(main, cfg, pp_rank) as (stages, optimizers, layout):
+                if layout.pp > 1:
+                    n = n_microbatches(layout)
+                else:
+                    n = layout.accumulation
+                same = first.setdefault(rank_kind(stages), pp_rank)
+                if same < pp_rank:
+                    step = ranks[same].step
+                else:
+                    step = measure(stages, optimizers, layout, cfg.seq_len, n)
+                ranks.append(Rank(stages, [stage.index for stage in stages], step, same))
+            progress()
     rows = rows_of(cfg, layout.pp, n, stages[0].n_stages)
     for row, rank in zip(rows, ranks, strict=True):
         rank.activations = in_flight(row, rank.ids, rank.step)

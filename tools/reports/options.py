@@ -8,7 +8,6 @@ run_report when the command line has a flag that the recipe's Config does not ha
 import os
 import shlex
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from types import FunctionType, SimpleNamespace
 from typing import Any, Literal
@@ -17,8 +16,7 @@ from distributed.layout import AXES
 from distributed.refusals import refuse
 from flags.config import Need, default_of, flag, no_effect, own_rank, parse_config, say_flags
 from flags.files import check_writable
-from tools.study.report import draw_curves
-from training.metrics import MetricsConfig, points_of, read_lines
+from training.metrics import MetricsConfig
 
 DRY_RUN = Need("without --dry_run", lambda c: c.dry_run)
 PARITY = Need("without --check_parity", lambda c: c.check_parity)
@@ -138,9 +136,11 @@ def train(main: FunctionType, cfg: Any, options: PlotConfig) -> int:
     say_flags(cfg)
     status = main(cfg) or 0
     if options.plot and own_rank() == 0:
+        from tools.reports.curves import draw_runs, read_curves
+
         try:
-            panels = panels_of(read_lines(f"{cfg.out}/metrics.jsonl"))
-            print(draw_curves(panels, f"{cfg.out}/loss.png"), flush=True)
+            run = read_curves(cfg.out, cfg.out)
+            print(draw_runs([run], f"{cfg.out}/loss.png"), flush=True)
         except OSError as error:  # the training is done, and must not look as if it had failed
             print(f"--plot: no {cfg.out}/loss.png: {error.strerror}", flush=True)
     return status
@@ -184,18 +184,6 @@ def report_policy_or_train(
 
     dry_run(main, cfg)
     return 0
-
-
-def panels_of(lines: Iterable[dict]) -> list[tuple[str, dict]]:
-    """Curves of losses, and of rewards if there are any, see draw_curves."""
-    units = {"nats per token": ("loss", "val_loss"), "reward": ("reward_mean", "eval_reward")}
-    points = points_of(lines, *sum(units.values(), ()))
-    panels = []
-    for unit, names in units.items():
-        curves = {name: [tuple(zip(*points[name]))] for name in names if points[name]}
-        if curves:
-            panels.append((unit, curves))
-    return panels
 
 
 def report_or_train(main: FunctionType, cfg: Any, options: ReportConfig) -> int:
@@ -307,6 +295,7 @@ def make_folder(out: str) -> None:
 
 def report_layout(main: FunctionType, cfg: Any, options: ReportConfig) -> int:
     """--dry_run, --explain and --plot of a recipe; returns the exit status."""
+    from flags.progress import Progress
     from tools.reports.best_layouts import print_best
     from tools.reports.dryrun import make_report, print_report
     from tools.reports.explain import count_block, explain
@@ -328,17 +317,15 @@ def report_layout(main: FunctionType, cfg: Any, options: ReportConfig) -> int:
     if options.dry_run:
         print_report(cfg, found, options.machine)
     if options.explain:
-        counted = count_block(main, cfg)
+        with Progress("one block, in two dry runs"):
+            counted = count_block(main, cfg)
         if counted or not options.html:
             explain(cfg, counted)
         if options.html:
-            write_page(
-                options.html,
-                cfg,
-                found,
-                counted,
-                shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
-            )
+            command = shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]])
+            with Progress(f"drawing {options.html}"):
+                write_page(options.html, cfg, found, counted, command)
     if options.plot:
-        plot(cfg, found)
+        with Progress("drawing"):
+            plot(cfg, found)
     return 0
