@@ -3,6 +3,7 @@ ids that end an answer."""
 
 import os
 from pathlib import Path
+from typing import Any
 
 from distributed.agree import reason
 from flags.files import HF_LIMIT, HF_LIMITS, hf_file, read_json
@@ -45,7 +46,7 @@ def read_beside(folder: str, name: str) -> dict:
     return {}
 
 
-def files_beside(tokenizer_file) -> dict:
+def files_beside(tokenizer_file: str | Path) -> dict:
     """{name: content} of the files to copy along with a tokenizer.json. ValueError for links
     elsewhere, absurd sizes."""
     folder = os.path.dirname(os.path.abspath(tokenizer_file))
@@ -83,7 +84,7 @@ def read_special_tokens(folder: str) -> dict[str, str]:
     return {name: text for name, text in further.items() if text is not None} | found
 
 
-def text_of_token(token) -> str | None:
+def text_of_token(token: Any) -> str | None:
     """The text of a special token, which files write as a text or as {"content": text}."""
     text = token
     if isinstance(token, dict):

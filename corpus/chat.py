@@ -653,7 +653,9 @@ def generation_prompt(template: ChatTemplate) -> str:
     return ""
 
 
-def find_answer_end(i: int, full: str, start: int, messages: list, render) -> int | None:
+def find_answer_end(
+    i: int, full: str, start: int, messages: list, render: Callable[[list], str]
+) -> int | None:
     """End of message i if the template rewrites an answer once a later question follows: Qwen3's
     drops the thoughts. The ending (like <|im_end|>) is still the same, so look for the ending after
     `start`. Two probes make sure of the right place. Another answer in place of message i must

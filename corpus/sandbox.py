@@ -14,7 +14,7 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Any, NoReturn
@@ -116,7 +116,7 @@ lock = threading.Lock()
 
 
 @contextmanager
-def limits():
+def limits() -> Iterator[None]:
     """Raises Endless inside of the context if it takes too long, or too much memory."""
     # the first time, and after a fork
     if all(thread.name != "watch" for thread in threading.enumerate()):

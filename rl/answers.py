@@ -23,6 +23,7 @@ from contextlib import suppress
 from decimal import Decimal
 from fractions import Fraction
 from importlib.util import find_spec
+from typing import Any
 
 KINDS = ("exact", "number", "math", "math_verify")
 
@@ -153,7 +154,7 @@ def by_library(text: str, answer: str) -> bool:
     )
 
 
-def never_right(kind: str, answer) -> str:
+def never_right(kind: str, answer: Any) -> str:
     """The reason why no text can be right with this answer, any value of a JSON line; "" if a text
     can be."""
     text = text_of(answer)
