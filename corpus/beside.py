@@ -19,6 +19,8 @@ BESIDE = (
 )
 # The names of special tokens in transformers, in the order of transformers
 STANDARD = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+# Keys of {name: token} with further special tokens, such as those for pictures
+FURTHER = ("extra_special_tokens", "model_specific_special_tokens")
 
 
 def has_files_beside(folder: str) -> bool:
@@ -66,14 +68,20 @@ def special_files(folder: str) -> list[str]:
 
 def read_special_tokens(folder: str) -> dict[str, str]:
     """{name, such as eos_token: text} of the special tokens that tokenizer_config.json and
-    special_tokens_map.json of a folder name."""
+    special_tokens_map.json of a folder name. A model may name further ones in an object."""
     found = {}
+    further = {}
     for file in special_files(folder):
-        for name, token in read_beside(folder, file).items():
+        content = read_beside(folder, file)
+        for name, token in content.items():
             text = text_of_token(token)
             if name.endswith("_token") and text is not None:
                 found[name] = text
-    return found
+        for key in FURTHER:
+            named = content.get(key)
+            if isinstance(named, dict):
+                further |= {name: text_of_token(token) for name, token in named.items()}
+    return {name: text for name, text in further.items() if text is not None} | found
 
 
 def text_of_token(token: Any) -> str | None:

@@ -285,7 +285,9 @@ def read_documents(
             place = piece.start + error.start
             with text_of(piece.path) as whole:
                 around = whole[max(0, place - SEGMENT) : place + SEGMENT]
-            problem = bad_byte(piece.path, place, around)
+                is_last = piece.start + len(content) == len(whole)
+            ends_inside = is_last and error.reason == "unexpected end of data"
+            problem = bad_byte(piece.path, place, around, ends_inside)
             raise ValueError(f"{piece.path}: {problem}") from None
         *whole, last = text.split(eot_text)
         for document in whole:

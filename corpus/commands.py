@@ -18,7 +18,7 @@ from corpus.build import (
 )
 from corpus.cache import cached_corpus
 from corpus.chat import chat_tokenizer
-from corpus.files import describe_left_out, text_files
+from corpus.files import describe_left_out, leave_out_known, text_files
 from corpus.mixture import FORMATS
 from corpus.shard_damage import find_damage
 from corpus.shards import is_shards, read_index
@@ -300,9 +300,10 @@ def main(about: str | None = None) -> None:
         paths = []
         for what in args.input:
             files, left_out = text_files(what)
+            files = leave_out_known(files, paths, left_out)
             paths += files
             if left_out:
-                files_text = f"{len(files):,} file" + "s" * (len(files) > 1)
+                files_text = f"{len(files):,} file" + "s" * (len(files) != 1)
                 print(f"{what}: {files_text}{describe_left_out(left_out)}")
         if args.command == "show":
             return show_documents(paths, args.tokenizer, args.n, args.text_column)
