@@ -202,7 +202,7 @@ def parse_conversation(line: bytes) -> Conversation:
         text.encode()  # "\ud800" is JSON, but no text
         if BEGIN in text or END in text:
             raise ValueError("it has U+FDD0 or U+FDD1, which are no characters")
-        check_line(record)
+        check_keys_beside(record)
         if record.get("messages") is not None:
             messages = record["messages"]
         else:
@@ -221,7 +221,7 @@ def parse_conversation(line: bytes) -> Conversation:
         raise ValueError(f"need a conversation like {NEEDED} ({reason})") from None
 
 
-def check_line(record: dict) -> None:
+def check_keys_beside(record: dict) -> None:
     """Raises an error for keys of a line that would change what is trained, and that nobody reads."""
     if record.get("messages") and record.get("conversations"):
         raise ValueError("messages and conversations in one line: take one of them out")
@@ -404,7 +404,7 @@ def assistant_spans(
             f"{', '.join(CHAT_ROLES)}"
         )
     full = template.render(messages, tools)
-    check_parts(conversation, template)
+    check_joined(conversation, template)
     if template.has_marks:
         full, spans = find_marks(full)
         if full != template.render_plain(messages, tools):
@@ -451,7 +451,7 @@ def with_values(template: ChatTemplate, values: str) -> ChatTemplate:
     )
 
 
-def check_parts(conversation: Conversation, template: ChatTemplate) -> None:
+def check_joined(conversation: Conversation, template: ChatTemplate) -> None:
     """Raises ValueError if the template writes the parts of a content in another way than joined,
     as we write them: with lines between, or each part trimmed."""
     messages, tools, _ = conversation

@@ -41,7 +41,7 @@ from flags.config import Need, flag
 from flags.escapes import unescape
 from flags.files import step_folders, write_file
 from flags.hints import tokenizer_hint
-from rl.answers import KINDS, is_right, never_right, text_of
+from rl.answers import KINDS, answer_text, is_right, never_right
 from rl.calls import WATCH
 from rl.environments import ask_for_two, load_own, open_env
 from rl.prompts import Line, check_template, fill_template
@@ -330,7 +330,7 @@ def tasks_with_answers(problems: dict[str, Problem]) -> list[tuple[str, str]]:
 
 
 def answer_of(line: Line) -> str:
-    return text_of(line.fields["answer"])
+    return answer_text(line.fields["answer"])
 
 
 def built_in(kind: str) -> Callable[..., float]:

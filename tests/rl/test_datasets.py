@@ -94,7 +94,7 @@ def test_long_numbers_are_compared_exactly():
     [(0.00001, "0.00001"), (1e22, "1" + "0" * 22), (5.0, "5.0"), (7, "7"), ("1e-05", "1e-05")],
 )
 def test_numbers_of_json_are_written_without_exponents(tmp_path, answer, text):
-    assert answers.text_of(answer) == text
+    assert answers.answer_text(answer) == text
     path = write_problems(tmp_path / "a.jsonl", {"question": "q", "answer": answer})
     assert open_problems(path).reward("q", text) == 1.0
 
