@@ -37,6 +37,7 @@ import math
 import os
 import sys
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
 from functools import partial
 from typing import Literal
@@ -94,7 +95,7 @@ class CheckpointConfig:
 
 
 # --- The contents of a checkpoint ---
-def loaded_later(cfg: CheckpointConfig, out: str):
+def loaded_later(cfg: CheckpointConfig, out: str) -> Callable[[str], bool]:
     """A function: fqn -> whether Checkpoints.load will overwrite the parameter.
     parallel.init_weights need not draw those."""
     ours = resume_source(out, cfg.init_from, cfg.load_step)
@@ -420,6 +421,7 @@ class Checkpoints:
         if not start.everything or differ:
             return None
         self.loaded = folder
+        self.has_trained = False  # the optimizers made their state in a step of zero gradients
         if start.folder == self.out:
             on_rank_0(lambda: self.keep_id(folder), self.group)
         return on_rank_0(lambda: saved_state(folder), self.group)

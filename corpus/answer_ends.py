@@ -46,7 +46,9 @@ def is_blank(tokens: np.ndarray, tokenizer) -> np.ndarray:
     return np.array(blank, bool)[places]
 
 
-def before_blanks(tokens: np.ndarray, mask: np.ndarray, places: np.ndarray, tokenizer):
+def before_blanks(
+    tokens: np.ndarray, mask: np.ndarray, places: np.ndarray, tokenizer
+) -> np.ndarray:
     """The places, moved back over blank tokens with a loss: a new line often follows the end."""
     places = places.copy()
     for _ in range(BLANKS):

@@ -6,17 +6,20 @@ import signal
 import sys
 import threading
 import time
+from types import FrameType, TracebackType
 
 # when Ctrl-C has come: an interrupted import may end in an ImportError, a moment later
 pressed: list[float] = []
 
 
-def handle(number, frame) -> None:
+def handle(number: int, frame: FrameType | None) -> None:
     pressed.append(time.monotonic())
     raise KeyboardInterrupt
 
 
-def show_error(kind, error, trace) -> None:
+def show_error(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
     """In place of sys.excepthook, which Python calls with an exception that nobody has caught."""
     is_interrupt = issubclass(kind, KeyboardInterrupt)
     is_fresh = bool(pressed) and time.monotonic() - pressed[-1] < 5

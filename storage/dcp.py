@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from distributed.agree import (
@@ -67,7 +68,7 @@ class SavePlan:
 def write_tensors(
     tensors: dict[str, Tensor],
     folder: str,
-    group,
+    group: dist.ProcessGroup | None,
     plan: SavePlan,
     staged: bool = False,
     process=None,
@@ -137,7 +138,7 @@ def write_tensors(
     return sorted({result.storage_data.relative_path for result in written})
 
 
-def bytes_of_plan(plan) -> int:
+def bytes_of_plan(plan: Any) -> int:
     """Of the shards that a rank writes by a plan of DCP's."""
     total = 0
     for item in plan.items:
@@ -146,7 +147,7 @@ def bytes_of_plan(plan) -> int:
     return total
 
 
-def write_apart(folder: str, plan, tensors: dict) -> list:
+def write_apart(folder: str, plan: Any, tensors: dict) -> list:
     """In the writer process: writes this plan of DCP's. Returns DCP's results."""
     writer = import_dcp().FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0)
     planner: Any = SimpleNamespace(resolve_data=lambda item: tensors[item.index])

@@ -65,7 +65,7 @@ def class_of(config: Any) -> type[nn.Module]:
 
 
 # --- Reading ---
-def read_hf_config(folder: str, Config=None):
+def read_hf_config(folder: str, Config: type | None = None) -> Any:
     """The model config of config.json. Config: the class; None: chosen by model_type. Raises
     ValueError."""
     folder = weights_folder(folder)
@@ -125,7 +125,7 @@ def has_type(value: Any, kind: Any) -> bool:
 
 
 # --- Checks before anything is built ---
-def check_hf_config(model_config, folder: str):
+def check_hf_config(model_config: Any, folder: str) -> None:
     """Raises ValueError with every field of config.json that differs from the model's, and the
     flags to type instead."""
     theirs = read_hf_config(folder, type(model_config))

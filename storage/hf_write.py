@@ -7,11 +7,13 @@ import os
 import shutil
 import time
 import uuid
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -27,7 +29,9 @@ from storage.source_tokenizer import ids_of_folder
 NO_IDS = SpecialIds(None, [], None)
 
 
-def own_group(modules: list[nn.Module], group):
+def own_group(
+    modules: list[nn.Module], group: dist.ProcessGroup | None
+) -> dist.ProcessGroup | None:
     """`group`, or a new group of all ranks if the model is sharded; None if this process holds the
     whole model."""
     if group is not None:
@@ -53,7 +57,7 @@ def check_export(folder: str) -> None:
         raise ValueError(f"{folder} cannot be made: {parent} is no folder to write to")
 
 
-def check_export_of(Model: type, config, folder: str, dtype: str) -> None:
+def check_export_of(Model: type, config: Any, folder: str, dtype: str) -> None:
     """Raises ValueError if hf_keys() does not name each tensor that an export writes, or if they do
     not fit on the disk: before a training, not after."""
     with torch.device("meta"):
@@ -115,7 +119,9 @@ def plan_files(
     return files
 
 
-def list_entries(fqn: str, name: str | list[str], shape: tuple, dtype) -> list[HFEntry]:
+def list_entries(
+    fqn: str, name: str | list[str], shape: tuple, dtype: torch.dtype
+) -> list[HFEntry]:
     """The tensors that a parameter is in the files: one, or one for each expert of a stack."""
     if isinstance(name, str):
         return [HFEntry(fqn, name, None, dtype, math.prod(shape) * dtype.itemsize)]
@@ -160,15 +166,15 @@ def write_safetensors(path: str, entries: list[HFEntry], tensors: dict[str, Tens
 
 def write_hf(
     folder: str,
-    config,
+    config: Any,
     names: dict,
     kinds: dict,
     whole,
     max_shard_gb: float,
-    tokenizer_file=None,
-    group=None,
+    tokenizer_file: str | None = None,
+    group: dist.ProcessGroup | None = None,
     quiet: bool = False,
-    check=None,
+    check: Callable[[str], None] | None = None,
     generation: dict | None = None,
     card: str = "",
 ) -> None:
@@ -181,6 +187,8 @@ def write_hf(
     A rank writes a file in the background while the next tensors are gathered, and so holds at most
     two files in CPU memory.
     """
+    from flags.progress import Progress
+
     began = time.perf_counter()
     own_temporary = f"{os.path.abspath(folder)}.tmp-{uuid.uuid4().hex[:8]}"
 
@@ -211,7 +219,10 @@ def write_hf(
     try:
         plan = fail_together(plan_and_ask, group)
         files = name_files(plan)
-        with ThreadPoolExecutor(1) as pool:
+        with (
+            ThreadPoolExecutor(1) as pool,
+            Progress(f"writing {folder}", len(kinds), "tensors") as progress,
+        ):
             for title, (ranks, writer, entries) in files.items():
                 if rank not in ranks:
                     continue
@@ -221,6 +232,7 @@ def write_hf(
                     if rank == writer:
                         tensors[fqn] = tensor.cpu()
                     del tensor  # before the next is gathered
+                    progress()
                 if rank == writer:
                     wait(writing[-1:])
                     path = os.path.join(temporary, title)
@@ -256,10 +268,10 @@ def name_files(plan: list[tuple]) -> dict[str, tuple]:
 def commit_export(
     temporary: str,
     folder: str,
-    config,
+    config: Any,
     entries: dict[str, list[HFEntry]],
     tokenizer_file: str | None,
-    check=None,
+    check: Callable[[str], None] | None = None,
     generation: dict | None = None,
     card: str = "",
 ) -> int:
@@ -345,15 +357,15 @@ def say_lost(folder: str, fqns: list[str]) -> None:
 def save_hf(
     model,
     folder: str,
-    dtype=torch.bfloat16,
+    dtype: torch.dtype = torch.bfloat16,
     max_shard_gb: float = 5.0,
     tokenizer_file: str | None = None,
-    group=None,
+    group: dist.ProcessGroup | None = None,
     quiet: bool = False,
-    check=None,
+    check: Callable[[str], None] | None = None,
     generation: dict | None = None,
     card: str = "",
-):
+) -> None:
     """Writes a model as a Hugging Face folder for transformers: weights in `dtype`, buffers
     unchanged. If a linear layer has a method merged(), as with LoRA (lora/lora.py), the merged
     matrix is written.

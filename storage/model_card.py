@@ -31,7 +31,9 @@ def card_of_step(path: str, dtype: str, adapter: bool = False) -> str:
     return write_card(about, made_from, str(run / "metrics.jsonl"), dtype, adapter)
 
 
-def write_card(about: dict, made_from: dict, metrics: str, dtype: str, adapter=False) -> str:
+def write_card(
+    about: dict, made_from: dict, metrics: str, dtype: str, adapter: bool = False
+) -> str:
     """The text. about: contents of state.json; made_from: version, torch and commit, where known."""
     name = about["identity"]["model"].get("class", "A model")
     lines = read_metrics(metrics, about.get("step"))

@@ -8,8 +8,10 @@ import fcntl
 import os
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
+from typing import Any
 
 from data import check_vocabulary
 from flags.config import FROM_FILE, own_rank
@@ -18,7 +20,7 @@ from storage.newest import ABOUT, is_hf_folder, newest_readable, resume_source
 from storage.source_tokenizer import has_new_ids
 
 
-def check_start(cfg, model_config) -> None:
+def check_start(cfg: Any, model_config: Any) -> None:
     """Raises ValueError if --init_from is a Hugging Face folder of another model. Asked before the
     data is read: to tokenize the text may take an hour."""
     if is_hf_folder(cfg.init_from):
@@ -31,7 +33,14 @@ def check_start(cfg, model_config) -> None:
         check_hf_config(model_config, cfg.init_from)
 
 
-def claim_run(cfg, Model, model_config, data, lr_at=None, lora: dict | None = None) -> dict:
+def claim_run(
+    cfg: Any,
+    Model: type,
+    model_config: Any,
+    data: Any,
+    lr_at: Callable[[int, Any], float] | None = None,
+    lora: dict | None = None,
+) -> dict:
     """Checks --out, --init_from, --export_hf and the data before anything is built, and locks
     --out. Raises ValueError. Returns the run's identity: model, data and optimizer, which a
     continued run must not change.
@@ -59,7 +68,13 @@ def claim_run(cfg, Model, model_config, data, lr_at=None, lora: dict | None = No
 
 
 def identify_run(
-    cfg, Model, model_config, data: dict, optimizer: str, lr_at, lora: dict | None
+    cfg: Any,
+    Model: type,
+    model_config: Any,
+    data: dict,
+    optimizer: str,
+    lr_at: Callable[[int, Any], float] | None,
+    lora: dict | None,
 ) -> dict:
     """The identity of a run, equal in every continued run. Raises ValueError if --out cannot be
     continued with it, or if --export_hf cannot be written."""
@@ -78,7 +93,9 @@ def identify_run(
     return identity
 
 
-def check_run(out: str, identity: dict, cfg, lr_at=None) -> None:
+def check_run(
+    out: str, identity: dict, cfg: Any, lr_at: Callable[[int, Any], float] | None = None
+) -> None:
     """Raises ValueError when this run may not continue the run in `out`, or start from --init_from.
 
     Otherwise rank 0 prints the changed flags. lr_at: the recipe's, to show how changed flags move
@@ -248,7 +265,7 @@ def list_warnings(
 
 
 # --- The batch of a continued run ---
-def continued_folder(cfg) -> str | None:
+def continued_folder(cfg: Any) -> str | None:
     """The step folder that these flags continue, with weights and optimizer state; None for a new
     or a finished run."""
     source = resume_source(cfg.out, cfg.init_from, cfg.load_step, cfg.init_model_only)
@@ -260,7 +277,7 @@ def continued_folder(cfg) -> str | None:
     return path
 
 
-def keep_batch(cfg):
+def keep_batch(cfg: Any):
     """Returns cfg with a number in place of --global_batch_size -1: the continued run's, or in a
     new run local_batch_size x data ranks.
 

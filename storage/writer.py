@@ -12,8 +12,10 @@ import shutil
 import subprocess
 import time
 import uuid
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -286,7 +288,7 @@ def layout_in_manifest(config: dict) -> dict[str, int]:
     return found
 
 
-def set_aside(path: str, why: str, say) -> None:
+def set_aside(path: str, why: str, say: Callable[[str], None]) -> None:
     """Renames a step folder to damaged-N-x or abandoned-N-x: later starts ignore the folder, and
     the user may delete it."""
     step = os.path.basename(path).removeprefix("step-")
@@ -296,7 +298,9 @@ def set_aside(path: str, why: str, say) -> None:
     say(f"{path} is now {target} ({why})")
 
 
-def commit_step(folder: str, target: str, contents: dict[str, bytes], listed: dict, **about) -> int:
+def commit_step(
+    folder: str, target: str, contents: dict[str, bytes], listed: dict, **about: Any
+) -> int:
     """Completes a folder of tensors and renames it to `target`, a step folder. contents: {name:
     bytes} of the other files; listed: checksums() of the files that are there; about: values of the
     manifest. Returns the size in bytes."""

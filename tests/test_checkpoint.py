@@ -66,7 +66,7 @@ def run_forked(function, *args):
     """The exit code of function(*args) in a new process."""
     process = forkserver.Process(target=function, args=args)
     process.start()
-    process.join(60)
+    process.join(600)
     assert process.exitcode is not None, "hangs"
     return process.exitcode
 

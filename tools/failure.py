@@ -22,6 +22,7 @@ from distributed.layout import pattern_of
 from distributed.tp_check import STYLES
 from flags.config import own_rank, usage_error
 from flags.files import printable
+from flags.progress import stop_all
 
 # A SystemExit from these rooms is meant: --help, wrong usage, a recipe that ends itself, a lost
 # replica.
@@ -58,6 +59,7 @@ def report_error(error: BaseException) -> int:
     Before the processes are connected, a ValueError is a user's mistake: rank 0 shows one line, and
     the status is 2. Later a ValueError is a failure like any other error.
     """
+    stop_all()
     if isinstance(error, SystemExit):
         return report_exit(error)
     if isinstance(error, KeyboardInterrupt):  # before the loop: no step to finish

@@ -5,7 +5,7 @@ import os
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from distributed.agree import reason
 
@@ -45,7 +45,7 @@ def tell_failure(name: str, step: int, error: Exception) -> None:
     )
 
 
-def open_boards(out: str, cfg, first_step: int) -> list[Board]:
+def open_boards(out: str, cfg: Any, first_step: int) -> list[Board]:
     """The boards of a run that begins with step first_step. cfg: its flags, which W&B shows."""
     boards = []
     if cfg.tensorboard:
@@ -70,7 +70,7 @@ def open_tensorboard(out: str, first_step: int) -> Board:
     return Board("tensorboard", write, board.close)
 
 
-def open_wandb(out: str, cfg, first_step: int) -> Board:
+def open_wandb(out: str, cfg: Any, first_step: int) -> Board:
     import wandb
 
     known = Path(out, "wandb_id")  # a continued run continues its curves

@@ -91,7 +91,7 @@ def test_rewards_begin_while_other_samples_go_on(monkeypatch, kind):
     add = rollouts.Payments.add
     monkeypatch.setattr(rollouts.Payments, "add", lambda *args: (add(*args), added.set()))
     model.register_forward_pre_hook(
-        lambda *_: seen.append(begun.wait(30)) if added.is_set() else None
+        lambda *_: seen.append(begun.wait(600)) if added.is_set() else None
     )
     cfg = Config(rollout_rows=3, max_new_tokens=9, seq_len=16)
     layout = SimpleNamespace(world_size=1, data_rank=0, data_ranks=1, cp=1, tp=1, ep=1, rank=0)
@@ -314,7 +314,7 @@ def test_separate_generators_equal_the_emulation(tmp_path, k):
         "--env",
         tmp_path / "env_waiting.py",
         "--reward_timeout_s",
-        100,
+        600,
         "--steps",
         k + 2,
         "--async_steps",
@@ -528,7 +528,7 @@ def test_trainer_and_generator_meet_at_the_start(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(store.port))
     cfg, numbers = (
-        SimpleNamespace(gen_ranks=1, init_timeout_s=5, rollout_timeout_s=9),
+        SimpleNamespace(gen_ranks=1, init_timeout_s=600, rollout_timeout_s=600),
         [torch.zeros(1), torch.ones(1)],
     )
 
