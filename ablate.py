@@ -6,6 +6,8 @@ compares them in pairs.
     python ablate.py --variant "old: train_llama3.py@v1.0" --variant "new: train_mine.py --alpha 0.1" --until 0.02
     python ablate.py train_llama3.py --vary optimizer=adamw,muon --tune lr=1e-3,3e-3,1e-2     # each at its own best rate
     python ablate.py --report runs/ablate                                     # the report again, without any run
+    python ablate.py train_llama3.py --steps 300 --campaign runs/search       # many ideas, one error rate: begin,
+    python ablate.py --campaign runs/search --candidate mine.py               # then a command for each; one line of JSON
 
 Seed i sets --seed and --data_seed of all variants: equal initial weights and equal batches, so that
 the difference of two runs says more than two losses would. All flags not listed below go to every
@@ -16,6 +18,7 @@ missing runs. docs/ablations.md has worked examples.
 import flags.interrupt  # noqa: F401  Ctrl-C ends in one line, from here on
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -57,6 +60,23 @@ from tools.study.variants import (
 # parts of names of metrics
 HIGH_IS_GOOD = "reward|acc|pass_at_k|eval_greedy|score|exact_match|solved|per_second|mfu"
 LOW_IS_GOOD = "loss|bits_per_byte|memory_gib|time_s"
+
+
+# flags of a study that a campaign does not have
+CAMPAIGN_HAS_NOT = (
+    "vary",
+    "baseline",
+    "tune",
+    "tune_seeds",
+    "budget",
+    "ladder",
+    "until",
+    "noise",
+    "reach",
+    "out",
+    "only",
+    "report",
+)
 
 
 # ---------------------------------------------------------------- the command line
@@ -120,7 +140,12 @@ def add_study_flags(add) -> None:
         metavar="D",
         help="add seeds until each interval excludes 0, or all differences as large as D",
     )
-    add("--max_seeds", type=int, default=12, help="the most that --until may take [default: 12]")
+    add(
+        "--max_seeds",
+        type=int,
+        help="the most that --until may take [default: 12], or a comparison of --campaign "
+        "[default: as many as find a difference of the noise's size in 80 %% of cases]",
+    )
     add(
         "--noise",
         metavar="STUDY",
@@ -168,11 +193,36 @@ def add_study_flags(add) -> None:
     )
 
 
+def add_campaign_flags(add) -> None:
+    """Many candidates, one after the other. add: add_argument of a parser."""
+    add(
+        "--campaign",
+        metavar="FOLDER",
+        help="a search with one error rate: RECIPE FLAGS begins it, then a command for each "
+        "candidate, compared with the best so far; alone it goes on, or says where it stands",
+    )
+    add("--candidate", metavar="COPY.py", help="a changed copy of the best of --campaign")
+    add(
+        "--layouts",
+        default="tp=2;dp_shard=2",
+        metavar="'AXIS=N;AXIS=N'",
+        help="layouts on which each candidate must pass --check_parity; '' for none "
+        "[default: tp=2;dp_shard=2]",
+    )
+    add(
+        "--final",
+        metavar="TEXT",
+        help="judge the last best of --campaign against its start, once, on seeds and a text that "
+        "nothing was chosen by",
+    )
+
+
 def parse(argv) -> tuple[argparse.Namespace, list[str]]:
     """(our flags and `recipes`, the words before the first flag; the flags for every run)."""
     parser = Parser(usage=argparse.SUPPRESS, description=__doc__)
     add_variant_flags(parser.add_argument)
     add_study_flags(parser.add_argument)
+    add_campaign_flags(parser.add_argument)
     recipes = []
     for word in argv:
         if word.startswith("-"):
@@ -183,7 +233,42 @@ def parse(argv) -> tuple[argparse.Namespace, list[str]]:
     )
     if not args.best:
         args.best = good_direction(args.metric)
+    if args.max_seeds is None and not args.campaign:
+        args.max_seeds = 12
     return args, common
+
+
+def check_campaign(args) -> None:
+    """Refuse flags of a study beside those of a campaign."""
+    for name in ("campaign", "candidate", "final"):
+        if getattr(args, name) == "":
+            raise ValueError(f"--{name} needs a name")
+    if not args.campaign:
+        for name in ("candidate", "final"):
+            if getattr(args, name):
+                raise ValueError(f"--{name} has no effect without --campaign; leave it out")
+        if args.layouts != "tp=2;dp_shard=2":
+            raise ValueError("--layouts has no effect without --campaign; leave it out")
+        return
+    check_range(args, 1, math.inf, "nproc")
+    check_range(args, 0, math.inf, "jobs")
+    if args.max_seeds is not None:
+        check_range(args, 3, APART - 2, "max_seeds")
+    usual, _ = parse([])
+    for name in CAMPAIGN_HAS_NOT:
+        if getattr(args, name) != getattr(usual, name):
+            raise ValueError(
+                f"--campaign compares one candidate at a time with the best so far; leave out --{name}"
+            )
+    if args.seeds != usual.seeds and not args.final:
+        raise ValueError(
+            "--seeds: a campaign finds out how many each comparison needs; leave it out"
+        )
+    if args.final and (args.candidate or args.variant):
+        raise ValueError("--final judges the last best; leave out --candidate and --variant")
+    if args.final and args.seeds == usual.seeds:
+        args.seeds = 10
+    check_range(args, 2, APART, "seeds")
 
 
 def good_direction(metric: str) -> str:
@@ -255,6 +340,11 @@ def check_numbers(args) -> None:
             ),
         ]
     )
+    fill_jobs(args)
+
+
+def fill_jobs(args) -> None:
+    """As many runs at once as there are devices, unless --jobs says how many."""
     if not args.jobs:
         devices = args.gpus or os.cpu_count() or 1
         args.jobs = max(1, devices // args.nproc)
@@ -413,11 +503,43 @@ def run_study(args, size: str, sizes: int, variants: dict, stopping: list) -> bo
     return False
 
 
+def stop_signals() -> list:
+    """A list that gets the number of a signal that asks to stop."""
+    stopping = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: stopping.append(number))
+    return stopping
+
+
+def run_campaign(args, common: list[str]) -> int:
+    """One command of a campaign. stdout gets one line of JSON; everything else goes to stderr.
+    Returns the exit status, by the kind of answer."""
+    from tools.study.campaign import STATUS, Stopped, answer
+
+    check_local(args.campaign, "--campaign")
+    fill_jobs(args)
+    stopping = stop_signals()
+    status = 0
+    with contextlib.redirect_stdout(sys.stderr):
+        lock_run(args.campaign)
+        try:
+            found = answer(args.campaign, args, common, stopping)
+            status = STATUS[found["verdict"]]
+        except Stopped:
+            found = {"verdict": "stopped", "why": "the same command continues"}
+            status = 128 + stopping[0]
+    print(json.dumps({"campaign": args.campaign} | found), flush=True)
+    return status
+
+
 def main(argv) -> int:
     args, common = parse(argv)
+    check_campaign(args)
     if args.report:
         return int(not report_study(args.report))
     args.gpus = torch.cuda.device_count()
+    if args.campaign:
+        return run_campaign(args, common)
     check_numbers(args)
     if args.noise:
         read_study(args.noise)  # refuses a folder without a study
@@ -425,9 +547,7 @@ def main(argv) -> int:
     sizes = check_all(args, common)
     if not args.only:
         lock_run(args.out)
-    stopping = []  # the signal that ends the study, once there is one
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: stopping.append(number))
+    stopping = stop_signals()
     shares = len(sizes)
     if args.ladder:
         shares += 1
