@@ -2,27 +2,34 @@
 rate. ablate.py --campaign has the flags, tools/study/online.py the rule, tools/study/gates.py what a
 candidate must pass first; here are the folder, its log and the order of events.
 
-    FOLDER/log.jsonl                    a line for each event: begin, submit, test, answer, final
-    FOLDER/candidates/0003/code/        the checkout of candidate 3 as it was submitted; 0000: the start
-    FOLDER/candidates/0003/runs/        its run folders: best, candidate, and those of the gates
-    FOLDER/final/                       the runs that judge the last best
-
 Candidate k is compared on the seeds 1000 k, 1000 k + 1, ..., which nothing else uses, so no answer
 can be learned by heart. Seeds below 1000 are held out for --final.
 """
 
 import hashlib
-import json
 import math
 import os
 import shlex
-import shutil
 from pathlib import Path
 
-from flags.files import write_file
 from tools.study import gates
+from tools.study.campaign_folder import (
+    OWN,
+    append,
+    best_of,
+    by_number,
+    code_key,
+    copy_code,
+    cost_of,
+    events_of,
+    kept_of,
+    open_submission,
+    path_of_best,
+    read_log,
+    sha256_of,
+    variant_of,
+)
 from tools.study.online import decide, left_after, level_of, plan_of
-from tools.study.report import seconds_of
 from tools.study.runs import last_line, run_all
 from tools.study.significance import ALPHA, interval
 from tools.study.study import (
@@ -35,8 +42,8 @@ from tools.study.study import (
     lines_of,
     metric_of,
 )
-from tools.study.variants import ask_recipe, has_flag, named_variants, sources_of
-from training.metrics import read_lines, to_json
+from tools.study.variants import has_flag, named_variants
+from training.metrics import to_json
 
 # exit statuses; 1 is an error, 2 wrong usage, 128 + n a signal
 STATUS = {"kept": 0, "state": 0, "final": 0, "dropped": 3, "equal": 4, "refused": 5}
@@ -50,104 +57,10 @@ SETTINGS = {
     "layouts": "tp=2;dp_shard=2",
     "nproc": 1,
 }
-OWN = Path(__file__).parents[2]  # this checkout
 
 
 class Stopped(Exception):
     """A signal came; the same command goes on."""
-
-
-# ---------------------------------------------------------------- the log
-def read_log(folder) -> list[dict]:
-    """The events of a campaign. A line that a kill has cut off did not happen."""
-    path = Path(folder, "log.jsonl")
-    if not path.exists():
-        return []
-    content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if whole != content:
-        write_file(path, whole)
-    return [json.loads(line) for line in whole.splitlines()]
-
-
-def append(folder, **event) -> dict:
-    """Add an event to the log; it is on the disk when this returns."""
-    line = json.dumps(event) + "\n"
-    with open(Path(folder, "log.jsonl"), "ab") as file:
-        file.write(line.encode())
-        file.flush()
-        os.fsync(file.fileno())
-    return event
-
-
-def events_of(log: list[dict], kind: str) -> list[dict]:
-    return [event for event in log if event["event"] == kind]
-
-
-def best_of(log: list[dict]) -> int:
-    """The number of the candidate that was kept last; 0 is the start."""
-    best = 0
-    for answer in events_of(log, "answer"):
-        if answer["verdict"] == "kept":
-            best = answer["candidate"]
-    return best
-
-
-def kept_of(log: list[dict]) -> int:
-    return sum(answer["verdict"] == "kept" for answer in events_of(log, "answer"))
-
-
-def open_submission(log: list[dict]) -> dict | None:
-    """The candidate that has no answer yet."""
-    answered = {answer["candidate"] for answer in events_of(log, "answer")}
-    for submit in events_of(log, "submit"):
-        if submit["candidate"] not in answered:
-            return submit
-    return None
-
-
-# ---------------------------------------------------------------- code
-def home_of(recipe: Path) -> Path:
-    """The checkout whose modules a recipe imports."""
-    for folder in recipe.resolve().parents[:2]:
-        if (folder / "data.py").is_file():
-            return folder
-    return OWN
-
-
-def copy_code(recipe: Path, target: Path) -> str:
-    """Copy a recipe and the modules that it may import; later edits of the checkout change nothing.
-    Returns the recipe's path below target."""
-    home = home_of(recipe)
-    below = recipe.name
-    if home in recipe.resolve().parents:
-        below = str(recipe.resolve().relative_to(home))
-    shutil.rmtree(target, ignore_errors=True)  # of a kill in the middle of a copy
-    wanted = shutil.ignore_patterns("__pycache__", "*.pyc", "tests")
-    target.mkdir(parents=True)
-    for path in home.iterdir():
-        if path.is_dir() and (path / "__init__.py").exists():
-            shutil.copytree(path, target / path.name, ignore=wanted)
-        elif path.suffix == ".py" and path.is_file():
-            shutil.copy(path, target / path.name)
-    (target / below).parent.mkdir(exist_ok=True)
-    shutil.copy(recipe, target / below)
-    return below
-
-
-def code_key(recipe: Path, flags: list[str]) -> str:
-    """The same for the same candidate: flags, and the sources of its training."""
-    text = json.dumps([flags, sorted(sources_of(recipe).items())])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def variant_of(folder, submit: dict, nproc: int) -> dict:
-    """The variant of a submission, as tools/study/runs.py makes runs of it. Raises ValueError if its
-    recipe refuses the flags."""
-    file = Path(folder, "candidates", f"{submit['candidate']:04}", "code", submit["file"])
-    variant = {"recipe": str(file), "file": str(file), "flags": submit["flags"]}
-    variant["files"] = sources_of(file)
-    return variant | ask_recipe(submit["name"], variant, Path(folder, "check"), nproc)
 
 
 # ---------------------------------------------------------------- runs
@@ -192,15 +105,6 @@ def differences(study: dict, folder: Path, seeds: list[int]) -> list[float]:
         values = [outcome(study, folder, name, seed) for name in ("candidate", "best")]
         found.append(difference(*values))
     return found
-
-
-def cost_of(folder) -> dict:
-    """Runs and seconds of training below a folder."""
-    files = sorted(Path(folder).glob("**/metrics.jsonl"))
-    seconds = 0.0
-    for file in files:
-        seconds += seconds_of(list(read_lines(str(file))))
-    return {"runs": len(files), "seconds": round(seconds, 1)}
 
 
 # ---------------------------------------------------------------- gates
@@ -327,14 +231,6 @@ def submit(folder, log: list[dict], begin: dict, recipe: Path | None, name: str,
     return event, None
 
 
-def by_number(log: list[dict], number: int) -> dict:
-    """The begin or submit event of a candidate."""
-    for event in log:
-        if event["event"] in ("begin", "submit") and event["candidate"] == number:
-            return event
-    raise ValueError(f"the log has no candidate {number}")
-
-
 def judge(folder, begin: dict, submission: dict, args, stopping: list) -> dict:
     """Gates, then the comparison; appends the answer to the log, and returns it."""
     log = read_log(folder)
@@ -437,12 +333,6 @@ def answer_of(folder, submission: dict, found: dict) -> dict:
         "cost": cost_of(Path(folder, "candidates", number)),
         "cost_so_far": cost_of(Path(folder, "candidates")),
     }
-
-
-def path_of_best(folder, log: list[dict], number: int) -> str:
-    """The file of the best so far, to copy and to change."""
-    event = by_number(log, number)
-    return str(Path(folder, "candidates", f"{number:04}", "code", event["file"]))
 
 
 def answer(folder, args, common: list[str], stopping: list) -> dict:
@@ -550,15 +440,6 @@ def judge_final(folder, begin: dict, log: list[dict], args, stopping: list) -> d
         cost=cost_of(Path(folder, "final")),
         cost_so_far=cost_of(folder),
     )
-
-
-def sha256_of(text: str) -> str:
-    """Of a file, or of the files of a folder."""
-    found = hashlib.sha256()
-    for path in sorted([Path(text), *Path(text).rglob("*")]):
-        if path.is_file():
-            found.update(path.read_bytes())
-    return found.hexdigest()
 
 
 def state_of(folder, begin: dict, log: list[dict], args) -> dict:
