@@ -119,9 +119,11 @@ def add_variant_flags(add) -> None:
     )
     add(
         "--tokens_per_parameter",
-        type=float,
-        default=20,
-        help="sets --steps of --ladder's sizes [default: 20]",
+        type=numbers_of,
+        default=(20.0,),
+        metavar="R,R",
+        help="sets --steps of --ladder's sizes; several numbers: each size with each, so that the "
+        "exponents of sizes and of tokens can be told apart [default: 20]",
     )
     add(
         "--ladder_to",
@@ -290,12 +292,15 @@ def check_numbers(args) -> None:
     for name, needed, usual in (
         ("max_seeds", "until", 12),
         ("tune_seeds", "tune", 2),
-        ("tokens_per_parameter", "ladder", 20),
+        ("tokens_per_parameter", "ladder", (20.0,)),
         ("ladder_to", "ladder", None),
     ):
         value = getattr(args, name)
         if value != usual and not getattr(args, needed):
-            raise ValueError(f"--{name} {value:g} has no effect without --{needed}; leave it out")
+            typed = value
+            if name == "tokens_per_parameter":
+                typed = ",".join(f"{number:g}" for number in value)
+            raise ValueError(f"--{name} {typed} has no effect without --{needed}; leave it out")
     check_range(args, 0, math.inf, "jobs")
     gpus = max(args.jobs, 1) * args.nproc
     own_noise = args.noise and os.path.realpath(args.noise) == os.path.realpath(args.out)
@@ -350,24 +355,42 @@ def fill_jobs(args) -> None:
         args.jobs = max(1, devices // args.nproc)
 
 
+def numbers_of(text: str) -> tuple[float, ...]:
+    """ "5,20" -> (5.0, 20.0)"""
+    found = tuple(float(word) for word in text.split(","))
+    if min(found) <= 0 or len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"{text!r}: need different numbers above 0")
+    return found
+
+
 def check_all(args, common: list[str]) -> dict[str, dict]:
-    """{size: checked variants}; without --ladder a single size, "". Prints what the runs cost."""
+    """{size: checked variants}; without --ladder a single size, "". With several numbers of
+    --tokens_per_parameter a size is "SIZE@NUMBER". Prints what the runs cost."""
     variants = variants_of(args, common)
     if not args.ladder:
         check_size(args, "", variants)
         return {"": variants}
     sizes = {}
+    points = []  # (parameters, tokens) of each study
     for size in args.ladder.replace(" ", "").split(";"):
-        if size:
-            sizes[size] = at_size(variants, size)
-    for size, found in sizes.items():
-        check_size(args, size, found)
+        for ratio in args.tokens_per_parameter:
+            name = size
+            if len(args.tokens_per_parameter) > 1:
+                name = f"{size}@{ratio:g}"
+            if size:
+                sizes[name] = at_size(variants, size)
+                check_size(args, name, sizes[name], ratio)
+                parameters = next(iter(sizes[name].values()))["parameters"]
+                points.append((parameters, ratio * parameters))
+    from tools.study.ladder import describe_design
+
+    print(describe_design(points), flush=True)
     return sizes
 
 
-def check_size(args, size: str, variants: dict[str, dict]) -> None:
+def check_size(args, size: str, variants: dict[str, dict], ratio: float = 0) -> None:
     """Check the variants of one size, with every value of --tune, and set their steps. Prints what
-    the runs cost."""
+    the runs cost. ratio: tokens per parameter, of --ladder."""
     check_variants(variants, args)
     of_variant = args.seeds
     if args.tune:
@@ -384,7 +407,7 @@ def check_size(args, size: str, variants: dict[str, dict]) -> None:
     unit, _, amount = (args.budget or "").partition("=")
     if args.ladder:  # all variants of a size get the baseline's tokens
         baseline = next(iter(variants.values()))
-        tokens = args.tokens_per_parameter * (baseline["parameters"] or 0)
+        tokens = ratio * (baseline["parameters"] or 0)
         set_steps(variants, "tokens", tokens)
     elif unit in ("tokens", "flops"):
         set_steps(variants, unit, float(amount))
