@@ -119,7 +119,7 @@ def add_variant_flags(add) -> None:
     )
     add(
         "--tokens_per_parameter",
-        type=numbers_of,
+        type=ratios_of,
         default=(20.0,),
         metavar="R,R",
         help="sets --steps of --ladder's sizes; several numbers: each size with each, so that the "
@@ -297,9 +297,10 @@ def check_numbers(args) -> None:
     ):
         value = getattr(args, name)
         if value != usual and not getattr(args, needed):
-            typed = value
             if name == "tokens_per_parameter":
                 typed = ",".join(f"{number:g}" for number in value)
+            else:
+                typed = f"{value:g}"
             raise ValueError(f"--{name} {typed} has no effect without --{needed}; leave it out")
     check_range(args, 0, math.inf, "jobs")
     gpus = max(args.jobs, 1) * args.nproc
@@ -355,7 +356,7 @@ def fill_jobs(args) -> None:
         args.jobs = max(1, devices // args.nproc)
 
 
-def numbers_of(text: str) -> tuple[float, ...]:
+def ratios_of(text: str) -> tuple[float, ...]:
     """ "5,20" -> (5.0, 20.0)"""
     found = tuple(float(word) for word in text.split(","))
     if min(found) <= 0 or len(set(found)) < len(found):
@@ -537,9 +538,10 @@ def stop_signals() -> list:
 def run_campaign(args, common: list[str]) -> int:
     """One command of a campaign. stdout gets one line of JSON; everything else goes to stderr.
     Returns the exit status, by the kind of answer."""
-    from tools.study.campaign import STATUS, Stopped, answer
+    from tools.study.campaign import STATUS, Stopped, answer, check_new
 
     check_local(args.campaign, "--campaign")
+    check_new(args.campaign, args)
     fill_jobs(args)
     stopping = stop_signals()
     status = 0

@@ -478,6 +478,25 @@ def test_report(tmp_path, capsys, settings, base, other, expected, text):
     assert text in capsys.readouterr().out
 
 
+def test_the_table_has_speed_mfu_and_memory(tmp_path, capsys):
+    """MFU is the median over all lines with a number; without any there is no column."""
+    fast = lines(1.9, speed=200.0)
+    for line in fast:
+        if "mfu" in line:
+            line["mfu"] = 0.412
+    runs = {(BASE, 0): lines(2.0), (OTHER, 0): fast}
+    report_study(write(tmp_path / "known", study(seeds=1), runs))
+    head, _, base, other = capsys.readouterr().out.strip().splitlines()[:4]
+    columns = [cell.strip() for cell in head.split("|")]
+    cells = [cell.strip() for cell in other.split("|")]
+    assert dict(zip(columns, cells))["MFU"] == "41.2 %"
+    assert dict(zip(columns, cells))["tokens/s"] == "200"
+    assert dict(zip(columns, cells))["GiB"] == "0.50"
+    assert "41.2" not in base
+    report_study(write(tmp_path / "unknown", study(seeds=1), {(BASE, 0): lines(2.0)}))
+    assert "MFU" not in capsys.readouterr().out.splitlines()[1]
+
+
 def test_sources_of_a_recipe_in_forks_are_those_of_the_whole_checkout():
     found = sources_of(REPO / "forks/train_llama3_mup.py")
     assert found.keys() >= {

@@ -162,16 +162,27 @@ def seeds_from(folder) -> int:
 
 
 # ---------------------------------------------------------------- events
-def begin_campaign(folder, args, common: list[str], stopping: list) -> dict:
-    """The first event. The start must pass the gates, too, or no candidate could."""
+def check_new(folder, args) -> None:
+    """Refuse a command line that cannot begin a campaign, before the folder is made."""
+    if read_log(folder):
+        return
+    if len(args.recipes) != 1:
+        raise ValueError(
+            f"{folder} has no campaign: begin one with python ablate.py RECIPE FLAGS --campaign "
+            f"{folder}"
+        )
     if args.metric not in METRICS:
         raise ValueError(
             f"--metric {args.metric}: a campaign judges by {' or '.join(METRICS)}, which a "
             "candidate cannot log as it likes"
         )
+    if not Path(args.recipes[0]).is_file():
+        raise ValueError(f"recipe {args.recipes[0]} is no file")
+
+
+def begin_campaign(folder, args, common: list[str], stopping: list) -> dict:
+    """The first event. The start must pass the gates, too, or no candidate could."""
     recipe = Path(args.recipes[0])
-    if not recipe.is_file():
-        raise ValueError(f"recipe {recipe} is no file")
     place = Path(folder, "candidates", "0000")
     file = copy_code(recipe, place / "code")
     begin = {"event": "begin", "candidate": 0, "name": recipe.stem, "recipe": str(recipe)}
@@ -255,11 +266,11 @@ def judge(folder, begin: dict, submission: dict, args, stopping: list) -> dict:
         plan = plan_of(alpha, begin["max_seeds"])
         append(folder, event="test", candidate=number, test=spent, alpha=alpha, pairs=plan.most)
     candidate = variant_of(folder, submission, begin["nproc"])
-    found = compare(place, begin, args, {"best": best, "candidate": candidate}, stopping)
+    found = compare_candidate(place, begin, args, {"best": best, "candidate": candidate}, stopping)
     return append(folder, **answer_of(folder, submission, found))
 
 
-def compare(place: Path, begin: dict, args, variants: dict, stopping: list) -> dict:
+def compare_candidate(place: Path, begin: dict, args, variants: dict, stopping: list) -> dict:
     """The verdict of a comparison, with as many pairs as its plan needs."""
     study = study_of(begin, args, variants)
     runs_folder = Path(place, "runs")
@@ -369,11 +380,6 @@ def begun(folder, args, common: list[str], stopping: list) -> dict:
             if getattr(args, name) not in (usual, begin[name]):
                 raise ValueError(f"{folder} was begun with --{name} {begin[name]}; leave it out")
         return begin
-    if len(args.recipes) != 1:
-        raise ValueError(
-            f"{folder} has no campaign: begin one with python ablate.py RECIPE FLAGS --campaign "
-            f"{folder}"
-        )
     return begin_campaign(folder, args, common, stopping)
 
 
