@@ -508,6 +508,13 @@ def test_sources_of_a_recipe_in_forks_are_those_of_the_whole_checkout():
     }
 
 
+def test_sources_of_a_recipe_with_a_dot_in_its_name(tmp_path):
+    copy = tmp_path / "idea_0.9.py"
+    copy.write_text("import helper\n")
+    (tmp_path / "helper.py").touch()
+    assert sources_of(copy).keys() == {"torch", "idea_0.9.py", "helper.py"}
+
+
 def test_a_text_that_was_replaced_is_refused(tmp_path):
     settings = study(seeds=2)
     folder = write(tmp_path, settings, {(BASE, i): lines(2.0) for i in range(2)})

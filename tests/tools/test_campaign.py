@@ -371,6 +371,20 @@ def test_a_campaign_and_again_from_its_folder(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_candidate_that_trains_otherwise_on_a_layout_is_refused(tmp_path):
+    folder = tmp_path / "campaign"
+    ask(folder, "train_llama3.py", *TINY, "--layouts", "tp=2", status=0)
+    text = (REPO / "train_llama3.py").read_text()
+    by_rank = "        for p in model.parameters():\n            p.grad.mul_(layout.world_size)\n"
+    clip = "        # after a NaN gradient, step() changes nothing"
+    assert text.count(clip) == 1
+    (tmp_path / "mine.py").write_text(text.replace(clip, f"{by_rank}{clip}"))
+    answer = ask(folder, "--candidate", str(tmp_path / "mine.py"), status=5)
+    assert answer["why"].startswith("--check_parity --tp=2: check_parity: NOT EQUAL")
+    assert answer["alpha_left"] == pytest.approx(0.05)
+
+
+@pytest.mark.slow
 def test_a_campaign_goes_on_after_a_kill(tmp_path):
     """A candidate waits in its fifth step while a file exists; the program is killed there, and
     without a word more the campaign goes on. A second process is refused meanwhile."""
@@ -429,7 +443,7 @@ def test_verdicts_are_borne_out_by_the_folder(tmp_path):
     found = campaign.decision_of(tmp_path / "candidates" / "0001", begin, study)
     assert found["verdict"] == "kept"
     assert found["difference"] == pytest.approx(-0.11)
-    append(tmp_path, **campaign.answer_of(tmp_path, {"candidate": 1, "name": "b"}, found))
+    append(tmp_path, **campaign.answer_to(tmp_path, {"candidate": 1, "name": "b"}, found))
     assert campaign.state_of(tmp_path, begin, read_log(tmp_path), args)["differing"] == []
     line = {"step": 2, "loss": 2.0, "val_loss": 2.0}
     (runs / "best" / "seed-1000" / "metrics.jsonl").write_text(

@@ -260,14 +260,14 @@ def judge(folder, begin: dict, submission: dict, args, stopping: list) -> dict:
             why = found
             if verdict == "equal":
                 why = "the same code, or the same numbers to the bit in a run of full length"
-            return append(folder, **answer_of(folder, submission, {"verdict": verdict, "why": why}))
+            return append(folder, **answer_to(folder, submission, {"verdict": verdict, "why": why}))
         spent = 1 + max((test["test"] for test in tests.values()), default=0)
         alpha = level_of(spent, kept_of(log))
         plan = plan_of(alpha, begin["max_seeds"])
         append(folder, event="test", candidate=number, test=spent, alpha=alpha, pairs=plan.most)
     candidate = variant_of(folder, submission, begin["nproc"])
     found = compare_candidate(place, begin, args, {"best": best, "candidate": candidate}, stopping)
-    return append(folder, **answer_of(folder, submission, found))
+    return append(folder, **answer_to(folder, submission, found))
 
 
 def compare_candidate(place: Path, begin: dict, args, variants: dict, stopping: list) -> dict:
@@ -322,7 +322,7 @@ def seeds_of_pairs(place: Path) -> list[int]:
     return list(range(first, first + GATE_SEED))
 
 
-def answer_of(folder, submission: dict, found: dict) -> dict:
+def answer_to(folder, submission: dict, found: dict) -> dict:
     """The answer to a candidate: what the log keeps, and stdout tells."""
     log = read_log(folder)
     tests = [test["test"] for test in events_of(log, "test")]

@@ -62,7 +62,7 @@ def report_ladder(folder, sizes: list[str], to: float | None) -> None:
     base = studies[0]["baseline"]
     names = list(studies[0]["variants"])
     N = [study["variants"][base]["parameters"] for study in studies]
-    D = [tokens_of(study["variants"][base]) for study in studies]
+    D = [tokens_of_run(study["variants"][base]) for study in studies]
     is_grid = has_two_axes([*zip(N, D)])
     to = to or 10 * max(N)
     at = [math.log(to)]
@@ -86,7 +86,7 @@ def report_ladder(folder, sizes: list[str], to: float | None) -> None:
             own = study["variants"][name]
             for (variant, _), value in found.items():
                 if variant == name:
-                    points.append((own["parameters"], tokens_of(own), value))
+                    points.append((own["parameters"], tokens_of_run(own), value))
         if name != base and len(set(places)) > 1 + len(at) and np.isfinite(both).all():
             difference, low, high = line_at(places, both, at, alpha)
             row = {
@@ -120,7 +120,7 @@ def report_ladder(folder, sizes: list[str], to: float | None) -> None:
     write_file(Path(folder, "ladder.json"), json.dumps(rows, indent=1).encode())
 
 
-def tokens_of(variant: dict) -> float:
+def tokens_of_run(variant: dict) -> float:
     """The tokens of a run."""
     return variant["tokens"] * variant["steps"]
 

@@ -70,7 +70,10 @@ def fit_sizes_and_tokens(N, D, losses) -> Law:
         best = np.unravel_index(errors.argmin(), errors.shape)
         found = [sizes[best[0]], tokens[best[1]]]
         most = errors[best] * (1 + t_quantile(ALPHA, dof) ** 2 / dof) + 1e-18
-        ends = [ends_of(sizes, errors.min(1) <= most), ends_of(tokens, errors.min(0) <= most)]
+        ends = [
+            range_of_fits(sizes, errors.min(1) <= most),
+            range_of_fits(tokens, errors.min(0) <= most),
+        ]
         sizes = np.geomspace(*ends[0], GRID)
         tokens = np.geomspace(*ends[1], GRID)
     a, b = (float(exponent) for exponent in found)
@@ -80,7 +83,7 @@ def fit_sizes_and_tokens(N, D, losses) -> Law:
     return Law(E, A * N.min() ** a, a, *a_ends, B * D.min() ** b, b, *b_ends)
 
 
-def ends_of(exponents: np.ndarray, inside: np.ndarray) -> tuple[float, float]:
+def range_of_fits(exponents: np.ndarray, inside: np.ndarray) -> tuple[float, float]:
     """The interval of the exponents that fit, as wide as one step of the search beyond them."""
     found = np.flatnonzero(inside)
     first = max(found[0] - 1, 0)
