@@ -135,7 +135,11 @@ def add_variant_flags(add) -> None:
 
 def add_study_flags(add) -> None:
     """How variants are compared, and where the runs are made. add: add_argument of a parser."""
-    add("--seeds", type=int, default=3, help="runs of each variant [default: 3]")
+    add(
+        "--seeds",
+        type=int,
+        help="runs of each variant [default: 3], of --campaign --final [default: 10]",
+    )
     add(
         "--until",
         type=float,
@@ -237,6 +241,10 @@ def parse(argv) -> tuple[argparse.Namespace, list[str]]:
         args.best = good_direction(args.metric)
     if args.max_seeds is None and not args.campaign:
         args.max_seeds = 12
+    if args.seeds is None:
+        args.seeds = 3
+        if args.final:
+            args.seeds = 10
     return args, common
 
 
@@ -268,9 +276,7 @@ def check_campaign(args) -> None:
         )
     if args.final and (args.candidate or args.variant):
         raise ValueError("--final judges the last best; leave out --candidate and --variant")
-    if args.final and args.seeds == usual.seeds:
-        args.seeds = 10
-    check_range(args, 2, APART, "seeds")
+    check_range(args, 2, APART - 1, "seeds")
 
 
 def good_direction(metric: str) -> str:
