@@ -309,7 +309,6 @@ def check_numbers(args) -> None:
                 typed = f"{value:g}"
             raise ValueError(f"--{name} {typed} has no effect without --{needed}; leave it out")
     check_range(args, 0, math.inf, "jobs")
-    gpus = max(args.jobs, 1) * args.nproc
     own_noise = args.noise and os.path.realpath(args.noise) == os.path.realpath(args.out)
     refuse(
         [
@@ -345,18 +344,19 @@ def check_numbers(args) -> None:
                 "--ladder sets the tokens of each size by --tokens_per_parameter; leave --budget "
                 "out",
             ),
-            (
-                args.gpus and gpus > args.gpus,
-                f"--jobs {args.jobs} x --nproc {args.nproc} needs {gpus} GPUs, and there are "
-                f"{args.gpus}",
-            ),
         ]
     )
     fill_jobs(args)
 
 
 def fill_jobs(args) -> None:
-    """As many runs at once as there are devices, unless --jobs says how many."""
+    """As many runs at once as there are devices, unless --jobs says how many. Raises ValueError for
+    more than there are GPUs."""
+    gpus = max(args.jobs, 1) * args.nproc
+    if args.gpus and gpus > args.gpus:
+        raise ValueError(
+            f"--jobs {args.jobs} x --nproc {args.nproc} needs {gpus} GPUs, and there are {args.gpus}"
+        )
     if not args.jobs:
         devices = args.gpus or os.cpu_count() or 1
         args.jobs = max(1, devices // args.nproc)
@@ -552,7 +552,10 @@ def run_campaign(args, common: list[str]) -> int:
     stopping = stop_signals()
     status = 0
     with contextlib.redirect_stdout(sys.stderr):
-        lock_run(args.campaign)
+        try:
+            lock_run(args.campaign)
+        except ValueError as error:
+            raise ValueError(str(error).replace("--out", "--campaign")) from None
         try:
             found = answer(args.campaign, args, common, stopping)
             status = STATUS[found["verdict"]]
