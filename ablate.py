@@ -8,6 +8,8 @@ compares them in pairs.
     python ablate.py --report runs/ablate                                     # the report again, without any run
     python ablate.py train_llama3.py --steps 300 --campaign runs/search       # many ideas, one error rate: begin,
     python ablate.py --campaign runs/search --candidate mine.py               # then a command for each; one line of JSON
+    python ablate.py --watch runs/llama3 runs/mine                            # curves of runs in the terminal, while they train
+    python ablate.py --watch runs/llama3 runs/mine --picture curves.png       # all their curves on one page
 
 Seed i sets --seed and --data_seed of all variants: equal initial weights and equal batches, so that
 the difference of two runs says more than two losses would. All flags not listed below go to every
@@ -27,13 +29,15 @@ import shlex
 import signal
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from distributed.refusals import refuse
 from flags.config import Parser, check_range, usage_error
-from flags.files import check_local, read_json, write_file
+from flags.files import check_local, check_writable, read_json, write_file
 from storage.resume import lock_run
 from tools.study.report import costs_of, markdown, report_study
 from tools.study.runs import run_all
@@ -76,11 +80,13 @@ CAMPAIGN_HAS_NOT = (
     "out",
     "only",
     "report",
+    "watch",
+    "picture",
 )
 
 
 # ---------------------------------------------------------------- the command line
-def add_variant_flags(add) -> None:
+def add_variant_flags(add: Callable) -> None:
     """What is compared. add: add_argument of a parser."""
     add(
         "--vary",
@@ -133,7 +139,7 @@ def add_variant_flags(add) -> None:
     )
 
 
-def add_study_flags(add) -> None:
+def add_study_flags(add: Callable) -> None:
     """How variants are compared, and where the runs are made. add: add_argument of a parser."""
     add(
         "--seeds",
@@ -192,6 +198,18 @@ def add_study_flags(add) -> None:
         help="make this run alone, and no report: for many machines that share --out",
     )
     add(
+        "--watch",
+        nargs="+",
+        default=[],
+        metavar="RUN",
+        help="draw the curves of these runs, or of a study, in the terminal while they train",
+    )
+    add(
+        "--picture",
+        metavar="FILE",
+        help="with --watch: draw their curves once, on one page (.png, .svg or .pdf)",
+    )
+    add(
         "--report",
         "--collect",
         metavar="FOLDER",
@@ -199,7 +217,7 @@ def add_study_flags(add) -> None:
     )
 
 
-def add_campaign_flags(add) -> None:
+def add_campaign_flags(add: Callable) -> None:
     """Many candidates, one after the other. add: add_argument of a parser."""
     add(
         "--campaign",
@@ -223,7 +241,7 @@ def add_campaign_flags(add) -> None:
     )
 
 
-def parse(argv) -> tuple[argparse.Namespace, list[str]]:
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """(our flags and `recipes`, the words before the first flag; the flags for every run)."""
     parser = Parser(usage=argparse.SUPPRESS, description=__doc__)
     add_variant_flags(parser.add_argument)
@@ -248,7 +266,7 @@ def parse(argv) -> tuple[argparse.Namespace, list[str]]:
     return args, common
 
 
-def check_campaign(args) -> None:
+def check_campaign(args: argparse.Namespace) -> None:
     """Refuse flags of a study beside those of a campaign."""
     for name in ("campaign", "candidate", "final"):
         if getattr(args, name) == "":
@@ -290,7 +308,7 @@ def good_direction(metric: str) -> str:
     )
 
 
-def check_numbers(args) -> None:
+def check_numbers(args: argparse.Namespace) -> None:
     """Refuse wrong values of our own flags, and fill in --jobs."""
     check_range(args, 1, math.inf, "nproc", "tune_seeds")
     check_range(args, 1, APART, "seeds", "max_seeds")
@@ -349,7 +367,7 @@ def check_numbers(args) -> None:
     fill_jobs(args)
 
 
-def fill_jobs(args) -> None:
+def fill_jobs(args: argparse.Namespace) -> None:
     """As many runs at once as there are devices, unless --jobs says how many. Raises ValueError for
     more than there are GPUs."""
     gpus = max(args.jobs, 1) * args.nproc
@@ -370,7 +388,7 @@ def ratios_of(text: str) -> tuple[float, ...]:
     return found
 
 
-def check_all(args, common: list[str]) -> dict[str, dict]:
+def check_all(args: argparse.Namespace, common: list[str]) -> dict[str, dict]:
     """{size: checked variants}; without --ladder a single size, "". With several numbers of
     --tokens_per_parameter a size is "SIZE@NUMBER". Prints what the runs cost."""
     variants = variants_of(args, common)
@@ -395,7 +413,9 @@ def check_all(args, common: list[str]) -> dict[str, dict]:
     return sizes
 
 
-def check_size(args, size: str, variants: dict[str, dict], ratio: float = 0) -> None:
+def check_size(
+    args: argparse.Namespace, size: str, variants: dict[str, dict], ratio: float = 0
+) -> None:
     """Check the variants of one size, with every value of --tune, and set their steps. Prints what
     the runs cost. ratio: tokens per parameter, of --ladder."""
     check_variants(variants, args)
@@ -427,7 +447,7 @@ def check_size(args, size: str, variants: dict[str, dict], ratio: float = 0) -> 
 
 
 # ---------------------------------------------------------------- studies
-def open_study(args, folder: Path, variants: dict, **settings) -> dict:
+def open_study(args: argparse.Namespace, folder: Path, variants: dict, **settings: Any) -> dict:
     """The study in a folder, new or continued. Changes that would make the runs incomparable are
     refused."""
     path = folder / "study.json"
@@ -459,7 +479,9 @@ def open_study(args, folder: Path, variants: dict, **settings) -> dict:
     return study
 
 
-def run_apart(args, folder: Path, variants: dict, stopping: list, **settings) -> dict:
+def run_apart(
+    args: argparse.Namespace, folder: Path, variants: dict, stopping: list, **settings: Any
+) -> dict:
     """Run all variants with seeds that no comparison uses, and return the study."""
     study = open_study(
         args, folder, variants, first_seed=APART, until=None, max_seeds=0, **settings
@@ -472,7 +494,7 @@ def run_apart(args, folder: Path, variants: dict, stopping: list, **settings) ->
     return study
 
 
-def measure_seconds(args, folder: Path, variants: dict, stopping: list) -> None:
+def measure_seconds(args: argparse.Namespace, folder: Path, variants: dict, stopping: list) -> None:
     """Add to each variant the median "seconds" of a step, from a run of 12 steps."""
     short = ["--steps=12", "--val_every=0", "--checkpoint_every=0", "--log_every=1"]
     timed = candidates_of(variants, [("timing", short)])
@@ -485,7 +507,7 @@ def measure_seconds(args, folder: Path, variants: dict, stopping: list) -> None:
         variants[name.removesuffix(" timing")]["seconds"] = statistics.median(seconds or [0])
 
 
-def tune(args, folder: Path, variants: dict, stopping: list) -> list[str]:
+def tune(args: argparse.Namespace, folder: Path, variants: dict, stopping: list) -> list[str]:
     """Add the best flag of --tune to each variant, by runs with other seeds than the comparison's.
     Returns lines to report."""
     grid = grid_of("--tune", [args.tune])
@@ -501,7 +523,9 @@ def tune(args, folder: Path, variants: dict, stopping: list) -> list[str]:
     return said
 
 
-def run_study(args, size: str, sizes: int, variants: dict, stopping: list) -> bool:
+def run_study(
+    args: argparse.Namespace, size: str, sizes: int, variants: dict, stopping: list
+) -> bool:
     """Make the missing runs of a study, and its report. Returns whether all runs ended well. sizes:
     how many intervals share an error of 5 % with those of this study: 1 without --ladder; with
     --ladder one for each size, and one for the extrapolation."""
@@ -533,7 +557,7 @@ def run_study(args, size: str, sizes: int, variants: dict, stopping: list) -> bo
     return False
 
 
-def stop_signals() -> list:
+def stop_signals() -> list[int]:
     """A list that gets the number of a signal that asks to stop."""
     stopping = []
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -541,7 +565,7 @@ def stop_signals() -> list:
     return stopping
 
 
-def run_campaign(args, common: list[str]) -> int:
+def run_campaign(args: argparse.Namespace, common: list[str]) -> int:
     """One command of a campaign. stdout gets one line of JSON; everything else goes to stderr.
     Returns the exit status, by the kind of answer."""
     from tools.study.campaign import STATUS, Stopped, answer, check_new
@@ -566,11 +590,42 @@ def run_campaign(args, common: list[str]) -> int:
     return status
 
 
-def main(argv) -> int:
+def show_runs(args: argparse.Namespace, common: list[str]) -> int:
+    """--watch, and --picture: of runs that are there. Returns the exit status."""
+    from tools.reports.curves import draw_runs, find_runs, read_curves, watch_runs
+
+    others = [*args.recipes, *common]
+    refuse(
+        [
+            (
+                not args.watch,
+                f"--picture {args.picture} draws the runs of --watch: add --watch RUN RUN",
+            ),
+            (bool(others), f"--watch shows runs and starts none: leave out {' '.join(others)}"),
+        ]
+    )
+    if args.picture:
+        check_writable(args.picture, "--picture")
+        if Path(args.picture).suffix not in (".png", ".svg", ".pdf"):
+            raise ValueError(f"--picture {args.picture}: need a .png, .svg or .pdf")
+        runs = [read_curves(name, path) for name, path in find_runs(args.watch).items()]
+        said = draw_runs(runs, args.picture)
+        print(said)
+        return int(not os.path.exists(args.picture))
+    try:
+        watch_runs(args.watch)
+    except KeyboardInterrupt:
+        print()
+    return 0
+
+
+def main(argv: list[str]) -> int:
     args, common = parse(argv)
     check_campaign(args)
     if args.report:
         return int(not report_study(args.report))
+    if args.watch or args.picture:
+        return show_runs(args, common)
     args.gpus = torch.cuda.device_count()
     if args.campaign:
         return run_campaign(args, common)
@@ -608,5 +663,5 @@ def main(argv) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # OSError: a full disk; the runs that ended are kept
         usage_error(error)

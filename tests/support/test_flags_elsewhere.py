@@ -54,6 +54,7 @@ ABLATE = {
     "tests/tools/test_campaign.py::test_a_campaign_and_again_from_its_folder": (
         "campaign candidate layouts final"
     ),
+    "tests/tools/test_curves.py::test_the_command_line": "watch picture",
     "tests/test_ablate.py::test_more_runs_at_once_than_gpus_are_refused": "jobs",
 }
 DATA = {
@@ -65,6 +66,8 @@ DATA = {
     ),
     "tests/sft/test_chat_data.py::test_bad_conversations_are_left_out_and_listed": "skip_bad",
     "tests/corpus/test_spelling.py::test_a_loss_is_warned_of_and_refused": "max_lost",
+    "tests/corpus/test_from_datasets.py::test_a_subset": "from_datasets subset",
+    "tests/corpus/test_from_datasets.py::test_conversations_and_a_saved_dataset": "split",
     "tests/test_data.py::test_prepare_in_processes": "workers",
     "tests/test_data.py::test_prepare_in_shares": "shard",
     "tests/support/test_flags_elsewhere.py::test_so_many_documents_are_shown": "n",

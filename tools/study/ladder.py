@@ -49,7 +49,7 @@ def has_two_axes(points: list[tuple[float, float]]) -> bool:
     return max(ratios) > 1.2 * min(ratios)
 
 
-def report_ladder(folder, sizes: list[str], to: float | None) -> None:
+def report_ladder(folder: str | Path, sizes: list[str], to: float | None) -> None:
     """Print, and write to ladder.md and ladder.json, the differences at each size, at the size `to`
     (parameters; None: 10 times the largest), and a law L = E + A / N^a for each variant, if there
     are four sizes or more."""
