@@ -10,6 +10,7 @@ from typing import get_type_hints
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import ablate  # noqa: E402
 from flags.config import default_of, describe, make_parser, needs_of, option_groups, spell  # noqa: E402
 from tools.reports.options import with_report_flags  # noqa: E402
 
@@ -47,6 +48,20 @@ def rows(program: str) -> dict[str, str]:
     return found
 
 
+def table_of_ablate() -> str:
+    """The flags of ablate.py, which are no fields of a Config."""
+    lines = ["| flag | what it does |", "|---|---|"]
+
+    def add(*names: str, help: str, **options) -> None:
+        text = help.replace("%%", "%").replace("|", r"\|")
+        lines.append(f"| {', '.join(f'`{name}`' for name in names)} | {text} |")
+
+    ablate.add_variant_flags(add)
+    ablate.add_study_flags(add)
+    ablate.add_campaign_flags(add)
+    return "## ablate.py\n\n" + "\n".join(lines)
+
+
 def document() -> str:
     parts = []
     known = {}
@@ -65,7 +80,7 @@ def document() -> str:
         )
     return (
         "# Every flag\n\nMade by `python docs/flags.py > docs/flags.md` of what `--help` says; a "
-        "test holds it so.\n\n" + "\n\n".join(parts) + "\n"
+        "test holds it so.\n\n" + "\n\n".join([*parts, table_of_ablate()]) + "\n"
     )
 
 
