@@ -383,5 +383,5 @@ def test_what_starts_other_processes(folder):
     _, error = seen(folder, "ablate.py", *words)
     assert f"{folder}/study: 0 of 8 steps" in error
     seen(folder, "exercises/run.py", "start", "1", "--out", f"{folder}/class/ann")
-    _, error = seen(folder, "exercises/run.py", "grade", f"{folder}/class", "--out", f"{folder}/x")
+    _, error = seen(folder, "exercises/run.py", "grade", f"{folder}/class", "--json", f"{folder}/x")
     assert "grading: 0 of 1 submissions" in error
