@@ -6,24 +6,27 @@ some test should notice.
     make mutants ARGS="--seconds 900"                # survivors again whose tests had not all had the time
     make mutants ARGS="--show"                       # the survivors, as diffs
 
-A mutant lives in a copy of the repository. The quick tests whose files name the mutated function,
-or else the mutated module, run until one fails or the time is up. Tests that compare sources with
-documents are left out, because any change of a line would fail there. Each file of tests is a fork of
-this process, which has imported torch and none of our modules, because a module of ours in it would
-not be mutated. A survivor is a change without a consequence, or one that only make test-slow or make
-test-cuda can see, or one whose test had not run when the time was up (the list says so), or a
-missing test.
+A mutant lives in a copy of the repository. The quick tests that name the mutated function run first,
+then those that reach it over other functions, until one fails or the time is up; a test that fails
+without the mutant, too, is left out. So are tests that compare sources with documents, because any
+change of a line would fail there. Each few tests are a fork of this process, which has imported torch
+and none of our modules, because a module of ours in it would not be mutated. A survivor is a change
+without a consequence, or one that only make test-slow or make test-cuda can see, or one whose test
+had not run when the time was up (the list says so), or a missing test.
 """
 
 import argparse
 import ast
+import functools
 import importlib
 import json
+import multiprocessing.util
 import os
 import random
 import re
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -190,51 +193,122 @@ TESTED_IN = {  # the folder of tests of a room, where it has another name
     "data.py": "corpus",
     "checkpoint.py": "storage",
 }
+MOST_HOPS = 6
+
+
+def product_files() -> list[str]:
+    return sorted(
+        {str(path.relative_to(REPO)) for pattern in MUTATED for path in REPO.glob(pattern)}
+    )
+
+
+def files_of_tests() -> list[str]:
+    found = []
+    for path in sorted(REPO.glob("tests/**/*.py")):
+        reads_sources = path.stem.removeprefix("test_").startswith(OF_SOURCES)
+        if not reads_sources and "nullcuda" not in path.parts:
+            found.append(str(path.relative_to(REPO)))
+    return found
+
+
+def words_of_functions(path: str) -> dict[str, set[str]]:
+    """{function, class or table of a file: the words in its source, decorators and texts as well}."""
+    text = Path(REPO, path).read_text()
+    lines = text.splitlines()
+    found = {}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            name = node.name
+            first = min([node.lineno, *[line.lineno for line in node.decorator_list]])
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            name = node.targets[0].id
+            first = node.lineno
+        else:
+            continue
+        source = "\n".join(lines[first - 1 : node.end_lineno])
+        found.setdefault(name, set()).update(re.findall(r"[A-Za-z_]\w+", source))
+    return found
+
+
+@functools.cache
+def slow_tests() -> set[tuple[str, str]]:
+    """(file, function) of the tests that are slow as a whole."""
+    found = set()
+    for path in files_of_tests():
+        text = Path(REPO, path).read_text()
+        all_slow = re.search(r"^pytestmark = .*\bslow\b", text, re.M)
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                marks = [ast.unparse(line) for line in node.decorator_list]
+                if all_slow or "pytest.mark.slow" in marks:
+                    found.add((path, node.name))
+    return found
+
+
+@functools.cache
+def users_of_words() -> dict[str, list[tuple[str, str]]]:
+    """{word: [(file, function) whose source has it]}"""
+    users = {}
+    for path in product_files() + files_of_tests():
+        for function, words in words_of_functions(path).items():
+            for word in words:
+                users.setdefault(word, []).append((path, function))
+    return users
+
+
+@functools.cache
+def known_modules(path: str) -> set[str]:
+    """The modules that a file imports anywhere, the files that it names, and the programs, which
+    tests name without ".py" as well."""
+    text = Path(REPO, path).read_text()
+    found = set(re.findall(r"(\w+)\.py\b", text))
+    found |= set(re.findall(r"\w+", text)) & {program.stem for program in REPO.glob("*.py")}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+            found |= {f"{node.module}.{name.name}" for name in node.names}
+    return found
+
+
+def knows(path: str, other: str) -> bool:
+    module = other.removesuffix(".py").replace("/", ".")
+    if other.startswith("tests/"):  # its folder is in sys.path
+        module = Path(other).stem
+    return path == other or not known_modules(path).isdisjoint({module, Path(other).stem})
 
 
 def tests_for(mutant: dict) -> list[str]:
-    """The test file of the mutated module (where it has none, of the modules that import it), then
-    those that name the mutated function, then those that name the module, then all of the module's
-    room; of each the shortest first."""
-    texts = {
-        path: path.read_text()
-        for path in sorted(REPO.glob("tests/**/test_*.py"))
-        if not path.stem.removeprefix("test_").startswith(OF_SOURCES)
-        and "nullcuda" not in path.parts
-    }
-    module = mutant["file"].removesuffix(".py").replace("/", ".")
-    names = [
-        rf"\b{re.escape(mutant['function'])}\b",
-        rf"\b{re.escape(module)}\b",
-        rf"from {module.rpartition('.')[0] or module} import",
-    ]
-    folder, _, name = module.rpartition(".")
-    imports = rf"from {module} import|from {folder or module} import [^\n]*\b{name}\b"
-    users = {
-        path.stem
-        for path in (*REPO.glob("*.py"), *REPO.glob("*/*.py"))
-        if re.search(imports, path.read_text())
-    }
-    own = {
-        f"test_{stem}"
-        for stem in ({name} if f"test_{name}" in {path.stem for path in texts} else users)
-    }
-    ranks = {
-        path: [-1] * (path.stem in own)
-        + [i for i, name in enumerate(names) if re.search(name, text)]
-        for path, text in texts.items()
-    }
+    """Quick tests, as file::function, by the number of hops from name to name: a test that names the
+    mutated function comes first, then one that names a function that names it, and so on. A test in
+    another room than the module's is as far as if it had one hop more."""
+    users = users_of_words()
     room = mutant["file"].split("/")[0]
-    for path in texts:  # last, all tests of the room: some run it through a recipe
-        if path.parent.name == TESTED_IN.get(room, room):
-            ranks[path].append(8)
-    if module.startswith("distributed"):
-        ranks[REPO / "tests" / "test_parallel.py"].insert(0, 0.5)  # the table of layouts
-    return [
-        str(path)
-        for path in sorted(texts, key=lambda path: (ranks[path] or [9], len(texts[path])))
-        if ranks[path]
-    ]
+    place = f"tests/{TESTED_IN.get(room, room)}/"
+    own = f"test_{Path(mutant['file']).stem}.py"
+    found = {}
+    seen = set()
+    level = [(mutant["file"], mutant["function"])]
+    for hops in range(1, MOST_HOPS + 1):
+        following = []
+        for path, function in level:
+            stem = Path(path).stem
+            word = stem if function == "main" else function  # a program is named by its file
+            for user in users.get(word, []):
+                if user in seen or not knows(user[0], path):
+                    continue
+                seen.add(user)
+                following.append(user)
+                if user[1].startswith("test_") and user not in slow_tests():
+                    distance = hops + 1.5
+                    if Path(user[0]).name == own:
+                        distance = hops
+                    elif user[0].startswith(place):
+                        distance = hops + 0.5
+                    found[user] = (distance, Path(REPO, user[0]).stat().st_size)
+        level = following
+    return ["::".join(test) for test in sorted(found, key=found.get)]
 
 
 FIRST = [  # what each pytest would import first
@@ -266,8 +340,34 @@ def preload():
         )
 
 
-def fork_tests(folder: Path, test: str, log: Path) -> int:
-    """Start the quick tests of a file in a copy of the repository. Returns the process id."""
+def fork_server_of_pools():
+    """tests/pool.py lets a server fork its workers. The server would be a new Python that imports
+    torch, for as many CPU seconds as a layout takes. Here it is a fork of this process, made before
+    any test has threads, which waits for what the new Python would be told."""
+    ours, theirs = socket.socketpair()
+    server = os.fork()
+    if not server:
+        ours.close()
+        command, fds, _, _ = socket.recv_fds(theirs, 1 << 16, 2)
+        if command:  # "...main(FD, FD, ...": the descriptors have other numbers here
+            text = re.sub(r"main\(\d+, \d+", f"main({fds[0]}, {fds[1]}", command.decode())
+            exec(text, {})  # noqa: S102
+        os._exit(0)
+    theirs.close()
+    start = multiprocessing.util.spawnv_passfds
+
+    def start_or_tell(path, args, fds):
+        if "multiprocessing.forkserver" not in args[-1] or ours.fileno() < 0:
+            return start(path, args, fds)
+        socket.send_fds(ours, [args[-1].encode()], fds)
+        ours.close()  # a second server is a new Python
+        return server
+
+    multiprocessing.util.spawnv_passfds = start_or_tell
+
+
+def fork_tests(folder: Path, tests: list[str], log: Path) -> int:
+    """Start the quick ones of these tests in a copy of the repository. Returns the process id."""
     process = os.fork()
     if process:
         return process
@@ -280,14 +380,15 @@ def fork_tests(folder: Path, test: str, log: Path) -> int:
         os.dup2(out, 2)
         os.environ["OMP_NUM_THREADS"] = "1"
         sys.argv = ["pytest"]
-        sys.path.insert(0, str(folder))
+        sys.path[:0] = [str(folder), str(folder / "tests")]
+        fork_server_of_pools()
         import pytest
         import torch
 
         torch.set_num_threads(1)
         quick = "not slow and not gpu and not nullcuda"
         status = int(
-            pytest.main(["-x", "-m", quick, "-p", "no:cacheprovider", "-p", "no:xdist", test])
+            pytest.main(["-x", "-m", quick, "-p", "no:cacheprovider", "-p", "no:xdist", *tests])
         )
     finally:
         sys.stdout.flush()
@@ -308,10 +409,12 @@ def cpu_seconds(session: int) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def run_tests(folder: Path, test: str, log: Path, seconds: float) -> tuple[int | None, float]:
-    """(the status of a file of tests, None if it was not done after so many seconds of CPU time or
-    ten times as many in all; the CPU time that it took)."""
-    process = fork_tests(folder, test, log)
+def run_tests(
+    folder: Path, tests: list[str], log: Path, seconds: float
+) -> tuple[int | None, float]:
+    """(the status of these tests, None if they were not done after so many seconds of CPU time or
+    ten times as many in all; the CPU time that they took)."""
+    process = fork_tests(folder, tests, log)
     deadline = time.monotonic() + 10 * seconds
     took = 0.0
     status = None
@@ -335,35 +438,59 @@ def forget_bytecode(file: Path):
         compiled.unlink()
 
 
+@functools.cache
+def passes_unchanged(folder: Path, test: str, seconds: float) -> bool:
+    """A test that fails without a mutant, too, judges none."""
+    log = folder / "unchanged.log"
+    status, _ = run_tests(folder, [test], log, seconds)
+    log.unlink(missing_ok=True)
+    return status in (0, 5, None)
+
+
+def first_failure(said: str) -> str:
+    """What pytest printed of the first test that failed: its name with the row, or the error."""
+    named = re.findall(r"^(?:FAILED|ERROR) (.+?\]|\S+)(?: - |$)", said, re.M)
+    errors = re.findall(r"^(E  .*)", said, re.M)
+    return [*named, *errors, "no test"][0]
+
+
 def try_mutant(mutant: dict, folder: Path, seconds: float) -> dict:
     """The mutant with "caught": the first test that failed, or "" when all passed or were not
     finished in time. folder: a copy of the repository, the same afterwards."""
     spent = 0.0
     file = folder / mutant["file"]
     text = file.read_text()
+    changed = text[: mutant["start"]] + mutant["new"] + text[mutant["end"] :]
     log = folder / "mutant.log"
     log.unlink(missing_ok=True)
-    file.write_text(text[: mutant["start"]] + mutant["new"] + text[mutant["end"] :])
-    forget_bytecode(file)
-    status = 5
-    for test in tests_for(mutant):
-        path = str(folder / Path(test).relative_to(REPO))
-        status, took = run_tests(folder, path, log, seconds - spent)
-        spent += took
-        if status not in (0, 5):  # 5: no quick test in this file
-            break
-    file.write_text(text)
-    forget_bytecode(file)
-    said = log.read_text() if log.exists() else ""
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", said, re.M)
-    failed += re.findall(r"^(E  .*)", said, re.M)
+    todo = tests_for(mutant)
     caught = ""
-    if status not in (0, 5, None):
-        caught = failed[0] if failed else f"status {status}"
+    n_run = 0
+    status = 5
+    at_once = 6
+    while todo and not caught and status is not None:
+        file.write_text(changed)
+        forget_bytecode(file)
+        status, took = run_tests(folder, todo[:at_once], log, seconds - spent)
+        file.write_text(text)
+        forget_bytecode(file)
+        spent += took
+        said = log.read_text() if log.exists() else ""
+        log.unlink(missing_ok=True)
+        n_run += sum(map(len, re.findall(r"([.sF]+)(?: +\[ *\d+%\])?$", said, re.M)))
+        if status in (0, 5, None):  # 5: no quick test among them
+            todo = todo[at_once:]
+            at_once *= 2  # the nearest tests first, with few files to collect
+            continue
+        caught = first_failure(said)
+        if "::" in caught and not passes_unchanged(folder, caught, 4 * seconds):
+            function = caught.split("[")[0]
+            todo = [test for test in todo if test != function]
+            caught = ""
     return mutant | dict(
         caught=caught,
         finished=status is not None,
-        tests=sum(map(len, re.findall(r"^([.sF]+)(?: +\[ *\d+%\])?$", said, re.M))),
+        tests=n_run,
         seconds=round(spent, 1),
     )
 
@@ -401,10 +528,7 @@ def main():
         late = "\n  not all tests had the time to run"
         print("\n".join(diff(m) + late * (not m["finished"]) for m in done if not m["caught"]))
         return
-    files = sorted(
-        {str(path.relative_to(REPO)) for pattern in MUTATED for path in REPO.glob(pattern)}
-    )
-    every = [mutant for name in files for mutant in mutants_of(name)]
+    every = [mutant for name in product_files() for mutant in mutants_of(name)]
     every = [mutant for mutant in every if mutant["file"].startswith(args.only)]
     drawn = random.Random(args.seed).sample(every, min(args.n, len(every)))
     decided = {key(m) for m in done if m["caught"] or m["finished"]}

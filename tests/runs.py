@@ -156,7 +156,9 @@ class Job:
     def last_step(self) -> int:
         return max((line["step"] for line in read_lines(f"{self.out}/metrics.jsonl")), default=0)
 
-    def until(self, condition, timeout=90):
+    # Limits end a deadlock; how fast a machine is that does other things as well is no matter of a
+    # test. A start of two ranks may take a minute there.
+    def until(self, condition, timeout=600):
         """Waits until condition() holds; a job that ends before fails the test."""
         deadline = time.monotonic() + timeout
         while True:
@@ -170,7 +172,7 @@ class Job:
     def until_step(self, step):
         self.until(lambda: self.last_step() >= step)
 
-    def end(self, within=120) -> int:
+    def end(self, within=600) -> int:
         """Waits until no process of the job is left; returns the launcher's status."""
         deadline = time.monotonic() + within
         while self.launcher.poll() is None or self.processes():

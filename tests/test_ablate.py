@@ -542,13 +542,14 @@ def test_more_runs_at_once_than_gpus_are_refused(monkeypatch):
         ablate.main("train_llama3.py --vary lr=1,2 --jobs 2 --nproc 2".split())
 
 
-def test_a_recipe_is_seeded_with_the_seeds_that_it_has(monkeypatch):
+def test_a_recipe_is_seeded_with_the_seeds_that_it_has(monkeypatch, capsys):
     monkeypatch.chdir(REPO)
     variants = {
         recipe: {"recipe": recipe, "flags": []} for recipe in ("grpo.py", "train_llama3.py")
     }
-    check_variants(variants, ablate.parse("--metric eval_reward".split())[0])
+    ablate.check_size(ablate.parse("--metric eval_reward --seeds 3".split())[0], "", variants)
     assert [variant["seeded"] for variant in variants.values()] == [["seed"], ["seed", "data_seed"]]
+    assert capsys.readouterr().out.splitlines()[-1] == "6 runs"  # two recipes with three seeds
 
 
 RENAMED = [
@@ -668,11 +669,11 @@ def test_a_study_continues_after_a_kill(tmp_path):
             time.sleep(0.1)
         process.send_signal(number)
         if number == signal.SIGKILL:
-            assert process.wait(timeout=120) == -9
+            assert process.wait(timeout=600) == -9
             closed.unlink()
         else:
             closed.unlink()  # it waits for its runs, which finish their step
-            assert process.wait(timeout=120) == 130
+            assert process.wait(timeout=600) == 130
         run(command(out, *flags), env=env)
         assert losses(out) == losses(tmp_path / "whole")
         rows = [
@@ -724,6 +725,7 @@ def test_a_fork_meets_a_commit(tmp_path):
     del study[2 + steps : 4 + steps]
     run([*study, "--only", f"old lr=1e-3/{APART}"])
     said = run(study)
+    assert "8 runs, with --tune\n" in said  # two variants: two seeds, and one for each of two rates
     assert "3 runs, " in said
     assert "old is best with lr=2e-2" in said
     assert "compare" not in said

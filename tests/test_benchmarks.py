@@ -252,7 +252,7 @@ def test_what_comes_of_a_row(tmp_path):
     code = {
         "well": f"open(out + '/metrics.jsonl', 'w').write(json.dumps({STEP | dict(step=6, step_time_s=1)}))",
         "fails": "sys.exit('ValueError: the reason\\nChildFailedError: a page\\n=====')",
-        "hangs": "time.sleep(100)",
+        "hangs": "time.sleep(600)",
     }
     found = {}
     for name, line in code.items():
@@ -262,12 +262,12 @@ def test_what_comes_of_a_row(tmp_path):
         found[name] = gpu_report.Row(
             name, f"python {tmp_path}/{name}.py {tmp_path}/report/rows/{name}", "", 1
         )
-        gpu_report.execute(found[name], tmp_path / "report", 3)
+        gpu_report.execute(found[name], tmp_path / "report", 10)
     assert [row.status for row in found.values()] == ["ok", "failed", "time limit"]
     assert found["well"].metrics["loss"] == 2.5
     assert found["well"].text == "float8: 14 linears"
     assert found["fails"].reason == "status 1: ValueError: the reason"
-    assert 3 <= found["hangs"].seconds < 20
+    assert 10 <= found["hangs"].seconds < 500
     report = dict(machine=machine_of(1), began="now", seconds=1.0, budget=60, size="--flavor 1B")
     text = gpu_report.markdown(report, list(found.values()))
     assert "| fails: failed | status 1: ValueError: the reason |" in text

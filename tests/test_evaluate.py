@@ -106,6 +106,7 @@ def results(capsys, folder, task, **flags) -> tuple[list[dict], dict]:
     out.unlink(missing_ok=True)
     evaluated(checkpoint=folder, task=task, out=str(out), **flags)
     *items, last = read_lines(out)
+    assert 0 <= last["summary"]["seconds"] < 3600
     assert [item["index"] for item in items] == list(range(len(items)))
     assert last["summary"]["n"] == len(items)
     assert f"({len(items)} line" in capsys.readouterr().out

@@ -276,15 +276,26 @@ def test_gradients_are_kept_whole_where_they_fit(flavor, ranks, GB, flags, alway
     assert found == always == ("gradients reduced after each" in layout.step_text(8192, found))
 
 
-def test_experts_are_shared_between_fewer_ranks_than_the_rest():
-    """30B-A3B on 8 ranks with --ep 8: each rank holds 16 of 128 experts whole, 58 GB of states,
-    beside 14 GB of gradients."""
+@pytest.mark.parametrize(
+    "degrees, GB",
+    [
+        # each rank holds 16 of 128 experts whole: 58 GB of states, beside 14 GB of gradients
+        (dict(dp_shard=8, ep=8), 141),
+        # two ranks share a quarter of every expert: 58 GB of states, beside 35 GB of gradients
+        (dict(dp_shard=2, tp=4, etp=4), 160),
+    ],
+    ids=str,
+)
+def test_experts_are_shared_between_fewer_ranks_than_the_rest(degrees, GB):
+    """30B-A3B on 8 ranks."""
     config = qwen3.FLAVORS["30B-A3B"]
+    layout = Layout(**degrees, global_batch_size=16, memory=int(GB * 1e9))
     with torch.device("meta"):
         model = qwen3.Qwen3(config)
         for block in model.blocks.values():
-            block.moe.experts = moe.Experts(config.n_experts // 8, config.dim, config.moe_ffn_dim)
-    layout = Layout(dp_shard=8, ep=8, global_batch_size=16, memory=int(141e9))
+            block.moe.experts = moe.Experts(
+                config.n_experts // layout.ep, config.dim, config.moe_ffn_dim // layout.etp
+            )
     assert reduces_always(model, layout, ParallelConfig())
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import re
 import resource
 
 import numpy as np
@@ -326,6 +327,11 @@ def test_validation_tells_each_part(sources, tmp_path):
     assert line["val_loss"] == pytest.approx(mean, abs=1e-6)
     assert parts["web"] != parts["code"]
     assert [line["data_epochs"].keys() for line in seen.lines] == [{"code", "web"}] * 2
+    for name, epochs in seen.lines[-1][
+        "data_epochs"
+    ].items():  # the start says how the run will end
+        promised = re.search(rf"^{name}: 50 % .* tokens, (\S+) epochs$", seen.printed, re.M)
+        assert promised[1] == f"{epochs:.3g}", seen.printed
     alone = observed(
         "train_llama3",
         dataclasses.replace(cfg, data=str(sources / "web"), out=str(tmp_path / "web")),

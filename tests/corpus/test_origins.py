@@ -108,9 +108,14 @@ def test_lines_of_text(tmp_path, monkeypatch):
     assert check_every_label(data, files_of_parts(cfg.data, cfg.cache_dir)[""], from_line) > 100
 
 
+@pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("kind", ["txt", "jsonl"])
-def test_lines_of_many_small_files(tmp_path, monkeypatch, kind):
-    """Many files share a shard: a place in the shard is a file and its line."""
+def test_lines_of_many_small_files(tmp_path, monkeypatch, kind, shared):
+    """Many files share a shard: a place in the shard is a file and its line. Not shared: as before
+    0.11, when each file had a shard of its own."""
+    if not shared:
+        one_each = lambda pieces, size: [[piece] for piece in pieces]  # noqa: E731
+        monkeypatch.setattr(corpus.build, "share_shards", one_each)
     monkeypatch.setattr(corpus.build, "piece_size", lambda paths: 4000)
     monkeypatch.setattr(corpus.origins, "piece_size", lambda paths: 4000)
     for i in range(70):
@@ -122,7 +127,10 @@ def test_lines_of_many_small_files(tmp_path, monkeypatch, kind):
             (tmp_path / f"{i:02}.txt").write_text("\n".join(texts) + "\n")
     cfg = DataConfig(data=str(tmp_path), cache_dir=str(tmp_path / "cache"))
     data = open_data(cfg, 64)
-    assert 3 < len(data.entries["train"]) < 40
+    if shared:
+        assert 3 < len(data.entries["train"]) < 40
+    else:
+        assert len(data.entries["train"]) >= 60
 
     def from_place(file, place):
         if kind == "jsonl":

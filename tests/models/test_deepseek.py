@@ -460,6 +460,10 @@ def test_layers_of_multi_token_prediction_in_files(tmp_path, capsys):
     trained = model_of(grpo.Config(init_from=full), c.vocab_size)[1]
     assert c.mtp_depth == 1
     assert trained == replace(with_mtp.config, mtp_depth=0)
+    splits = grpo.Config(init_from=full, tp=2)
+    refuses("--tp 2: tp cannot split DeepSeek's rollouts", model_of, splits, c.vocab_size)
+    for elsewhere in (dict(engine="vllm:1"), dict(gen_ranks=1)):
+        model_of(replace(splits, **elsewhere), c.vocab_size)
 
     plain = normal(DeepSeek(replace(c, mtp_depth=0)), seed=5)
     assert hf.load_hf(plain, full) == []

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -210,7 +211,7 @@ def test_initial_weights_are_those_of_earlier_versions(flavor, changes):
 def test_blocks_are_drawn_side_by_side(monkeypatch):
     """Two threads on two cores: each call waits until the other is there too. Four cores of two
     processes are two as well."""
-    both = threading.Barrier(2, timeout=30)
+    both = threading.Barrier(2, timeout=600)
     draw = parallel.draw_block
     monkeypatch.setattr(parallel, "draw_block", lambda *args: (both.wait(), draw(*args)))
     for cores, processes in ((2, 1), (4, 2)):
@@ -392,6 +393,14 @@ def test_what_cannot_fit_memory_is_refused_with_the_numbers(
     monkeypatch.setattr(distributed.checks, "host_memory", lambda: needs - 1)
     numbers = rf"at least {needs / 1e9:.1f} GB .*there are {(needs - 1) / 1e9:.1f} GB; .*--dp_shard"
     refuses(numbers, check_model, *given)
+    if local == 2 and not cfg.cpu_offload:  # a GPU holds one process, however many a host has
+        layout = replace(layout, device=torch.device("cuda"))
+        given = (model, layout, *given[2:])
+        gpu = SimpleNamespace(total_memory=needs // 2 + 1)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+        check_model(*given)
+        gpu.total_memory = needs // 2 - 1
+        refuses("each device would need .*--cpu_offload", check_model, *given)
 
 
 def test_host_memory_is_that_of_the_tightest_control_group(monkeypatch):
@@ -937,7 +946,7 @@ def test_vocab_parallel_loss(monkeypatch, dtype):
     then combines."""
     monkeypatch.setitem(models.loss.CHUNK_ELEMENTS, "cpu", 1)
     h, weight, labels = loss_problem(dtype=dtype)
-    meeting = threading.Barrier(2, timeout=30)
+    meeting = threading.Barrier(2, timeout=600)
     offered = [None, None]
     losses = [None, None]
     grads = [None, None]

@@ -172,7 +172,7 @@ def test_rows_go_on_while_another_waits_for_its_reply():
     model, went_on, late = sharp_model(LONG), Event(), []
 
     def answer():
-        late.append(not went_on.wait(20))
+        late.append(not went_on.wait(600))
         return [20, 21]
 
     def reply(s, in_thread=True):

@@ -49,7 +49,7 @@ def test_a_program_can_harm_nobody(tmp_path, name):
             HOSTILE[name].format(folder=tmp_path, port=server.getsockname()[1]),
         )
         assert code_task.run(program) is None
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < 300
     # only the root file system is read-only
     own_mount = os.stat(tmp_path).st_dev != os.stat("/").st_dev
     assert os.listdir(tmp_path) == ["mine"] or own_mount

@@ -31,12 +31,12 @@ def test_a_reward_that_hangs_is_given_up_and_the_others_go_on():
             results = paid(
                 lambda prompt, text: float(text != "hang" or release.wait()),
                 ["hang", "a", "hang", "b", "hang"],
-                reward_timeout_s=0.3,
+                reward_timeout_s=1.0,  # `a` and `b` must end within it, on a busy machine too
                 reward_threads=n,
             )
             assert [results[1], results[3]] == [1.0, 1.0]
             assert threading.active_count() > 3 * n
-            late = "no reward for prompt '1 2', completion 'hang': it takes longer than --reward_timeout_s 0.3"
+            late = "no reward for prompt '1 2', completion 'hang': it takes longer than --reward_timeout_s 1"
             assert [str(r) for r in results[::2]] == [late] * 3
         ended = paid(
             lambda prompt, text: float(release.wait()),
@@ -66,11 +66,11 @@ def test_an_endless_loop_is_ended():
     before = threading.active_count()
     for n in (1, 3):
         results = paid(
-            reward, ["loop", "a", "stubborn", "b"], reward_timeout_s=0.2, reward_threads=n
+            reward, ["loop", "a", "stubborn", "b"], reward_timeout_s=1.0, reward_threads=n
         )
         assert [results[1], results[3]] == [1.0, 1.0]
         assert "longer than" in results[0]
-    for _ in range(100):
+    for _ in range(6000):
         if threading.active_count() == before:
             break
         time.sleep(0.1)
@@ -97,7 +97,7 @@ def test_threads_give_the_rewards_of_one():
 
 def test_together_is_shorter():
     """Waiting rewards wait at the same time: the last of 16 to arrive releases all."""
-    barrier = threading.Barrier(16, timeout=60)
+    barrier = threading.Barrier(16, timeout=600)
     assert (
         paid(lambda prompt, text: float(barrier.wait() >= 0), ["x"] * 16, reward_threads=16)
         == [1.0] * 16
@@ -187,7 +187,7 @@ def test_a_run_with_rewards_that_fail(tmp_path, processes, flags):
         0,
         *flags,
         "--reward_timeout_s",
-        0.1,
+        1.5,
     ]
     said = run(processes, *flags, "--failed_reward", -0.5, "--out", tmp_path / "run")
     assert re.search(

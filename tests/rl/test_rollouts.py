@@ -4,7 +4,11 @@ against rl/rollouts.py."""
 import dataclasses
 import json
 import math
+import multiprocessing
+import os
+import resource
 import shutil
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -30,7 +34,7 @@ from policy import (
     trainer_of,
 )
 from pool import pool
-from runs import Job
+from runs import Job, json_lines
 from saves import refuses
 from torch.distributed.tensor import DTensor
 
@@ -87,7 +91,7 @@ def test_rewards_begin_while_other_samples_go_on(monkeypatch, kind):
     add = rollouts.Payments.add
     monkeypatch.setattr(rollouts.Payments, "add", lambda *args: (add(*args), added.set()))
     model.register_forward_pre_hook(
-        lambda *_: seen.append(begun.wait(30)) if added.is_set() else None
+        lambda *_: seen.append(begun.wait(600)) if added.is_set() else None
     )
     cfg = Config(rollout_rows=3, max_new_tokens=9, seq_len=16)
     layout = SimpleNamespace(world_size=1, data_rank=0, data_ranks=1, cp=1, tp=1, ep=1, rank=0)
@@ -310,7 +314,7 @@ def test_separate_generators_equal_the_emulation(tmp_path, k):
         "--env",
         tmp_path / "env_waiting.py",
         "--reward_timeout_s",
-        100,
+        600,
         "--steps",
         k + 2,
         "--async_steps",
@@ -387,6 +391,26 @@ def test_a_full_disk_at_samples_ends_no_run(tmp_path, capsys):
     messages.keep_samples(cfg, 3, [Sample(prompt=[1], text="b")], text)
     said = f"step 3: {tmp_path}/samples.jsonl cannot be written (No space left on device): "
     assert capsys.readouterr().out == f"{said}its samples are left out\n"
+
+
+def keep_beyond_the_limit(out, text):
+    cfg = Config(out=out, log_samples=1)
+    messages.keep_samples(cfg, 1, [Sample(prompt=[1], text="b")], text)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    size = os.path.getsize(f"{out}/samples.jsonl")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, resource.RLIM_INFINITY))
+    messages.keep_samples(cfg, 2, [Sample(prompt=[1], text="b")], text)
+
+
+def test_samples_are_written_whole_or_not_at_all(tmp_path):
+    text = SimpleNamespace(tokenizer=SimpleNamespace(decode=lambda ids, skip_special_tokens: "a"))
+    process = multiprocessing.get_context("fork").Process(
+        target=keep_beyond_the_limit, args=(str(tmp_path), text)
+    )
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    assert [line["step"] for line in json_lines(tmp_path / "samples.jsonl")] == [1]
 
 
 def test_a_clip_is_refused_for_a_loss_that_clips_nothing(monkeypatch, tmp_path):
@@ -504,7 +528,7 @@ def test_trainer_and_generator_meet_at_the_start(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(store.port))
     cfg, numbers = (
-        SimpleNamespace(gen_ranks=1, init_timeout_s=5, rollout_timeout_s=9),
+        SimpleNamespace(gen_ranks=1, init_timeout_s=600, rollout_timeout_s=600),
         [torch.zeros(1), torch.ones(1)],
     )
 

@@ -45,6 +45,21 @@ MOE, MTP = layouts.KINDS["qwen3_moe"], layouts.KINDS["mtp"]
 WORDS = dict(LORA=LORA, ALL=ALL, MLA=MLA)  # in the rows of layouts.txt
 
 
+def test_an_adapter_is_scaled_by_alpha_over_rank():
+    """Measured at a linear, so that a wrong scale is not only a gradient norm in the sixth digit."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 6, bias=False))
+    base = model[0].weight.detach().clone()
+    lora.lora.add_adapters(model, ["0"], rank=4, alpha=6)
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+    adapter = x @ model[0].lora_a.weight.T @ model[0].lora_b.weight.T
+    scale = (((model(x) - x @ base.T) * adapter).sum() / adapter.square().sum()).item()
+    assert scale == pytest.approx(6 / 4, rel=1e-5), (
+        f"B A x is added {scale:.4g} times, not lora_alpha / lora_rank = 6 / 4 times"
+    )
+    merged = (model[0].merged() - base) / (model[0].lora_b.weight @ model[0].lora_a.weight)
+    assert merged.median().item() == pytest.approx(6 / 4, rel=1e-3), "the merged weight"
+
+
 @pytest.mark.parametrize(
     "row",
     [

@@ -1,49 +1,43 @@
 """README.md of an export: says what the run and its files say, in --export_hf and in to_hf alike."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
+
+from runs import REPO, launch, run
 
 from flags import VERSION
 from storage.model_card import write_card
 
-REPO = Path(__file__).parents[2]
 DATA = {"data_sha256": "ab12", "n_tokens": 34091, "tokenizer_sha256": "cd34"}
 ABOUT = {"step": 12, "identity": {"model": {"class": "Llama3"}, "data": DATA}}
 
 
-def start(*words):
-    done = subprocess.run([sys.executable, *words], cwd=REPO, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def test_an_edited_metrics_file_makes_no_export_fail(tmp_path):
+    """Before, a line that is no object failed the export at the end of a training."""
+    file = tmp_path / "metrics.jsonl"
+    lines = ["[1]", '"x"', '{"step": 2, "loss": "x"}', '{"step": 1, "loss": 2.5}', '{"step": 2,']
+    file.write_bytes("\n".join(lines).encode() + b"\xff\n")
+    assert "- training loss, last logged step: 2.5000" in write_card(
+        ABOUT, {}, str(file), "float32"
+    )
 
 
 def test_both_exports_of_a_run(tmp_path):
     (tmp_path / "book.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
-    run = tmp_path / "run"
-    tiny = (
-        "--model_args dim=32,n_layers=1,n_heads=2,n_kv_heads=2 --seq_len 32 --steps 2 --val_every 2"
-    )
-    start(
-        "train_llama3.py",
-        *tiny.split(),
-        "--data",
-        str(tmp_path / "book.txt"),
-        "--cache_dir",
-        str(tmp_path / "cache"),
-        "--out",
-        str(run),
-        "--export_hf",
-        str(tmp_path / "last"),
-    )
-    start("checkpoint.py", "to_hf", str(run), str(tmp_path / "later"))
+    out = tmp_path / "run"
+    command = f"--data {tmp_path}/book.txt --cache_dir {tmp_path}/cache --out {out} --steps 2 "
+    command += "--model_args dim=32,n_layers=1,n_heads=2,n_kv_heads=2 --seq_len 32 --val_every 2"
+    recipe = launch(1, "train_llama3.py", *command.split())
+    run([*recipe, "--export_hf", tmp_path / "last"])
+    run(launch(1, "checkpoint.py", "to_hf", out, tmp_path / "later"))
+    # the run is finished: this start trains nothing, and its flags have trained nothing
+    said = run([*recipe, "--export_hf", tmp_path / "again", "--lr", 0.7, "--log_every", 7])
+    assert "loss" not in said
     last = (tmp_path / "last/README.md").read_text()
-    later = (tmp_path / "later/README.md").read_text()
-    assert later == last
+    for other in ("later", "again"):
+        assert (tmp_path / other / "README.md").read_text() == last, other
 
-    state = json.loads((run / "checkpoints/step-2/state.json").read_text())
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    state = json.loads((out / "checkpoints/step-2/state.json").read_text())
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     data = state["identity"]["data"]
     known = [
         "trained by `train_llama3.py`",

@@ -79,16 +79,31 @@ def test_an_out_that_is_no_folder(tmp_path):
 def hold_lock(out, ready):
     lock_run(str(out))
     ready.set()
-    time.sleep(60)
+    time.sleep(3600)  # until it is killed
+
+
+@pytest.mark.parametrize("name", [".lock", "config.json", "metrics.jsonl", "checkpoints"])
+def test_what_lies_where_a_run_writes_is_refused(tmp_path, name):
+    """A pipe would be read without end; a dangling link is a disk that is not mounted, and the run
+    would begin at step 0 and save nothing."""
+    place = tmp_path / name
+    place.symlink_to(tmp_path / "not" / "there")
+    refuses(f"{place} is no f", lock_run, str(tmp_path))
+    place.unlink()
+    place.symlink_to(place)
+    refuses(f"{place} is no f", lock_run, str(tmp_path))
+    place.unlink()
+    os.mkfifo(place)
+    refuses(f"{place} is no f", lock_run, str(tmp_path))
 
 
 def test_lock(tmp_path, monkeypatch):
     # calls only lock_run, so a copy of this process will do
     fork = multiprocessing.get_context("fork")
     ready = fork.Event()
-    holder = fork.Process(target=hold_lock, args=(tmp_path, ready))
+    holder = fork.Process(target=hold_lock, args=(tmp_path, ready), daemon=True)
     holder.start()
-    assert ready.wait(30)
+    assert ready.wait(600)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     refuses(f"in use by process {holder.pid} on", lock_run, str(tmp_path))
     monkeypatch.setenv("RANK", "1")
@@ -103,7 +118,7 @@ def end_with_a_checkpoint(out, saved, ready, waiting):
     lock_run(str(out))
     ready.set()
     for rank_waits in waiting:
-        rank_waits.wait(30)
+        rank_waits.wait(600)
     os.rename(saved / "checkpoints", out / "checkpoints")
 
 
@@ -138,14 +153,14 @@ def test_a_start_that_waits_for_the_lock_keeps_the_batch_of_the_checkpoint_that_
         target=end_with_a_checkpoint, args=(out, tmp_path / "saved", ready, waiting)
     )
     holder.start()
-    assert ready.wait(30)
+    assert ready.wait(600)
     ranks = []
     for rank in (1, 0):
         ranks.append(fork.Process(target=start_with, args=(cfg, rank, found, waiting[rank])))
     for process in ranks:
         process.start()
     # from the run on one process; 8 in a new run
-    assert [found.get(timeout=60), found.get(timeout=60)] == [4, 4]
+    assert [found.get(timeout=600), found.get(timeout=600)] == [4, 4]
     assert waiting[0].is_set()
     assert waiting[1].is_set()
     for process in (holder, *ranks):

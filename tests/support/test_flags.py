@@ -122,8 +122,8 @@ def places(tmp_path_factory):
     )
     for name, code in (
         ("broken", "1.0 if len(completion) % 2 else None"),
-        ("slow", "completion != 'slow' or time.sleep(0.6) or False"),
-        ("threads", "quick.wait(2) if completion == 'slow' else quick.set() is not None"),
+        ("slow", "completion != 'slow' or time.sleep(3) or False"),
+        ("threads", "quick.wait(4) if completion == 'slow' else quick.set() is not None"),
     ):
         (folder / f"{name}.py").write_text(own + code + "\n")
     for name, begin in (("sums", 0), ("sums2", 50)):
@@ -997,7 +997,7 @@ def _(new, old):
     assert "no reward" in old.error
 
 
-@rl("reward_timeout_s", 0.2, payments, env="<slow>")
+@rl("reward_timeout_s", 1.0, payments, env="<slow>")
 def _(new, old):
     assert new == ["late", 1.0]
     assert old == [0.0, 1.0]

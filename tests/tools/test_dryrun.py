@@ -245,6 +245,14 @@ def test_1f1b_holds_as_many_microbatches_as_ranks_are_behind():
     ]
 
 
+def test_activations_are_kept_from_forward_to_the_end_of_backward():
+    """Also where the peak is not at the start, and a backward in halves: I and W."""
+    step = {("activations", 0): 10, ("activations", 1): 1}
+    row = [(kind, 0, m) for m, kind in enumerate("FBFIFWF")]
+    assert dryrun.in_flight(row, [0, 1], step) == 20
+    assert dryrun.in_flight([*row, ("F", 1, 0)], [0, 1], step) == 21
+
+
 # ---------------------------------------------------------------- --explain
 
 

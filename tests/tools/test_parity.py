@@ -25,8 +25,10 @@ from tools.parity.compare import (
     OTHERS,
     Run,
     Step,
+    compare_step,
     compare_validation,
     has_validation,
+    limits_of,
     read_run,
 )
 from tools.reports.options import with_report_flags
@@ -157,6 +159,55 @@ def test_a_first_gradient_of_an_unknown_optimizer_has_the_usual_limit():
     )
 
 
+def test_an_update_that_is_off_in_most_elements_is_no_rounding():
+    """A hundredth of the small elements, beside one that is a hundred times as large: the norm of
+    the difference is nothing beside that of the whole, but rounding would not meet them all. A
+    gradient has no such limit: what is small in it may be rounding of what is large."""
+    updates = [torch.tensor([100.0] + [small] * 8) for small in (1.0, 1.01)]
+    one, off = steps_of().steps[2], steps_of().steps[2]
+    one.update = {"w": updates[0]}
+    off.update = {"w": updates[1]}
+    problems, _ = compare_step(one, off, limits_of(2, LATER["adamw"]))
+    assert [problem.split(" by ")[0] for problem in problems] == ["the update of w"]
+    assert compare_step(one, off, limits_of(3, LATER["adamw"]))[0] == []
+    one.gradient = one.update
+    off.gradient = off.update
+    off.update = one.update
+    assert compare_step(one, off, limits_of(2, LATER["adamw"]))[0] == []
+
+
+def choices(scores: list[list[float]]) -> dict:
+    """What a rank records of a layer in which each token takes the one expert with the highest
+    score: two sequences of two tokens."""
+    scores = torch.tensor(scores)
+    chosen = (scores == scores.amax(-1, keepdim=True)).float()
+    both = torch.cat([scores, chosen], -1)
+    return dict(
+        rank=0,
+        degrees=dict.fromkeys(("pp", "dp_replicate", "dp_shard", "cp", "tp"), 1),
+        has_experts=True,
+        rounds=False,
+        choices=[("blocks.1", ["a", "b"], both)],
+    )
+
+
+@pytest.mark.parametrize("gap, equal", [(1e-6, True), (0.1, False)])
+def test_a_token_that_chose_another_expert_is_told_and_judged_by_its_margin(gap, equal, capsys):
+    one = steps_of()
+    layout = steps_of()
+    for n in one.steps:
+        one.steps[n].ranks = [choices([[1, 0], [0, 1], [1, 1 - gap], [1, 0]])]
+        layout.steps[n].ranks = [choices([[1, 0], [0, 1], [1 - gap, 1], [1, 0]])]
+    first = parity.print_comparison(one, layout, LATER["adamw"])
+    sentence = "step 1: 1 of 4 tokens chose other experts in blocks.1: margin"
+    assert sentence in capsys.readouterr().out
+    if equal:
+        assert first == ""
+    else:
+        assert first.startswith(sentence)
+        assert first.endswith("more than rounding")
+
+
 @pytest.mark.parametrize(
     "text, layouts",
     [
@@ -276,6 +327,18 @@ def test_state_that_the_recipe_saves_is_not_called_lost(monkeypatch):
     continued["seen, a variable of main"] = state_at(0)["seen, a variable of main"]
     lost = loop_state.lost_state(state_at(0), state_at(2), continued)
     assert lost == ["seen, a variable of main"]
+
+
+def test_state_that_holds_itself_has_a_digest():
+    state = [1.0]
+    state.append(state)
+    before = loop_state.digest(state)
+    state[0] = 2.0
+    assert loop_state.digest(state) != before
+    deep = [[[[[1.0]]]]]
+    before = loop_state.digest(deep)
+    deep[0][0][0][0][0] = 2.0
+    assert loop_state.digest(deep) == before  # deeper than it looks
 
 
 @pytest.mark.parametrize(

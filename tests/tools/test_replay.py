@@ -3,11 +3,13 @@ text that made a spike is found with its file and line."""
 
 import hashlib
 import json
+import math
 import random
 import re
 from collections import Counter
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from corpus.origins import find_origin, spans_of
 from data import open_data
 from flags.files import read_json
 from storage.saved import load_model
+from tools.parity.replay import compare_with_log
 from tools.parity.sequences import read_sequence
 from tools.reports.options import run_report
 
@@ -172,6 +175,26 @@ def test_another_layout_says_the_same(spiked, flags):
         assert two[row][-1] == document
         assert two[row][1] == pytest.approx(loss, abs=1e-3), text
         assert two[row][2:-1] == pytest.approx(tuple(rest), rel=2e-2, abs=0.2), text
+
+
+@pytest.mark.parametrize(
+    "logged, computed, words",
+    [
+        ((2.0, 0.5), (2.0, 0.5), "as logged, to the bit"),
+        ((2.0, 0.5), (2.002, 0.5), "loss logged as 2, 1.0e-03 apart, norm as logged"),
+        ((2.0, 0.5), (math.nan, 0.5), "loss logged as 2.0, norm as logged"),
+        ((2.0, None), (2.0, 0.5), "loss as logged, norm logged as None"),
+        (None, (2.0, 0.5), "metrics.jsonl has no line of it"),
+    ],
+)
+def test_a_step_that_is_not_as_logged_says_by_how_much(logged, computed, words):
+    logs = {}
+    if logged:
+        logs[4] = dict(zip(("loss", "grad_norm"), logged, strict=True))
+    as_it_was = SimpleNamespace(logged=logs, layout="--tp 2")
+    said = compare_with_log(as_it_was, 4, *computed)
+    assert said.startswith(f"the loss of step 4 is {computed[0]:.6g} and its gradient norm 0.5")
+    assert words in said
 
 
 @pytest.mark.slow
