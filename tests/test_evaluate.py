@@ -109,7 +109,9 @@ def results(capsys, folder, task, **flags) -> tuple[list[dict], dict]:
     assert 0 <= last["summary"]["seconds"] < 3600
     assert [item["index"] for item in items] == list(range(len(items)))
     assert last["summary"]["n"] == len(items)
-    assert f"({len(items)} line" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert re.search(rf"^{re.escape(str(task))}: \d+ .* tokens at once \|", said, re.M), said
+    assert f"({len(items)} line" in said
     return items, last["summary"]
 
 
