@@ -6,6 +6,8 @@ compares them in pairs.
     python ablate.py --variant "old: train_llama3.py@v1.0" --variant "new: train_mine.py --alpha 0.1" --until 0.02
     python ablate.py train_llama3.py --vary optimizer=adamw,muon --tune lr=1e-3,3e-3,1e-2     # each at its own best rate
     python ablate.py --report runs/ablate                                     # the report again, without any run
+    python ablate.py --watch runs/llama3 runs/mine                            # curves of runs in the terminal, while they train
+    python ablate.py --watch runs/llama3 runs/mine --picture curves.png       # all their curves on one page
 
 Seed i sets --seed and --data_seed of all variants: equal initial weights and equal batches, so that
 the difference of two runs says more than two losses would. All flags not listed below go to every
@@ -24,13 +26,15 @@ import shlex
 import signal
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from distributed.refusals import refuse
 from flags.config import Parser, check_range, usage_error
-from flags.files import check_local, read_json, write_file
+from flags.files import check_local, check_writable, read_json, write_file
 from storage.resume import lock_run
 from tools.study.report import costs_of, markdown, report_study
 from tools.study.runs import run_all
@@ -60,7 +64,7 @@ LOW_IS_GOOD = "loss|bits_per_byte|memory_gib|time_s"
 
 
 # ---------------------------------------------------------------- the command line
-def add_variant_flags(add) -> None:
+def add_variant_flags(add: Callable) -> None:
     """What is compared. add: add_argument of a parser."""
     add(
         "--vary",
@@ -111,7 +115,7 @@ def add_variant_flags(add) -> None:
     )
 
 
-def add_study_flags(add) -> None:
+def add_study_flags(add: Callable) -> None:
     """How variants are compared, and where the runs are made. add: add_argument of a parser."""
     add("--seeds", type=int, default=3, help="runs of each variant [default: 3]")
     add(
@@ -161,6 +165,18 @@ def add_study_flags(add) -> None:
         help="make this run alone, and no report: for many machines that share --out",
     )
     add(
+        "--watch",
+        nargs="+",
+        default=[],
+        metavar="RUN",
+        help="draw the curves of these runs, or of a study, in the terminal while they train",
+    )
+    add(
+        "--picture",
+        metavar="FILE",
+        help="with --watch: draw their curves once, on one page (.png, .svg or .pdf)",
+    )
+    add(
         "--report",
         "--collect",
         metavar="FOLDER",
@@ -168,7 +184,7 @@ def add_study_flags(add) -> None:
     )
 
 
-def parse(argv) -> tuple[argparse.Namespace, list[str]]:
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """(our flags and `recipes`, the words before the first flag; the flags for every run)."""
     parser = Parser(usage=argparse.SUPPRESS, description=__doc__)
     add_variant_flags(parser.add_argument)
@@ -197,7 +213,7 @@ def good_direction(metric: str) -> str:
     )
 
 
-def check_numbers(args) -> None:
+def check_numbers(args: argparse.Namespace) -> None:
     """Refuse wrong values of our own flags, and fill in --jobs."""
     check_range(args, 1, math.inf, "nproc", "tune_seeds")
     check_range(args, 1, APART, "seeds", "max_seeds")
@@ -260,7 +276,7 @@ def check_numbers(args) -> None:
         args.jobs = max(1, devices // args.nproc)
 
 
-def check_all(args, common: list[str]) -> dict[str, dict]:
+def check_all(args: argparse.Namespace, common: list[str]) -> dict[str, dict]:
     """{size: checked variants}; without --ladder a single size, "". Prints what the runs cost."""
     variants = variants_of(args, common)
     if not args.ladder:
@@ -275,7 +291,7 @@ def check_all(args, common: list[str]) -> dict[str, dict]:
     return sizes
 
 
-def check_size(args, size: str, variants: dict[str, dict]) -> None:
+def check_size(args: argparse.Namespace, size: str, variants: dict[str, dict]) -> None:
     """Check the variants of one size, with every value of --tune, and set their steps. Prints what
     the runs cost."""
     check_variants(variants, args)
@@ -307,7 +323,7 @@ def check_size(args, size: str, variants: dict[str, dict]) -> None:
 
 
 # ---------------------------------------------------------------- studies
-def open_study(args, folder: Path, variants: dict, **settings) -> dict:
+def open_study(args: argparse.Namespace, folder: Path, variants: dict, **settings: Any) -> dict:
     """The study in a folder, new or continued. Changes that would make the runs incomparable are
     refused."""
     path = folder / "study.json"
@@ -339,7 +355,9 @@ def open_study(args, folder: Path, variants: dict, **settings) -> dict:
     return study
 
 
-def run_apart(args, folder: Path, variants: dict, stopping: list, **settings) -> dict:
+def run_apart(
+    args: argparse.Namespace, folder: Path, variants: dict, stopping: list, **settings: Any
+) -> dict:
     """Run all variants with seeds that no comparison uses, and return the study."""
     study = open_study(
         args, folder, variants, first_seed=APART, until=None, max_seeds=0, **settings
@@ -352,7 +370,7 @@ def run_apart(args, folder: Path, variants: dict, stopping: list, **settings) ->
     return study
 
 
-def measure_seconds(args, folder: Path, variants: dict, stopping: list) -> None:
+def measure_seconds(args: argparse.Namespace, folder: Path, variants: dict, stopping: list) -> None:
     """Add to each variant the median "seconds" of a step, from a run of 12 steps."""
     short = ["--steps=12", "--val_every=0", "--checkpoint_every=0", "--log_every=1"]
     timed = candidates_of(variants, [("timing", short)])
@@ -365,7 +383,7 @@ def measure_seconds(args, folder: Path, variants: dict, stopping: list) -> None:
         variants[name.removesuffix(" timing")]["seconds"] = statistics.median(seconds or [0])
 
 
-def tune(args, folder: Path, variants: dict, stopping: list) -> list[str]:
+def tune(args: argparse.Namespace, folder: Path, variants: dict, stopping: list) -> list[str]:
     """Add the best flag of --tune to each variant, by runs with other seeds than the comparison's.
     Returns lines to report."""
     grid = grid_of("--tune", [args.tune])
@@ -381,7 +399,9 @@ def tune(args, folder: Path, variants: dict, stopping: list) -> list[str]:
     return said
 
 
-def run_study(args, size: str, sizes: int, variants: dict, stopping: list) -> bool:
+def run_study(
+    args: argparse.Namespace, size: str, sizes: int, variants: dict, stopping: list
+) -> bool:
     """Make the missing runs of a study, and its report. Returns whether all runs ended well. sizes:
     how many intervals share an error of 5 % with those of this study: 1 without --ladder; with
     --ladder one for each size, and one for the extrapolation."""
@@ -413,10 +433,41 @@ def run_study(args, size: str, sizes: int, variants: dict, stopping: list) -> bo
     return False
 
 
-def main(argv) -> int:
+def show_runs(args: argparse.Namespace, common: list[str]) -> int:
+    """--watch, and --picture: of runs that are there. Returns the exit status."""
+    from tools.reports.curves import draw_runs, find_runs, read_curves, watch_runs
+
+    others = [*args.recipes, *common]
+    refuse(
+        [
+            (
+                not args.watch,
+                f"--picture {args.picture} draws the runs of --watch: add --watch RUN RUN",
+            ),
+            (bool(others), f"--watch shows runs and starts none: leave out {' '.join(others)}"),
+        ]
+    )
+    if args.picture:
+        check_writable(args.picture, "--picture")
+        if Path(args.picture).suffix not in (".png", ".svg", ".pdf"):
+            raise ValueError(f"--picture {args.picture}: need a .png, .svg or .pdf")
+        runs = [read_curves(name, path) for name, path in find_runs(args.watch).items()]
+        said = draw_runs(runs, args.picture)
+        print(said)
+        return int(not os.path.exists(args.picture))
+    try:
+        watch_runs(args.watch)
+    except KeyboardInterrupt:
+        print()
+    return 0
+
+
+def main(argv: list[str]) -> int:
     args, common = parse(argv)
     if args.report:
         return int(not report_study(args.report))
+    if args.watch or args.picture:
+        return show_runs(args, common)
     args.gpus = torch.cuda.device_count()
     check_numbers(args)
     if args.noise:
@@ -454,5 +505,5 @@ def main(argv) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # OSError: a full disk; the runs that ended are kept
         usage_error(error)

@@ -33,9 +33,11 @@ storage/resume.py checks an earlier run in --out at a start.
 
 import flags.interrupt  # noqa: F401  Ctrl-C ends in one line, from here on
 
+import math
 import os
 import sys
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
 from functools import partial
 from typing import Literal
@@ -54,7 +56,7 @@ from storage.provenance import check_machines, code_roots, git_commit, local_cod
 from storage.run_tensors import RunTensors
 from storage.source_tokenizer import has_new_ids, ids_of_run
 from storage.unsaved import Unsaved
-from storage.writer import Writer, layout_in_manifest
+from storage.writer import Writer, describe_room, layout_in_manifest
 
 # Conditions without which a flag has no effect: see flags/config.py
 INIT = Need("without --init_from", lambda c: c.init_from)
@@ -93,7 +95,7 @@ class CheckpointConfig:
 
 
 # --- The contents of a checkpoint ---
-def loaded_later(cfg: CheckpointConfig, out: str):
+def loaded_later(cfg: CheckpointConfig, out: str) -> Callable[[str], bool]:
     """A function: fqn -> whether Checkpoints.load will overwrite the parameter.
     parallel.init_weights need not draw those."""
     ours = resume_source(out, cfg.init_from, cfg.load_step)
@@ -193,10 +195,33 @@ class Checkpoints:
             after_save=cfg.after_save,
             load_only=cfg.load_only,
         )
+        if saves and config.get("steps"):
+            room = describe_room(
+                out, self.size(optimizers), self.saves_to_come(), cfg.keep_latest_k
+            )
+            if room:
+                self.say(room)
         for optimizer in optimizers:
             # No weight may change during a copy. The optimizer waits by itself, so no training loop
             # has to.
             optimizer.register_step_pre_hook(self.before_step)
+
+    def size(self, optimizers: list) -> float:
+        """Bytes of a checkpoint, about: the weights that it holds, and a moment or two of those that
+        are trained. Of all pipeline stages, each of which is on equally many ranks."""
+        n_bytes = sum(p.numel() * p.itemsize for p in self.run.params.values())
+        for optimizer in optimizers:
+            moments = 1
+            if "betas" in optimizer.defaults:
+                moments = 2
+            for group in optimizer.param_groups:
+                n_bytes += moments * sum(p.numel() * p.itemsize for p in group["params"])
+        total = sum(gather(n_bytes, self.group)) * self.flags.get("pp", 1)
+        return total / self.writer.world_size + self.writer.size_beside()
+
+    def saves_to_come(self) -> int:
+        done = max((step for step, _ in step_folders(self.out)), default=0)
+        return math.ceil(max(self.flags["steps"] - done, 0) / self.flags["checkpoint_every"])
 
     def before_step(self, *_) -> None:
         self.has_trained = True
@@ -245,7 +270,7 @@ class Checkpoints:
 
         False: nothing was saved, one line has said why, and older checkpoints are untouched; the
         last save of a run raises
-        RuntimeError instead. With checkpoint_async save() returns as soon as the copy to CPU memory
+        Failed instead. With checkpoint_async save() returns as soon as the copy to CPU memory
         has begun.
         """
         if self.cfg.load_only:
@@ -260,8 +285,9 @@ class Checkpoints:
                 step, about, lambda: self.run.named(not model_only, saving=True)
             )
             if last and not saved:
-                raise RuntimeError(
-                    f"the last checkpoint, step {step}, could not be saved to {self.out}"
+                raise Failed(
+                    f"the last checkpoint, step {step}, could not be saved to {self.out}: "
+                    f"{self.writer.why_not}"
                 )
             return saved
         tensors = self.run.named(not model_only, saving=True)

@@ -4,6 +4,7 @@ data_seed, cursor) alone.
     python data.py stdlib                       # the built-in corpus: the sources of Python's standard library, into the cache
     python data.py tokenizer --input a.txt b.jsonl --vocab_size 8192 --out tokenizer.json      # a byte-level BPE of your own
     python data.py prepare --input a.txt b.jsonl --tokenizer tokenizer.json --out tokens       # then train with --data tokens
+    python data.py prepare --from_datasets roneneldan/TinyStories --tokenizer tokenizer.json --out tokens/stories   # read once
     python data.py show chat.jsonl --tokenizer HUGGING_FACE_FOLDER      # conversations as they will be trained, see below
     python data.py check tokens                 # is every byte as it was written? exit status 0 or 1
 
@@ -23,7 +24,7 @@ import flags.interrupt  # noqa: F401  Ctrl-C ends in one line, from here on
 import hashlib
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -34,7 +35,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from corpus.cache import cache_folder, cached_corpus, parse_mixture
+from corpus.cache import Part, cache_folder, cached_corpus, parse_mixture
 from corpus.shards import MASKED, array_of, check_arrays, is_shards, opened_array, read_index
 from corpus.special import NEW_TOKENIZER, TextSource, find_tokenizer
 from corpus.tokenizer import bytes_of_tokens, load_tokenizer, tokens_beside
@@ -150,7 +151,7 @@ def to_tensors(
     return tensors
 
 
-def prefetch(batches, device: torch.device):
+def prefetch(batches: Iterator[Batch], device: torch.device) -> Generator[Batch, None, None]:
     """Yields the batches on `device`. A thread keeps two ready, so that reading and hashing cost
     the training step nothing.
 
@@ -580,7 +581,7 @@ def open_parts(
 def open_part(
     cfg: DataConfig,
     what: str,
-    part,
+    part: Part,
     seq_len: int,
     tokenizer: TextSource,
     all_val: bool,

@@ -37,7 +37,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import chain
 from types import SimpleNamespace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -53,6 +53,7 @@ from distributed.refusals import check_layout, refuse, runs_on_cuda
 from flags.config import Need, check_range, flag, given_flags, no_effect, own_rank, spell_flag
 from flags.escapes import unescape
 from flags.files import check_local, check_writable, read_json, write_file
+from flags.progress import Progress
 from models.loss import IGNORE, no_reduce, token_logprobs
 from parallel import make_mesh
 from rl.answers import KINDS as RIGHT
@@ -77,7 +78,6 @@ from rl.sample import Sample
 from storage.adapters import base_of
 from storage.hf import class_of, read_hf_config
 from storage.loading import load_weights
-from storage.manifest import Progress
 from storage.newest import has_adapters, is_hf_folder, newest_readable, saved_model
 from storage.prompt import open_chat
 from tools.run import run
@@ -157,7 +157,7 @@ class Config(LayoutConfig, TaskConfig):
         check_range(self, 0, math.inf, "limit", "shots", "temperature")
 
 
-def flags_of_group(cfg: Config, Group: type):
+def flags_of_group(cfg: Config, Group: type) -> Any:
     """A copy of the flags of one group. Later changes stay in the copy: cfg is what was typed."""
     return Group(**{field.name: getattr(cfg, field.name) for field in fields(Group)})
 
@@ -214,7 +214,7 @@ def read_checkpoint(folder: str, chat=None) -> tuple[Text, type, object, str]:
     return Text(folder, chat=chat), *saved_model(folder), folder
 
 
-def longest_forward(cfg: Config, kind: str, model_config, folder: str) -> int:
+def longest_forward(cfg: Config, kind: str, model_config: Any, folder: str) -> int:
     """The most tokens of a forward. folder: of the weights."""
     if cfg.seq_len != -1:
         return cfg.seq_len
@@ -230,7 +230,9 @@ def window_stride(asked: TaskConfig, longest: int) -> int:
     return asked.stride
 
 
-def check_task_flags(cfg: Config, model_config, asked: TaskConfig, kind: str, longest: int) -> None:
+def check_task_flags(
+    cfg: Config, model_config: Any, asked: TaskConfig, kind: str, longest: int
+) -> None:
     """Refuse flags that do not fit this task or this model. asked: returns to its defaults where
     --config gives a flag without effect."""
     check_local(cfg.out, "--out")
@@ -292,7 +294,7 @@ def layout_flags(cfg: Config) -> LayoutConfig:
     return flags
 
 
-def layout_of(flags: LayoutConfig, model_config, longest: int, rows: int) -> Layout:
+def layout_of(flags: LayoutConfig, model_config: Any, longest: int, rows: int) -> Layout:
     """The Layout of forwards of `rows` sequences. Raises ValueError with every violation."""
     step = max(pieces(flags), 1)  # a forward's tokens are padded to a multiple
     return check_layout(
@@ -306,7 +308,7 @@ def layout_of(flags: LayoutConfig, model_config, longest: int, rows: int) -> Lay
 
 
 def open_model(
-    folder: str, layout: Layout, flags: LayoutConfig, Model, model_config
+    folder: str, layout: Layout, flags: LayoutConfig, Model: type, model_config: Any
 ) -> list[nn.Module]:
     """This rank's stages (one stage without --pp) with the weights of a run, step or Hugging Face
     folder, ready for score() and complete(). Raises the same ValueError on all ranks."""
@@ -362,7 +364,12 @@ def check_finite(logprobs: list[float]) -> None:
 
 # ---------------------------------------------------------------- requests -> scores
 def label_logprobs(
-    h: Tensor, weight: Tensor, labels: Tensor, denom=None, all_reduce=no_reduce, vocab_start=0
+    h: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    denom: Tensor | None = None,
+    all_reduce: Callable = no_reduce,
+    vocab_start: int = 0,
 ) -> Tensor:
     """The log-probability of each label (...) in fp32; 0 for labels IGNORE. h (..., D), weight
     (V/tp, D); vocab parallelism as in models.loss.linear_cross_entropy."""
@@ -397,7 +404,6 @@ def pack_requests(requests: list[tuple], layout: Layout) -> dict[str, Tensor]:
 def score(stages: list[nn.Module], layout: Layout, requests: list[tuple]) -> list[float]:
     """The log-probability in nats of the continuation of each request, on every rank. Raises
     ValueError on every rank for a log-probability of nan or inf."""
-    report = progress("scored", requests, layout)
     if layout.tp == 1:
         by_label = label_logprobs
     else:
@@ -410,17 +416,18 @@ def score(stages: list[nn.Module], layout: Layout, requests: list[tuple]) -> lis
     size = layout.local_batch_size
     lengths = [len(context) + len(continuation) for context, continuation in requests]
     shares = in_rows(lengths, size, layout.data_ranks)
-    for first, own in zip(shares[0], shares[layout.data_rank]):
-        indices = [*chain(*own)]
-        # All data ranks run as many rows as the first, which has the most, because the collectives
-        # need all ranks.
-        idle = row_number(len(first), size, layout) - len(indices)
-        kwargs = pack_requests([requests[i] for i in indices] + [NOTHING] * idle, layout)
-        logprobs = parallel.run_forwards(stages, kwargs, layout)
-        # all tp ranks have the same numbers, cp ranks a part each
-        if logprobs and indices and layout.coordinate("tp") == 0:
-            sums[indices] = torch.cat(logprobs).sum(1, dtype=torch.float64)[: len(indices)]
-        report(size * layout.data_ranks)
+    with Progress("scored", len(requests), "requests") as progress:
+        for first, own in zip(shares[0], shares[layout.data_rank]):
+            indices = [*chain(*own)]
+            # All data ranks run as many rows as the first, which has the most, because the
+            # collectives need all ranks.
+            idle = row_number(len(first), size, layout) - len(indices)
+            kwargs = pack_requests([requests[i] for i in indices] + [NOTHING] * idle, layout)
+            logprobs = parallel.run_forwards(stages, kwargs, layout)
+            # all tp ranks have the same numbers, cp ranks a part each
+            if logprobs and indices and layout.coordinate("tp") == 0:
+                sums[indices] = torch.cat(logprobs).sum(1, dtype=torch.float64)[: len(indices)]
+            progress(size * layout.data_ranks)
     dist.all_reduce(sums)
     check_finite(sums.tolist())
     return sums.tolist()
@@ -429,7 +436,7 @@ def score(stages: list[nn.Module], layout: Layout, requests: list[tuple]) -> lis
 # ---------------------------------------------------------------- prompts -> texts
 @torch.no_grad()
 def complete(
-    model, layout: Layout, asked: TaskConfig, text: Text, prompts: list[list[int]]
+    model: nn.Module, layout: Layout, asked: TaskConfig, text: Text, prompts: list[list[int]]
 ) -> list[Sample]:
     """The model's answer to each prompt, on every rank. An answer ends before its first --stop
     string after its thoughts, or with an id of text.ends, or is truncated. Raises ValueError on
@@ -442,13 +449,13 @@ def complete(
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     indices = order[layout.data_rank :: layout.data_ranks]
     noise = draw_noise([f"{asked.seed}/{i}" for i in indices], 1, new)
-    report = progress("answered", prompts, layout)
+    progress = Progress("answered", len(prompts), "prompts")
     rows = layout.local_batch_size
     tail = 8 + len("".join(stop).encode())  # ids that hold any string of stop
 
     def end_at_stop(s):
         # the last rows run on
-        report(max((s.index + 1 - rows) * layout.data_ranks - report.done, 0))
+        progress(max((s.index + 1 - rows) * layout.data_ranks - progress.done, 0))
         last = text.decode(s.ids[-tail:])  # each id is at least one byte of text
         if not any(string in last for string in stop):
             return []
@@ -461,7 +468,7 @@ def complete(
     tp_mesh = None
     if layout.tp > 1:
         tp_mesh = layout.mesh["tp"]
-    with whole_weights(model):
+    with whole_weights(model), progress:
         samples = rollout(
             model,
             [prompts[i] for i in indices],
@@ -496,15 +503,6 @@ def cut_at_stop(text: str, opened: bool, stop: list[str]) -> str | None:
     if found:
         return text[: min(found)]
     return None
-
-
-def progress(what: str, requests: list, layout: Layout) -> Progress:
-    return Progress(what, len(requests), partial(say_on_rank_0, layout), ("requests", 1))
-
-
-def say_on_rank_0(layout: Layout, text: str) -> None:
-    if layout.rank == 0:
-        print(text, flush=True)
 
 
 # ---------------------------------------------------------------- kinds of tasks
@@ -568,7 +566,7 @@ TASKS = {
 
 
 # ---------------------------------------------------------------- the program
-def main(cfg: Config):
+def main(cfg: Config) -> None:
     # 1. task, model and layout: all errors in files and flags are found before anything is built
     began = time.time()
     kind, lines = read_task(cfg.task, answers=cfg.answers)

@@ -14,11 +14,12 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from torch import nn
 
-from corpus.special import ids_of
+from corpus.special import NoEnds, ids_of
 from corpus.tokenizer import ChatConfig, load_tokenizer
 from distributed.refusals import refuse
 from flags.config import Parser, parse_config, usage_error
@@ -29,7 +30,14 @@ from storage.saved import load_model
 from storage.source_tokenizer import ends_of, has_bos, text_folder
 
 
-def check_request(config, prompts, max_new_tokens, temperature, top_k, top_p):
+def check_request(
+    config: Any,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+) -> None:
     """Raise ValueError, one line, for requests that the model cannot serve."""
     rules = [
         (not prompts, "no prompts: give a list with at least one list of token ids"),
@@ -62,21 +70,23 @@ def check_request(config, prompts, max_new_tokens, temperature, top_k, top_p):
 
 
 def generate(
-    model,
+    model: nn.Module,
     prompts: list[list[int]],
     max_new_tokens: int,
-    temperature=1.0,
-    top_k=0,
-    top_p=1.0,
-    seed=0,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
     eot: int | list[int] | None = None,
+    **of_rollout,
 ) -> list[list[int]]:
     """Continue each prompt (token ids, any lengths) by up to max_new_tokens; return a list of new
     ids per prompt.
 
     A row ends with its first `eot` (or any of several), included in the result. Temperature 0 takes
     the likeliest token. The text of a row depends on the model, its prompt, `seed` and its index,
-    not on other rows (up to rounding). Raises ValueError.
+    not on other rows (up to rounding). of_rollout: heard and ended, functions that rollout() calls
+    meanwhile. Raises ValueError.
     """
     check_request(model.config, prompts, max_new_tokens, temperature, top_k, top_p)
     if eot is None:
@@ -92,6 +102,7 @@ def generate(
         max_len=max_len,
         top_k=top_k,
         top_p=top_p,
+        **of_rollout,
     )
     return [s.ids for s in samples]
 
@@ -112,14 +123,14 @@ class Config(ChatConfig):
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto = a GPU, else the CPU
 
 
-def check_weights(model, folder: str) -> None:
+def check_weights(model: nn.Module, folder: str) -> None:
     """Raises ValueError for weights that are NaN or infinite: words would come out all the same."""
     for fqn, p in model.named_parameters():
         if not p.isfinite().all():
             raise ValueError(f"{folder}: {fqn} is NaN or infinite: nothing can be computed with it")
 
 
-def open_checkpoint(folder: str, device="cpu"):
+def open_checkpoint(folder: str, device: str = "cpu") -> tuple[nn.Module, Any, list[int]]:
     """(model, tokenizer, ids that end a text) of a run, step or Hugging Face folder. Raises
     ValueError."""
     load = load_model
@@ -135,7 +146,7 @@ def open_checkpoint(folder: str, device="cpu"):
         raise ValueError(no_tokenizer(folder, path))
     try:
         ends = ends_of(path)
-    except ValueError:
+    except NoEnds:
         ends = []  # no known end-of-text token: texts run on to max_new_tokens
     return model, load_tokenizer(Path(path, "tokenizer.json")), ends
 
@@ -163,19 +174,21 @@ def new_text(tokenizer, prompt: list[int], ids: list[int]) -> str:
 
 
 def continue_texts(
-    model,
+    model: nn.Module,
     tokenizer,
     ends: list[int],
     texts: list[str],
     max_new_tokens: int,
-    bos=False,
+    bos: bool = False,
     chat=None,
-    **options,
+    stream=None,
+    **options: Any,
 ) -> list[str]:
     """The model's continuation of each text.
 
     bos: begin each text with what the tokenizer puts before a text; False, because our training text
-    has no such token. chat: from open_chat(); the texts are questions then.
+    has no such token. chat: from open_chat(); the texts are questions then. stream: a Stream, which
+    prints the continuations while they come.
     """
     prompts = texts
     if chat:
@@ -184,13 +197,20 @@ def continue_texts(
     tokenizer.encode_special_tokens = chat is None
     # an empty text begins a document, after the end of another
     prompts = [ids_of(tokenizer, text, bos and not chat) or ends[:1] for text in prompts]
+
+    def said(row: int, ids: list[int]) -> str:
+        if chat:  # an answer is a text of its own
+            return printable(tokenizer.decode(ids))
+        return printable(new_text(tokenizer, prompts[row], ids))
+
+    if stream:
+        stream.said = said
+        options |= dict(heard=stream.hear, ended=stream.end_row)
     found = generate(model, prompts, max_new_tokens, eot=ends, **options)
-    if chat:  # an answer is a text of its own
-        return [printable(tokenizer.decode(ids)) for ids in found]
-    return [printable(new_text(tokenizer, *pair)) for pair in zip(prompts, found)]
+    return [said(row, ids) for row, ids in enumerate(found)]
 
 
-def print_sample(run: str, n_params: int, data=None):
+def print_sample(run: str, n_params: int, data: Any = None) -> None:
     """Print a sample of a run's newest checkpoint, after the first words of its data
     (data.TokenData) or "def ". The run is finished and saved, so an error must not fail the run: we
     print the error."""
@@ -239,7 +259,7 @@ def device_of(flag: str) -> str:
     return "cpu"
 
 
-def main(argv: list[str]):
+def main(argv: list[str]) -> None:
     # --prompt alone may be repeated, and its text may contain commas
     repeated = Parser(add_help=False)
     repeated.add_argument("--prompt", action="append")
@@ -251,16 +271,22 @@ def main(argv: list[str]):
     try:
         if device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device cuda: torch finds no GPU here; use --device cpu")
+        from flags.progress import Stream
         from storage.prompt import open_chat
 
         options |= dict(bos=has_bos(cfg.checkpoint), chat=open_chat(cfg.checkpoint, cfg))
         parts = open_checkpoint(cfg.checkpoint, device)
-        for text, new in zip(texts, continue_texts(*parts, texts, cfg.max_new_tokens, **options)):
+        heads = []
+        for text in texts:
+            head = ""
             if len(texts) > 1:
-                print(f"--- {text!r}")
+                head = f"--- {text!r}\n"
             if not cfg.chat:
-                new = text + new
-            print(new)
+                head += text
+            heads.append(head)
+        stream = Stream(heads)
+        found = continue_texts(*parts, texts, cfg.max_new_tokens, stream=stream, **options)
+        stream.close(found)
     except ValueError as error:
         usage_error(error)
 

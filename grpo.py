@@ -140,9 +140,9 @@ class Loss(NamedTuple):
     """A loss is minus the sum of its objective over all trained tokens, divided by Z."""
 
     objective: Callable[[Tokens, float, float], tuple[Tensor, Tensor]]
-    # --clip_low and --clip_high as published
-    low: float
-    high: float
+    # --clip_low and --clip_high as published; None: the loss clips nothing
+    low: float | None
+    high: float | None
     # what Z counts, see loss_denominator. Divided by samples, a loss is a mean over each sample's
     # tokens, then over samples; else every token counts the same.
     divisor: Literal["samples", "max_new_tokens", "tokens"]
@@ -156,7 +156,7 @@ LOSSES = {  # --loss. Another loss is another function like those above, and a l
     "gspo": Loss(sequence_objective, 3e-4, 4e-4, "samples"),
     "cispo": Loss(weight_objective, 1.0, 4.0, "tokens"),
 }
-SUPERVISED = Loss(log_likelihood, 0.0, 0.0, "tokens")  # of the warm-up
+SUPERVISED = Loss(log_likelihood, None, None, "tokens")  # of the warm-up
 
 
 def loss_denominator(divisor: str, samples: list[Sample], max_new_tokens: int) -> float:
@@ -186,7 +186,7 @@ def tis_weight(t: Tokens, mu: Tensor, cap: float, mode: str) -> Tensor:
 # ---------------------------------------------------------------- flags
 # Needs of flags: see flags/config.py
 TIS = Need("without --tis", lambda c: c.tis)
-CLIP = Need("with a --loss that clips nothing", lambda c: LOSSES[c.loss].low or LOSSES[c.loss].high)
+CLIP = Need("with a --loss that clips nothing", lambda c: LOSSES[c.loss].low is not None)
 # as TRL names them
 TisMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 ROWS = Need("with --pack_tokens: a forward is one packed sequence", lambda c: not c.pack_tokens)
@@ -391,7 +391,7 @@ class Trainer:
         tokens = Tokens(lp, old, b["advantage"], mask, b["n"], sequence_sum)
         low = loss.low if cfg.clip_low is None else cfg.clip_low
         high = loss.high if cfg.clip_high is None else cfg.clip_high
-        objective, clipped = loss.objective(tokens, low, high)
+        objective, clipped = loss.objective(tokens, low or 0.0, high or 0.0)
         if cfg.tis and loss is not SUPERVISED:
             objective = objective * tis_weight(tokens, mu, cfg.tis, cfg.tis_mode)
         n = 1

@@ -27,15 +27,16 @@ start and end of processes (launch.py), pipelines (pipeline.py, stages.py, sched
 import fnmatch
 import math
 import os
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -271,7 +272,9 @@ def vocab_parallel_loss(h, weight, labels, denom, *, mesh, loss=linear_cross_ent
     )
 
 
-def gathered_head_loss(h, weight, labels, denom, *, mesh, kernel=softmax_loss) -> Tensor:
+def gathered_head_loss(
+    h: Tensor, weight, labels: Tensor, denom, *, mesh: DeviceMesh, kernel: Callable = softmax_loss
+) -> Tensor:
     """--no-loss_parallel: all-gather the head's V*D elements instead, and compute the loss of the
     rank's T/tp tokens only.
     Each tp rank then has a part of the loss, and the parts are added up."""
@@ -281,14 +284,14 @@ def gathered_head_loss(h, weight, labels, denom, *, mesh, kernel=softmax_loss) -
     )
 
 
-def vocab_parallel_logits(h, weight, *, mesh) -> Tensor:
+def vocab_parallel_logits(h: Tensor, weight: DTensor, *, mesh: DeviceMesh) -> Tensor:
     """(B, T/tp, D) -> (B, T, V), whole on every rank: for generation and evaluation by hand, not
     for training."""
     h = AllGather.apply(h, 1, mesh.get_group())
     return whole_vocab(torch.nn.functional.linear(h, weight.to_local()), weight.shape[0], mesh)
 
 
-def whole_vocab(logits: Tensor, V: int, mesh) -> Tensor:
+def whole_vocab(logits: Tensor, V: int, mesh: DeviceMesh) -> Tensor:
     """All-gather logits: (..., V/tp), where the last rank may hold fewer than the others -> (...,
     V) on every rank."""
     whole = torch.empty(*logits.shape[:-1], V, device="meta")
@@ -305,7 +308,7 @@ def context_parallel(stage, layout: Layout, cfg: ParallelConfig) -> None:
     stage.make_attend = partial(attend, group=layout.group("cp"))
 
 
-def sequence_index(T: int, cp: int, rank: int, device=None) -> Tensor:
+def sequence_index(T: int, cp: int, rank: int, device: torch.device | None = None) -> Tensor:
     """Positions (T/cp,) of a cp rank's tokens: chunks rank and 2cp-1-rank of 2cp.
 
     A late token attends to more keys than an early one. cp 2 cuts four chunks: rank 0 takes 0 and
@@ -326,7 +329,13 @@ def natural_order(x: Tensor, dim: int, cp: int) -> Tensor:
     return torch.cat([*early, *reversed(late)], dim)
 
 
-def all_gather_attention(positions, doc_ids=None, reach=None, *, group):
+def all_gather_attention(
+    positions: Tensor,
+    doc_ids: Tensor | None = None,
+    reach: Tensor | None = None,
+    *,
+    group: dist.ProcessGroup | None,
+) -> Callable[..., Tensor]:
     """--cp_method allgather: gather keys and values, and attend from this rank's queries. Per layer
     one all-gather of
     2*B*T*G*K elements (few under grouped queries), and a reduce-scatter in the backward."""
@@ -358,7 +367,13 @@ def all_gather_attention(positions, doc_ids=None, reach=None, *, group):
     return attend
 
 
-def all_to_all_attention(positions, doc_ids=None, reach=None, *, group):
+def all_to_all_attention(
+    positions: Tensor,
+    doc_ids: Tensor | None = None,
+    reach: Tensor | None = None,
+    *,
+    group: dist.ProcessGroup | None,
+) -> Callable[..., Tensor]:
     """--cp_method alltoall, Ulysses (arXiv:2309.14509): trade a part of every sequence for whole
     sequences of H/cp heads,
     attend, and trade back. Per layer four all-to-alls of this rank's q, k, v and result,
@@ -404,7 +419,7 @@ def all_to_all_attention(positions, doc_ids=None, reach=None, *, group):
 
 
 # ---------------------------------------------------------------- activation checkpointing, compile
-def checkpoint_activations(stage, cfg: ParallelConfig) -> None:
+def checkpoint_activations(stage: nn.Module, cfg: ParallelConfig) -> None:
     """Keep only the input of a block, (B, T/cp/tp, D), and compute the rest again in the backward:
     --ac full for every block, selective for every k-th. With --ac op a block also keeps half of its
     matmuls and all slow results (distributed/keep.py)."""
@@ -536,7 +551,9 @@ def wrap_units(stage, layout: Layout, reduce_dtype: torch.dtype) -> None:
 
 
 # ---------------------------------------------------------------- initial weights
-def init_weights(stage, layout: Layout, seed: int, skip=lambda fqn: False) -> None:
+def init_weights(
+    stage, layout: Layout, seed: int, skip: Callable[[str], bool] = lambda fqn: False
+) -> None:
     """Allocate the meta parameters on the device and fill them: a function of (seed, fqn) alone, so
     equal in every layout. Nothing travels.
 
@@ -579,7 +596,7 @@ def init_weights(stage, layout: Layout, seed: int, skip=lambda fqn: False) -> No
 
 
 # ---------------------------------------------------------------- one training step
-def inputs(stage, batch, a: int | None, layout: Layout) -> dict[str, Tensor]:
+def inputs(stage, batch: Any, a: int | None, layout: Layout) -> dict[str, Tensor]:
     """Arguments of the stage for accumulation step a (None: all steps at once): the cp rank's part
     of each sequence."""
 
@@ -628,7 +645,7 @@ def count_tokens(labels: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     return (total // (layout.world_size // layout.data_ranks)).clamp(min=1), own
 
 
-def forward_backward(stages, batch, layout: Layout) -> Tensor:
+def forward_backward(stages: Sequence[nn.Module], batch: Any, layout: Layout) -> Tensor:
     """Compute the complete gradients of the mean loss over the global batch. Returns (2,) for
     reduce_loss: the rank's part of the global batch's mean loss, and the rank's part of its data
     rank's own mean."""
@@ -677,7 +694,9 @@ def reduce_loss(part: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     return table[0].sum(), table[1].max()
 
 
-def run_forwards(stages, kwargs: dict[str, Tensor], layout: Layout) -> list[Tensor]:
+def run_forwards(
+    stages: Sequence[nn.Module], kwargs: dict[str, Tensor], layout: Layout
+) -> list[Tensor]:
     """A list with the model's result; or in a pipeline, where no backward can follow, with the
     results of the micro-batches of kwargs on the rank of the last stage, elsewhere []. kwargs: the
     model's arguments, (sequences, T/cp). Losses are sums over tokens: loss_denom is 1."""
@@ -690,7 +709,9 @@ def run_forwards(stages, kwargs: dict[str, Tensor], layout: Layout) -> list[Tens
 
 
 @torch.no_grad()
-def evaluate(stages, batches, layout: Layout) -> tuple[float, float | None, dict[str, float]]:
+def evaluate(
+    stages: Sequence[nn.Module], batches: Iterable[Any], layout: Layout
+) -> tuple[float, float | None, dict[str, float]]:
     """(loss in nats per token, in bits per byte or None if the bytes are unknown, {part of a
     mixture: loss}) over all batches of all data ranks. NaN if no token has a loss. Besides the
     forwards, one all-reduce of three numbers per part."""
@@ -742,7 +763,7 @@ def replicas(grad: Tensor, layout: Layout) -> int:
     return layout.world_size // layout.pp // sharded
 
 
-def clip_grad_norm(stages, max_norm: float, layout: Layout) -> Tensor:
+def clip_grad_norm(stages: Sequence[nn.Module], max_norm: float, layout: Layout) -> Tensor:
     """Scale the gradients to a norm of at most max_norm. Returns the norm before, a 0-d tensor,
     equal on every rank.
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from corpus.chat import chat_tokenizer
 from corpus.shards import FIRST, LOSS
-from corpus.special import special_ids
+from corpus.special import NoEnds, special_ids
 
 BLANKS = 8  # at most so many blank tokens, like a new line, come after the end of an answer
 
@@ -46,7 +46,9 @@ def is_blank(tokens: np.ndarray, tokenizer) -> np.ndarray:
     return np.array(blank, bool)[places]
 
 
-def before_blanks(tokens: np.ndarray, mask: np.ndarray, places: np.ndarray, tokenizer):
+def before_blanks(
+    tokens: np.ndarray, mask: np.ndarray, places: np.ndarray, tokenizer
+) -> np.ndarray:
     """The places, moved back over blank tokens with a loss: a new line often follows the end."""
     places = places.copy()
     for _ in range(BLANKS):
@@ -84,7 +86,7 @@ def find_ends(shards: list[tuple[np.ndarray, np.ndarray]], tokenizer_file: Path)
     tokenizer = chat_tokenizer(tokenizer_file)
     try:
         known = set(special_ids(str(tokenizer_file.parent)).ends)
-    except ValueError:  # nothing names an end
+    except NoEnds:
         known = set()
     size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     known = {i for i in known if i < size}

@@ -3,6 +3,7 @@ ids that end an answer."""
 
 import os
 from pathlib import Path
+from typing import Any
 
 from distributed.agree import reason
 from flags.files import HF_LIMIT, HF_LIMITS, hf_file, read_json
@@ -18,6 +19,8 @@ BESIDE = (
 )
 # The names of special tokens in transformers, in the order of transformers
 STANDARD = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+# Keys of {name: token} with further special tokens, such as those for pictures
+FURTHER = ("extra_special_tokens", "model_specific_special_tokens")
 
 
 def has_files_beside(folder: str) -> bool:
@@ -43,7 +46,7 @@ def read_beside(folder: str, name: str) -> dict:
     return {}
 
 
-def files_beside(tokenizer_file) -> dict:
+def files_beside(tokenizer_file: str | Path) -> dict:
     """{name: content} of the files to copy along with a tokenizer.json. ValueError for links
     elsewhere, absurd sizes."""
     folder = os.path.dirname(os.path.abspath(tokenizer_file))
@@ -65,17 +68,23 @@ def special_files(folder: str) -> list[str]:
 
 def read_special_tokens(folder: str) -> dict[str, str]:
     """{name, such as eos_token: text} of the special tokens that tokenizer_config.json and
-    special_tokens_map.json of a folder name."""
+    special_tokens_map.json of a folder name. A model may name further ones in an object."""
     found = {}
+    further = {}
     for file in special_files(folder):
-        for name, token in read_beside(folder, file).items():
+        content = read_beside(folder, file)
+        for name, token in content.items():
             text = text_of_token(token)
             if name.endswith("_token") and text is not None:
                 found[name] = text
-    return found
+        for key in FURTHER:
+            named = content.get(key)
+            if isinstance(named, dict):
+                further |= {name: text_of_token(token) for name, token in named.items()}
+    return {name: text for name, text in further.items() if text is not None} | found
 
 
-def text_of_token(token) -> str | None:
+def text_of_token(token: Any) -> str | None:
     """The text of a special token, which files write as a text or as {"content": text}."""
     text = token
     if isinstance(token, dict):

@@ -8,9 +8,9 @@ import mmap
 import multiprocessing
 import os
 import re
-import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -38,8 +38,10 @@ from corpus.spelling import (
 from corpus.tokenizer import BPE_VOCAB, load_tokenizer, token_text
 from corpus.write_shards import share_shards, write_index, write_shard
 from distributed.agree import brief
+from distributed.refusals import plural
 from flags.config import own_rank
 from flags.files import sha256_file, write_file
+from flags.progress import Progress
 
 VAL_PART = 20  # one document in 20 is for validation, or the last 20th of a file with few documents
 MANY_DOCUMENTS = 100  # a .jsonl with at least so many lines is split by hash
@@ -199,7 +201,7 @@ def cut_file(path: Path, eot_text: str, text_column: str, chunk: int) -> list:
 
 
 @contextlib.contextmanager
-def text_of(path: Path, text_column: str = "text"):
+def text_of(path: Path, text_column: str = "text") -> Iterator[Any]:
     """The bytes of a file, unpacked; a file that is not packed is mapped into memory."""
     if path.suffix in PACKED:
         yield b"".join(read_chunks(Piece(path, 0, None, "hash", True, text_column)))
@@ -283,7 +285,9 @@ def read_documents(
             place = piece.start + error.start
             with text_of(piece.path) as whole:
                 around = whole[max(0, place - SEGMENT) : place + SEGMENT]
-            problem = bad_byte(piece.path, place, around)
+                is_last = piece.start + len(content) == len(whole)
+            ends_inside = is_last and error.reason == "unexpected end of data"
+            problem = bad_byte(piece.path, place, around, ends_inside)
             raise ValueError(f"{piece.path}: {problem}") from None
         *whole, last = text.split(eot_text)
         for document in whole:
@@ -330,7 +334,9 @@ def split_of(piece: Piece, key: bytes) -> str:
     return "train"
 
 
-def cut_at_lines(split: str, text: str, closed: bool, whole_words: bool = False, size=SEGMENT):
+def cut_at_lines(
+    split: str, text: str, closed: bool, whole_words: bool = False, size: int = SEGMENT
+) -> Iterator[tuple[str, str, bool]]:
     """Yields (split, segment, whether the document ends) for a document, to be tokenized in
     parallel and in little memory. Cuts after a newline if possible. whole_words: else before a
     space, if possible."""
@@ -462,7 +468,7 @@ def tokenize_documents(
 # Documents -> tokenizer, documents -> token shards
 def train_tokenizer(
     paths: list, file: Path, vocab_size: int = BPE_VOCAB, text_column: str = "text"
-):
+) -> int:
     """Train a byte-level BPE on the beginning of each text. Returns the number of ids, smaller than
     vocab_size if no more pairs occur twice in the text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -483,16 +489,16 @@ def train_tokenizer(
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()  # all 256 bytes: no text is unknown
-    tokenizer.train_from_iterator(
-        texts,
-        trainers.BpeTrainer(
-            vocab_size=vocab_size,
-            special_tokens=[EOT_NAMES[0]],
-            initial_alphabet=alphabet,
-            min_frequency=2,
-            show_progress=False,
-        ),
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOT_NAMES[0]],
+        initial_alphabet=alphabet,
+        min_frequency=2,
+        show_progress=False,
     )
+    megabytes = sum(map(len, texts)) / 1e6
+    with Progress(f"training a tokenizer of {vocab_size:,} ids on {megabytes:.1f} MB of text"):
+        tokenizer.train_from_iterator(texts, trainer)
     write_file(file, tokenizer.to_str().encode())
     return tokenizer.get_vocab_size()
 
@@ -575,7 +581,10 @@ def build_shards(
     before each document of text. max_lost: per cent of the characters that the tokenizer may fail
     to spell; accept: the command that takes --max_lost, "" if it is the user's. Raises ValueError."""
     tokenizer_file, eot, vocab_size = tokenizer
-    pieces = cut_into_pieces(paths, token_text(load_tokenizer(tokenizer_file), eot), text_column)
+    with Progress(f"looking for places to cut {plural(len(paths), 'file')}"):
+        pieces = cut_into_pieces(
+            paths, token_text(load_tokenizer(tokenizer_file), eot), text_column
+        )
     with_text = {piece.path for piece in pieces}
     empty = [str(path) for path in paths if path not in with_text]
     if empty:
@@ -660,25 +669,47 @@ def source_of(
     return source
 
 
-def tokenize_groups(job, groups: list, numbers: range, workers: int) -> list[dict]:
+def bytes_of(pieces: list[Piece]) -> int:
+    """Bytes of text of a group of pieces; of a packed file its packed size."""
+    total = 0
+    for piece in pieces:
+        end = piece.end
+        if end is None:
+            end = piece.path.stat().st_size
+        total += end - piece.start
+    return total
+
+
+def tokenize_groups(
+    job: Callable[..., dict], groups: list, numbers: range, workers: int
+) -> list[dict]:
     """The notes of the groups in `numbers`, on several processes. job: tokenize_group."""
     workers = min(workers, len(numbers))
     notes = []
     with contextlib.ExitStack() as stack:
+        sizes = [bytes_of(groups[i]) for i in numbers]
+        progress = stack.enter_context(Progress("tokenizing", sum(sizes), "MB", 1e6))
         do = map
         if workers > 1:
             os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread in each process
             spawn = multiprocessing.get_context("spawn")
             do = stack.enter_context(ProcessPoolExecutor(workers, spawn)).map
-        for note in do(job, [groups[i] for i in numbers], numbers):
+        for note in told_deaths(do(job, [groups[i] for i in numbers], numbers)):
             notes.append(note)
-            if sys.stderr.isatty() and own_rank() == 0:
-                end = ""
-                if len(notes) == len(numbers):
-                    end = "\n"
-                progress = f"\rtokenizing {len(notes)}/{len(numbers)}"
-                print(progress, end=end, file=sys.stderr, flush=True)
+            progress(sizes[len(notes) - 1])
     return notes
+
+
+def told_deaths(notes: Iterable[dict]) -> Iterator[dict]:
+    """The notes. Raises ValueError if a process that makes them was killed."""
+    try:
+        yield from notes
+    except BrokenProcessPool:
+        raise ValueError(
+            "a process that tokenizes has died: ended by kill -9, or by the system for want of "
+            "memory; finished parts are kept, and the same command goes on; fewer --workers of "
+            "data.py prepare take less memory"
+        ) from None
 
 
 def list_skipped(skipped: list[str], kept: int, skip_bad: int, folder: Path) -> None:

@@ -57,11 +57,17 @@ NEEDED = '{"messages": [{"role": ..., "content": ...}]} or ShareGPT\'s {"convers
 
 
 CHAT_ROLES = ("system", "user", "assistant", "tool", "developer")
+# keys of a line for a system message beside the others
+SYSTEM = ("system", "system_prompt", "system_message")
+# keys and types of a part of a content
+PART = ("type", "text", "cache_control")
+TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 class Conversation(NamedTuple):
     messages: list[dict]
     tools: list | None  # functions that the assistant may call, as JSON schemas
+    values: str = "{}"  # JSON of further values for the template: chat_template_kwargs
 
 
 class ChatTemplate(NamedTuple):
@@ -73,6 +79,8 @@ class ChatTemplate(NamedTuple):
     rules: str  # identifies the text that a conversation becomes
     names: frozenset[str]  # values that the template reads, apart from the usual ones
     reads_tools: bool
+    render_plain: Callable  # render without marks
+    strings: frozenset[str]  # texts in the template's code, such as the roles that it knows
 
 
 # --------------------------------------------------------------------------------------------------
@@ -93,9 +101,15 @@ def add_marks(template: str) -> tuple[str, str]:
 def read_chat_template(folder: str, name: str = "default") -> str | None:
     """The chat template of a Hugging Face folder, None without one. name: of the template, if the
     folder has several."""
-    if os.path.lexists(os.path.join(folder, "chat_template.jinja")):
-        return Path(hf_file(folder, "chat_template.jinja", HF_LIMIT)).read_text("utf-8")
+    for place, file in (
+        (os.path.join(folder, "additional_chat_templates"), f"{name}.jinja"),
+        (folder, "chat_template.jinja"),
+    ):
+        if os.path.lexists(os.path.join(place, file)):
+            return Path(hf_file(place, file, HF_LIMIT)).read_text("utf-8")
     template = read_beside(folder, "tokenizer_config.json").get("chat_template")
+    if isinstance(template, dict):
+        template = template.get(name)
     if isinstance(template, list):
         for named in template:
             if isinstance(named, dict) and named.get("name") == name:
@@ -120,26 +134,34 @@ def read_template(folder: str, user: str) -> ChatTemplate:
     marked, _ = add_marks(template)
 
     environment = Sandbox()
+    unmarked = Sandbox(marks=("", ""))
 
     def guarded(what, *args, **values):
         try:
             with limits():
                 return what(*args, **values)
         except (Exception, Endless) as error:  # a template can make Python raise anything
+            said = " ".join(str(error).split())
             raise ValueError(
-                f"the chat template of {folder} fails: {str(error) or type(error).__name__}"
+                f"the chat template of {folder} fails: {said or type(error).__name__}"
             ) from None
 
     compiled = guarded(environment.from_string, marked)
+    compiled_plain = guarded(unmarked.from_string, marked)
     always = {"messages", "tools", "documents", "add_generation_prompt", *special_tokens}
     parsed = environment.parse(marked)
     # computes constants, too
     read = guarded(jinja2.meta.find_undeclared_variables, parsed)
     names = frozenset(read - always)
     has_marks = any(part.data == BEGIN for part in parsed.find_all(jinja2.nodes.TemplateData))
+    constants = [constant.value for constant in parsed.find_all(jinja2.nodes.Const)]
 
     def render(
-        messages: list, tools: list | None, add_generation_prompt: bool = False, **values
+        messages: list,
+        tools: list | None,
+        add_generation_prompt: bool = False,
+        compiled=compiled,
+        **values,
     ) -> str:
         if tools and for_tools not in (None, template):
             raise ValueError(
@@ -160,9 +182,11 @@ def read_template(folder: str, user: str) -> ChatTemplate:
         f"the chat template of {folder}",
         render,
         has_marks,
-        repr((2, marked, special_tokens)),
+        repr((3, marked, special_tokens)),
         names,
         "tools" in read,
+        partial(render, compiled=compiled_plain),
+        frozenset(text for text in constants if isinstance(text, str)),
     )
 
 
@@ -180,14 +204,16 @@ def parse_conversation(line: bytes) -> Conversation:
         text.encode()  # "\ud800" is JSON, but no text
         if BEGIN in text or END in text:
             raise ValueError("it has U+FDD0 or U+FDD1, which are no characters")
-        if "messages" in record:
+        check_line(record)
+        if record.get("messages") is not None:
             messages = record["messages"]
         else:
-            messages = from_sharegpt(record)
+            messages = [from_turn(turn) for turn in record["conversations"]]
         if not messages or not isinstance(messages, list):
             raise TypeError("a list of messages, and every message needs a role and a content")
         prepared = [prepare_message(message) for message in messages]
-        return Conversation(prepared, tools_of(record))
+        values = json.dumps(record.get("chat_template_kwargs") or {}, sort_keys=True)
+        return Conversation(with_system(record, prepared), tools_of(record), values)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         # the repr of UnicodeError has the whole line
         if isinstance(error, UnicodeError):
@@ -195,6 +221,37 @@ def parse_conversation(line: bytes) -> Conversation:
         else:
             reason = repr(error)
         raise ValueError(f"need a conversation like {NEEDED} ({reason})") from None
+
+
+def check_line(record: dict) -> None:
+    """Raises an error for keys of a line that would change what is trained, and that nobody reads."""
+    if record.get("messages") and record.get("conversations"):
+        raise ValueError("messages and conversations in one line: take one of them out")
+    if record.get("documents"):
+        raise ValueError("documents are given to no template; write them into a message")
+    if not isinstance(record.get("chat_template_kwargs") or {}, dict):
+        raise TypeError("chat_template_kwargs must be an object")
+    for name, on in SWITCHES.items():
+        value = record.get(name)
+        is_off = isinstance(value, bool) and value != on
+        if is_off or name == "weight" and value not in (None, 1):
+            raise ValueError(
+                f"{name}: {value} for a whole conversation is not read; leave the line out, or "
+                f"write {name} into its messages"
+            )
+
+
+def with_system(record: dict, messages: list[dict]) -> list[dict]:
+    """The messages after the system message that some files write beside them. Raises an error if
+    there are two of them."""
+    found = {name: record[name] for name in SYSTEM if record.get(name)}
+    for name, content in found.items():
+        message = prepare_message({"role": "system", "content": content})
+        if messages[0]["role"] != "system":
+            messages = [message, *messages]
+        elif messages[0]["content"] != message["content"]:
+            raise ValueError(f"{name} and another system message: give one of them")
+    return messages
 
 
 def tools_of(record: dict) -> list | None:
@@ -209,6 +266,9 @@ def tools_of(record: dict) -> list | None:
             tools = json.loads(tools)
         if tools and not isinstance(tools, list):
             raise TypeError(f"{name} must be a list")
+        tools = [json.loads(tool) if isinstance(tool, str) else tool for tool in tools or []]
+        if not all(isinstance(tool, dict) for tool in tools):
+            raise TypeError(f"{name} must be a list of objects")
         if name != "tools":
             tools = [as_tool(function) for function in tools]
         return tools or None
@@ -235,20 +295,16 @@ def prepare_message(message: dict) -> dict:
     has_content = isinstance(content, str | list) or content is None and message.get("tool_calls")
     if not has_content or not isinstance(role, str):
         raise TypeError("every message needs a role and a content")
-    usual = ROLES.get(role.lower(), role)
-    if usual == role and role.lower() in CHAT_ROLES:
-        usual = role.lower()
-    message["role"] = usual
+    usual = role.strip().lower()
+    usual = ROLES.get(usual, usual)
+    if usual in CHAT_ROLES:
+        message["role"] = usual
     message.setdefault("content", None)
     check_keys(message)
     # most templates know no parts, and would write nothing, or a Python list
     if isinstance(content, list):
         for part in content:
-            if not isinstance(part.get("text"), str):
-                raise ValueError(
-                    f"a part of a content is {part.get('type', 'nameless')}, and only text is "
-                    "trained; take such conversations out"
-                )
+            check_part(part)
         message["content"] = "".join(part["text"] for part in content)
     thoughts = [message[name] for name in THOUGHTS if name in message]
     if not thoughts:
@@ -256,6 +312,23 @@ def prepare_message(message: dict) -> dict:
     if (message["content"] or "").lstrip().startswith("<think>"):
         raise ValueError("a message has thoughts in its content and beside it: give them once")
     return {"thinking": thoughts[0]} | message | {"reasoning_content": thoughts[0]}
+
+
+def check_part(part: dict) -> None:
+    """Raises an error for a part of a content that is no plain text."""
+    if not isinstance(part, dict):
+        raise TypeError(f"a part of a content is {part!r:.40}, not an object with a text")
+    kind = part.get("type", "nameless")
+    is_text = kind in (None, "nameless", *TEXT_PARTS)
+    if not isinstance(part.get("text"), str) or not is_text:
+        raise ValueError(
+            f"a part of a content is {kind}, and only text is trained; take such conversations out"
+        )
+    for key, value in part.items():
+        if key not in PART and value not in (None, [], {}):
+            raise ValueError(
+                f"{key} in a part of a content is unknown, and would be lost; take it out"
+            )
 
 
 def check_keys(message: dict) -> None:
@@ -287,7 +360,18 @@ def check_keys(message: dict) -> None:
 
 
 def with_calls(message: dict) -> dict:
-    """The message, with OpenAI's older function_call as tool_calls."""
+    """The message, with calls as a list: tool_calls, a list or its JSON text, or OpenAI's older
+    function_call. Raises an error for anything else."""
+    calls = message.get("tool_calls")
+    if isinstance(calls, str) and calls.strip():
+        calls = json.loads(calls)
+    if calls and not isinstance(calls, list):
+        raise TypeError("tool_calls must be a list")
+    for call in calls or []:
+        if not isinstance(call, dict) or not isinstance(call.get("function", call), dict):
+            raise TypeError(f"a call must be an object, not {call!r:.40}")
+    if "tool_calls" in message:
+        message = message | {"tool_calls": calls or []}
     if "function_call" not in message:
         return message
     call = message["function_call"]
@@ -299,14 +383,6 @@ def is_trained(message: dict) -> bool:
     """Whether an answer has a loss: "weight": 0 (OpenAI), "train": false (axolotl), "training",
     "loss": false, or "masked": true switch the loss off."""
     return all(bool(message.get(name, on)) == bool(on) for name, on in SWITCHES.items())
-
-
-def from_sharegpt(record: dict) -> list[dict]:
-    """{"conversations": [{"from", "value"}], "system"} as messages."""
-    messages = []
-    if record.get("system"):
-        messages = [{"role": "system", "content": record["system"]}]
-    return messages + [from_turn(turn) for turn in record["conversations"]]
 
 
 def from_turn(turn: dict) -> dict:
@@ -335,18 +411,26 @@ def assistant_spans(
 ) -> tuple[str, list[tuple[int, int]]]:
     """(whole text, [(start, end)] of the assistant's trained text, in characters). Raises
     ValueError if the template fails, or if the spans are not certain."""
+    template = with_values(template, conversation.values)
     conversation = with_arguments(conversation, template)
-    messages, tools = conversation
+    messages, tools, _ = conversation
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    unknown = [message["role"] for message in messages if message["role"] not in CHAT_ROLES]
-    if not turns and unknown:
+    # another name for the assistant would have no loss; a template that knows a role has its name
+    known = template.strings.union(CHAT_ROLES)
+    unknown = [message["role"] for message in messages if message["role"] not in known]
+    if unknown:
         raise ValueError(
-            f"no message is the assistant's, and the role {unknown[0]} is unknown; use "
+            f"the role {unknown[0]} is unknown, also to {template.name}; use "
             f"{', '.join(CHAT_ROLES)}"
         )
     full = template.render(messages, tools)
     if template.has_marks:
         full, spans = find_marks(full)
+        if full != template.render_plain(messages, tools):
+            raise ValueError(
+                f"{template.name} changes the text of {{% generation %}} after it is written, as by "
+                "trim: write {% generation %} around the last form of the text"
+            )
         check_rendered(conversation, template)
         if all(is_trained(messages[i]) for i in turns):
             return full, spans
@@ -368,6 +452,22 @@ def assistant_spans(
             spans.append(span)
         check_rendered(conversation, template)
     return full, [span for i, span in zip(turns, spans, strict=True) if is_trained(messages[i])]
+
+
+@lru_cache(maxsize=64)
+def with_values(template: ChatTemplate, values: str) -> ChatTemplate:
+    """The template with a line's chat_template_kwargs, as JSON. Raises ValueError for a value that
+    the template does not ask for."""
+    given = json.loads(values)
+    if not given:
+        return template
+    unknown = sorted(given.keys() - template.names)
+    if unknown:
+        raise ValueError(f"chat_template_kwargs: {template.name} does not ask for {unknown[0]}")
+    return template._replace(
+        render=partial(template.render, **given),
+        render_plain=partial(template.render_plain, **given),
+    )
 
 
 def check_rendered(conversation: Conversation, template: ChatTemplate) -> None:
@@ -468,17 +568,23 @@ def with_arguments(conversation: Conversation, template: ChatTemplate) -> Conver
         if calls:
             message = message | {"tool_calls": calls}
         messages.append(message)
-    return Conversation(messages, conversation.tools)
+    return conversation._replace(messages=messages)
 
 
 def with_argument(call: dict, wanted: type | None) -> dict:
     function = call.get("function", call)
     arguments = function.get("arguments")
     if wanted is dict and isinstance(arguments, str):
+        decoded = None
         with suppress(ValueError):
-            decoded = json.loads(arguments)
-            if isinstance(decoded, dict):
-                arguments = decoded
+            # no text is no arguments
+            decoded = json.loads(arguments.strip() or "{}")
+        if not isinstance(decoded, dict):
+            raise ValueError(
+                f"the arguments of a call are no JSON object, but {arguments!r:.60}: the template "
+                "would write them as a quoted text"
+            )
+        arguments = decoded
     elif wanted is str and isinstance(arguments, dict):
         arguments = json.dumps(arguments, ensure_ascii=False)
     if arguments is None:
@@ -520,12 +626,19 @@ def find_answer(
 ) -> tuple[int, int] | None:
     """(start, end) of message i, the assistant's, in the full text: from the end of its prompt to
     its own end. None if the rendered prefixes do not fit the full text."""
-    messages, tools = conversation
-    prompt = template.render(messages[:i], tools, True)
-    answered = template.render(messages[: i + 1], tools)
+    messages, tools, _ = conversation
+    try:
+        prompt = template.render(messages[:i], tools, True)
+        answered = template.render(messages[: i + 1], tools)
+    except ValueError:
+        return None  # the template refuses a prefix, such as one without a message
     if not full.startswith(prompt):
         return None
     start = len(prompt)
+    # some templates write the header of an answer only after a question: it has no loss
+    header = generation_prompt(template)
+    if full.startswith(header, start) and not prompt.endswith(header):
+        start += len(header)
     if full.startswith(answered) and len(answered) >= start:
         return start, len(answered)
     with suppress(ValueError):  # the template refuses our probes
@@ -534,7 +647,21 @@ def find_answer(
             return start, end
 
 
-def find_answer_end(i: int, full: str, start: int, messages: list, render) -> int | None:
+@cache
+def generation_prompt(template: ChatTemplate) -> str:
+    """What a template writes after a question to begin an answer, such as <|im_start|>assistant."""
+    asked = [{"role": "user", "content": PROBE}]
+    with suppress(ValueError):
+        text = template.render(asked, None)
+        prompt = template.render(asked, None, True)
+        if prompt.startswith(text):
+            return prompt[len(text) :]
+    return ""
+
+
+def find_answer_end(
+    i: int, full: str, start: int, messages: list, render: Callable[[list], str]
+) -> int | None:
     """End of message i if the template rewrites an answer once a later question follows: Qwen3's
     drops the thoughts. The ending (like <|im_end|>) is still the same, so look for the ending after
     `start`. Two probes make sure of the right place. Another answer in place of message i must

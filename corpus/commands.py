@@ -1,5 +1,6 @@
 """The command line of data.py: stdlib, tokenizer, prepare, show, check."""
 
+import argparse
 import os
 import re
 import sys
@@ -17,7 +18,7 @@ from corpus.build import (
 )
 from corpus.cache import cached_corpus
 from corpus.chat import chat_tokenizer
-from corpus.files import describe_left_out, text_files
+from corpus.files import describe_left_out, leave_out_known, text_files
 from corpus.mixture import FORMATS
 from corpus.shard_damage import find_damage
 from corpus.shards import is_shards, read_index
@@ -141,6 +142,54 @@ def add_prepare_flags(prepare: Parser) -> None:
     )
 
 
+def add_dataset_flags(prepare: Parser) -> None:
+    prepare.add_argument(
+        "--from_datasets",
+        default="",
+        metavar="NAME",
+        help="in place of --input: a data set of the `datasets` library, or a folder that it reads; "
+        "read once, into OUT/dataset",
+    )
+    prepare.add_argument(
+        "--subset", default="", help="of --from_datasets, such as sample-10BT, where it has several"
+    )
+    prepare.add_argument(
+        "--split", default="train", help="of --from_datasets, also train[:1%%] [default: train]"
+    )
+
+
+def read_dataset(args, folder: Path) -> list[Path]:
+    """The files of --from_datasets. Raises ValueError."""
+    from corpus.from_datasets import fingerprint_of, text_of_dataset
+
+    if not args.out:
+        raise ValueError("--from_datasets needs --out FOLDER")
+    paths, note = text_of_dataset(
+        args.from_datasets, args.subset, args.split, args.text_column, folder
+    )
+    print(
+        f"{args.from_datasets}: {note['rows']:,} rows, {', '.join(note['columns'])}, in "
+        f"{folder}/dataset ({fingerprint_of(note)})",
+        flush=True,
+    )
+    return paths
+
+
+def check_sources(args) -> None:
+    """Raises ValueError unless a command that reads text is given some, from one place."""
+    if args.command not in ("tokenizer", "prepare"):
+        return
+    name = ""
+    if args.command == "prepare":
+        name = args.from_datasets
+        if not name and (args.subset or args.split != "train"):
+            raise ValueError("--subset and --split have no effect without --from_datasets NAME")
+    if args.input and name:
+        raise ValueError("--input and --from_datasets are two sources of text: give one of them")
+    if not args.input and not name:
+        raise ValueError(f"{args.command} needs --input FILE, or a folder or quoted globs")
+
+
 def define_commands(about: str | None) -> Parser:
     parser = Parser(description=about)
     parser.set_defaults(input=[], out="reading")  # of commands without these
@@ -162,6 +211,7 @@ def define_commands(about: str | None) -> Parser:
         "prepare", help="tokenize text files into a folder of token shards"
     )
     add_prepare_flags(prepare)
+    add_dataset_flags(prepare)
     show = commands.add_parser(
         "show", help="documents of a file as they will be trained, tokens with a loss in green"
     )
@@ -174,7 +224,7 @@ def define_commands(about: str | None) -> Parser:
     show.add_argument("--n", type=int, default=3, help="documents [default: 3]")
     for command in own, prepare:
         command.add_argument(
-            "--input", nargs="+", required=True, help=f"{FORMATS}; files, folders or quoted globs"
+            "--input", nargs="+", default=[], help=f"{FORMATS}; files, folders or quoted globs"
         )
         command.add_argument(
             "--out",
@@ -198,7 +248,7 @@ def define_commands(about: str | None) -> Parser:
     return parser
 
 
-def prepare(args, paths: list[Path], folder: Path) -> bool:
+def prepare(args: argparse.Namespace, paths: list[Path], folder: Path) -> bool:
     """python data.py prepare. Returns False if other shares of the work are still to be made.
     Raises ValueError."""
     if not args.out or args.workers < 1:
@@ -246,12 +296,14 @@ def main(about: str | None = None) -> None:
             raise ValueError(
                 f"show {args.input[0]}: these are token shards; show the text or the conversations"
             )
+        check_sources(args)
         paths = []
         for what in args.input:
             files, left_out = text_files(what)
+            files = leave_out_known(files, paths, left_out)
             paths += files
             if left_out:
-                files_text = f"{len(files):,} file" + "s" * (len(files) > 1)
+                files_text = f"{len(files):,} file" + "s" * (len(files) != 1)
                 print(f"{what}: {files_text}{describe_left_out(left_out)}")
         if args.command == "show":
             return show_documents(paths, args.tokenizer, args.n, args.text_column)
@@ -260,6 +312,8 @@ def main(about: str | None = None) -> None:
         else:
             folder = Path(args.out)
         check_local(str(folder), "--out")
+        if args.command == "prepare" and args.from_datasets:
+            paths = read_dataset(args, folder)
         if args.command == "tokenizer":
             return own_tokenizer(paths, folder, args.vocab_size, args.text_column)
         if args.command == "prepare":

@@ -16,16 +16,22 @@ from corpus.mixture import FORMATS, format_of, is_text_file, prepare_column
 from distributed.agree import brief
 from flags.hints import hub_hint
 
-# columns of a conversation: see corpus/chat.py
-CONVERSATION = ("messages", "conversations", "tools", "system")
+# columns of a conversation, and those that change it: see corpus/chat.py
+CONVERSATION = ("messages", "conversations")
+CONVERSATION += ("tools", "functions", "tool_defs", "system", "system_prompt", "system_message")
+CONVERSATION += ("chat_template_kwargs", "documents", "weight", "train", "training", "loss")
+CONVERSATION += ("masked",)
 # Names of texts about a data set, which come with a download
 ABOUT = r"(readme|licen[sc]e|copying|notice|changelog|citation|contributing|authors)([._-].*)?"
 # Why a file or a folder is left out
 NO_TEXT = "no text"
 BESIDE_DATA = "no data beside .jsonl or .parquet; to train on it, name the file"
 REPEATED = "a link to what is read already"
+REPEATED_PATH = "read already"
 CIRCLE = "a link to a folder around it"
 EMPTY = "empty"
+# Leaves out bytes that are not UTF-8
+DROP = "iconv -c -f utf-8 -t utf-8"
 # First bytes of files in other encodings than UTF-8: the name, and the command that converts
 BEGINNINGS = {
     b"\xff\xfe\0\0": ("UTF-32", "iconv -f utf-32 -t utf-8"),
@@ -209,6 +215,19 @@ def leave_out_repeated(files: list[Path], left_out: dict[Path, str]) -> list[Pat
     return kept
 
 
+def leave_out_known(files: list[Path], known: list[Path], left_out: dict[Path, str]) -> list[Path]:
+    """The files that are not among the known ones, also under another name: several paths of a
+    command may hold the same file."""
+    seen = {os.path.realpath(file) for file in known}
+    kept = []
+    for file in files:
+        if os.path.realpath(file) in seen:
+            left_out[file] = REPEATED_PATH
+        else:
+            kept.append(file)
+    return kept
+
+
 def leave_out_twins(files: list[Path], left_out: dict[Path, str]) -> list[Path]:
     """The files without x.jsonl.gz beside x.jsonl, and without x.jsonl.zst beside x.jsonl.gz."""
     there = set(files)
@@ -260,13 +279,18 @@ def check_nuls(path: Path, place: int) -> None:
         )
 
 
-def bad_byte(path: Path, place: int, text: bytes) -> str:
+def bad_byte(path: Path, place: int, text: bytes, ends_inside: bool = False) -> str:
     """The error for a byte that is not UTF-8. place: of the byte in the unpacked file; text: around
-    it."""
-    if text.decode(errors="ignore").isascii():
+    it; ends_inside: the file ends in the middle of a character."""
+    if ends_inside:
+        cure = (
+            "the text ends inside of a character, or is Latin-1; get the file again, or leave the "
+            f"byte out: {filtered(path, DROP)}"
+        )
+    elif text.decode(errors="ignore").isascii():
         cure = f"is it Latin-1? {filtered(path, 'iconv -f latin1 -t utf-8')}"
     else:  # other letters are UTF-8, so Latin-1 would spoil them
-        cure = f"to leave out damaged ones: {filtered(path, 'iconv -c -f utf-8 -t utf-8')}"
+        cure = f"to leave out damaged ones: {filtered(path, DROP)}"
     return f"byte {place} is not UTF-8; {cure}"
 
 

@@ -122,7 +122,7 @@ def take_turns(shares: list[int]) -> Turns:
     return Turns(*(np.array(x, np.int64) for x in (shares, part, number)))
 
 
-def check_same_ids(sources: dict):
+def check_same_ids(sources: dict) -> None:
     """Raises ValueError if two sources have different tokenizers. sources: {flag and source, for
     errors: TokenData}."""
     (first, known), *others = sources.items()

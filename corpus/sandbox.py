@@ -14,7 +14,7 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Any, NoReturn
@@ -37,16 +37,19 @@ RESULTS = {"+": float.__add__, "*": float.__mul__, "**": float.__pow__}
 
 
 class Generation(jinja2.ext.Extension):
-    """{% generation %}: puts the inner text between BEGIN and END."""
+    """{% generation %}: puts the inner text between the marks of the environment."""
 
     tags = {"generation"}
 
     def parse(self, parser: Any) -> list:
         next(parser.stream)
         inside = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        begin = jinja2.nodes.Output([jinja2.nodes.TemplateData(BEGIN)])
-        end = jinja2.nodes.Output([jinja2.nodes.TemplateData(END)])
-        return [begin, jinja2.nodes.Scope(inside), end]
+        begin, end = (jinja2.nodes.TemplateData(mark) for mark in self.environment.marks)
+        return [
+            jinja2.nodes.Output([begin]),
+            jinja2.nodes.Scope(inside),
+            jinja2.nodes.Output([end]),
+        ]
 
 
 class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
@@ -54,7 +57,8 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset(RESULTS)
 
-    def __init__(self):
+    def __init__(self, marks: tuple[str, str] = (BEGIN, END)):
+        self.marks = marks
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
         )
@@ -112,7 +116,7 @@ lock = threading.Lock()
 
 
 @contextmanager
-def limits():
+def limits() -> Iterator[None]:
     """Raises Endless inside of the context if it takes too long, or too much memory."""
     # the first time, and after a fork
     if all(thread.name != "watch" for thread in threading.enumerate()):

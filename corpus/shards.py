@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -58,7 +59,7 @@ def index_totals(index: dict) -> dict:
     return {"sha256": hashlib.sha256(identity.encode()).hexdigest(), "documents": documents}
 
 
-def check_index(index: dict):
+def check_index(index: dict) -> None:
     """Raises an error (of various types) if index.json contradicts itself. Reads no shard."""
     if index["version"] not in (VERSION, MASKED):
         raise ValueError(f"format version {index['version']}, need {VERSION} or {MASKED}")
@@ -162,6 +163,6 @@ def check_arrays(folder: Path, index: dict) -> None:
         list(pool.map(check, arrays))
 
 
-def cache_name(*what) -> str:
+def cache_name(*what: Any) -> str:
     """A name for a file of the cache, by the hash of everything that decides about the contents."""
     return hashlib.sha256(repr((VERSION, *what)).encode()).hexdigest()[:16]

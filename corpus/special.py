@@ -9,7 +9,7 @@ themselves often, so an end is here an id that any of these files calls an end.
 
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from corpus.beside import files_beside, read_beside, read_special_tokens
 from corpus.tokenizer import encoding_of, load_tokenizer, tokenizer_path
@@ -65,7 +65,7 @@ class SpecialIds(NamedTuple):
         return {"bos_token_id": self.bos, "eos_token_id": eos, "pad_token_id": self.pad}
 
 
-def listed_ids(value) -> list[int]:
+def listed_ids(value: Any) -> list[int]:
     """The ids in a value of generation_config.json: an id, a list of ids, or null."""
     values = [value]
     if isinstance(value, list):
@@ -80,12 +80,16 @@ def config_of(folder: str) -> dict:
     return read_beside(folder, "config.json")
 
 
+class NoEnds(ValueError):
+    """No file of a folder names an end of a text. Other ValueErrors: a file cannot be read."""
+
+
 def special_ids(folder: str, is_ours: bool = False) -> SpecialIds:
     """The ids of a folder with tokenizer.json. The ends are the union of all files.
 
     is_ours: the ids were learnt from nothing, in training on text: the first end is the token between
-    the documents, nothing begins a text, and the end pads. Raises ValueError if nothing names an
-    end."""
+    the documents, nothing begins a text, and the end pads. Raises ValueError, NoEnds if nothing
+    names an end."""
     names = read_special_tokens(folder)
     files = [read_beside(folder, "generation_config.json"), config_of(folder)]
     files.append(files[1].get("text_config") or {})
@@ -113,7 +117,10 @@ def special_ids(folder: str, is_ours: bool = False) -> SpecialIds:
         more = listed_ids(file.get("eos_token_id"))
         ends += [i for i in more if i in markers or not in_generation]
     if not ends:
-        ends = [find_tokenizer(folder, names.get("eos_token", ""))[1]]
+        try:
+            ends = [find_tokenizer(folder, names.get("eos_token", ""))[1]]
+        except ValueError as error:
+            raise NoEnds(error) from None
     ends = list(dict.fromkeys(ends))
     if is_ours:
         return SpecialIds(None, ends, ends[0])

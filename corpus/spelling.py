@@ -13,7 +13,7 @@ import math
 from collections import Counter
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -73,7 +73,7 @@ def read_traits(file: Path, sha256: str) -> Traits:
     )
 
 
-def steps_of(rule) -> list[dict]:
+def steps_of(rule: Any) -> list[dict]:
     """The steps of a normalizer or pre-tokenizer, which may be a sequence of others."""
     if not isinstance(rule, dict):
         return []
@@ -146,7 +146,7 @@ def spelling_rules(file: Path, may_be_long: bool = True) -> tuple:
 
 # --------------------------------------------------------------------------------------------------
 # Seams
-def rule_inside(rule, opens: bool, closes: bool):
+def rule_inside(rule: Any, opens: bool, closes: bool) -> Any:
     """A normalizer or pre-tokenizer for a part of a text: a change of the beginning of a text
     is made only if the part opens the text, a change of the end only if the part closes the text."""
     if not isinstance(rule, dict):

@@ -68,7 +68,7 @@ def write_shard(
     return entry
 
 
-def write_index(folder: Path, index: dict):
+def write_index(folder: Path, index: dict) -> None:
     version = VERSION
     if any("mask_sha256" in entry for entry in chain(*index["splits"].values())):
         version = MASKED

@@ -1,7 +1,9 @@
 """Errors and answers that all ranks share: if one rank fails, all ranks fail with the same reason."""
 
 import math
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,10 +27,12 @@ def reason(error: BaseException) -> str:
         return "a file could not be written to its end: the disk is full, or a quota or file size limit is reached"
     if text and isinstance(error, ValueError | OSError):
         return text
+    if isinstance(error, MemoryError):  # Python says no more
+        return "no memory is left"
     return f"{type(error).__name__}: {text}"
 
 
-def divisors(*numbers) -> str:
+def divisors(*numbers: int) -> str:
     """ "1, 2 or 4": the common divisors of the numbers (up to 4,096), for error messages."""
     g = math.gcd(*numbers)
     found = [str(d) for d in range(1, min(g, 4096) + 1) if g % d == 0]
@@ -40,13 +44,13 @@ def brief(names: list[str]) -> str:
     return printable(", ".join(names[:3])) + f" and {len(names) - 3} more" * (len(names) > 3)
 
 
-def rank_in(group) -> int:
+def rank_in(group: dist.ProcessGroup | None) -> int:
     if group:
         return dist.get_rank(group)
     return 0
 
 
-def gather(value, group) -> list:
+def gather(value: Any, group: dist.ProcessGroup | None) -> list:
     """The values of all ranks of the group, on all ranks. Costs every rank time and memory for all
     values: for starts, not for steps or saves. group: None if the process is alone."""
     if not group:
@@ -56,7 +60,7 @@ def gather(value, group) -> list:
     return values
 
 
-def attempt(work, *args) -> tuple:
+def attempt(work: Callable[..., Any], *args: Any) -> tuple:
     """(result of work(*args), None), or (None, the reason why work failed)."""
     try:
         return work(*args), None
@@ -67,7 +71,7 @@ def attempt(work, *args) -> tuple:
         return None, reason(error)
 
 
-def fail_together(work, group):
+def fail_together(work: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
     """Return work() on each rank; raise Failed on all ranks if work fails on any rank. Otherwise a
     failing rank would leave, and its peers would wait in the next collective. The ranks exchange
     one number, and texts only after a failure."""
@@ -81,7 +85,7 @@ def fail_together(work, group):
     return result
 
 
-def holds_on_any_rank(condition: bool, group) -> bool:
+def holds_on_any_rank(condition: bool, group: dist.ProcessGroup | None) -> bool:
     """Whether the condition holds on any rank."""
     flag = torch.tensor(int(condition))
     if group:
@@ -89,7 +93,7 @@ def holds_on_any_rank(condition: bool, group) -> bool:
     return bool(flag)
 
 
-def scatter(values: list, group):
+def scatter(values: list, group: dist.ProcessGroup | None) -> Any:
     """Entry r of rank 0's list, on rank r."""
     if not group:
         return values[0]
@@ -98,7 +102,7 @@ def scatter(values: list, group):
     return box[0]
 
 
-def gather_on_rank_0(value, group) -> list | None:
+def gather_on_rank_0(value: Any, group: dist.ProcessGroup | None) -> list | None:
     """The values of all ranks, on rank 0; None on the others."""
     if not group:
         return [value]
@@ -109,7 +113,7 @@ def gather_on_rank_0(value, group) -> list | None:
     return values
 
 
-def on_rank_0(work, group, value=None):
+def on_rank_0(work: Callable[..., Any], group: dist.ProcessGroup | None, value: Any = None) -> Any:
     """Run work() on rank 0 and return the result on all ranks; raise Failed on all ranks if work
     fails.
 
@@ -130,7 +134,7 @@ def on_rank_0(work, group, value=None):
     return result
 
 
-def new_gloo_group(name: str):
+def new_gloo_group(name: str) -> dist.ProcessGroup:
     """A process group of all ranks, for messages about files."""
     start = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout  # --init_timeout_s
     group = dist.new_group(backend="gloo", timeout=start, group_desc=name)

@@ -49,7 +49,9 @@ def cast_weights(stage, layout: Layout, reduce_dtype: torch.dtype) -> None:
     finish_backwards(stage, units)
 
 
-def cast_experts(experts: list, stage, layout: Layout, reduce_dtype: torch.dtype) -> None:
+def cast_experts(
+    experts: list, stage: nn.Module, layout: Layout, reduce_dtype: torch.dtype
+) -> None:
     """cast_weights for the experts of all blocks alone, where FSDP wraps the rest of the model."""
     held = {reduce_dtype}
     for each in experts:

@@ -7,12 +7,14 @@ import socket
 import sys
 import zlib
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -26,7 +28,12 @@ DROPOUT = "use models.dropout.dropout, see 'Random numbers' in docs/fork_me.md"
 
 
 def check_model(
-    model, layout: Layout, styles, ac: str, param_dtype: str, optimizer: str = ""
+    model: nn.Module,
+    layout: Layout,
+    styles: Mapping[str, Any],
+    ac: str,
+    param_dtype: str,
+    optimizer: str = "",
 ) -> None:
     """Check the tables of the full model before memory is taken. Raises ValueError for a pattern of
     tp_plan or init_constants without a match, for a style missing in parallel.TP_STYLES, for a
@@ -77,7 +84,7 @@ def check_model(
     check_memory(model, layout, param_dtype, optimizer)
 
 
-def check_documents(model, layout: Layout) -> None:
+def check_documents(model: nn.Module, layout: Layout) -> None:
     """With --doc_mask, rank 0 names the blocks that do not call attend: the mask changes nothing in
     such a block."""
     if layout.rank > 0:
@@ -92,7 +99,7 @@ def check_documents(model, layout: Layout) -> None:
         )
 
 
-def check_tp_plan(model, styles) -> None:
+def check_tp_plan(model, styles: Mapping[str, Any]) -> None:
     """Every pattern of the plan must name a module of the full model: a misspelt one would silently
     leave a layer unsharded."""
     names = [n for n, _ in model.named_modules()]
@@ -108,7 +115,7 @@ def check_tp_plan(model, styles) -> None:
             )
 
 
-def check_random(model) -> None:
+def check_random(model: nn.Module) -> None:
     """Raises ValueError for a module that draws from a generator: every data rank would draw the
     same numbers, activation checkpointing others in the backward, a layout and a continued run
     others again, and validation would draw, too."""
@@ -130,7 +137,7 @@ def check_random(model) -> None:
             )
 
 
-def check_owners(model, layout: Layout) -> None:
+def check_owners(model: nn.Module, layout: Layout) -> None:
     """Raises ValueError for a parameter that two modules hold, on several processes: FSDP, tp and
     pp split modules one by one. (A tied head is no module: the loss reads the embedding's weight.)
     """
@@ -146,7 +153,7 @@ def check_owners(model, layout: Layout) -> None:
             )
 
 
-def check_memory(model, layout: Layout, param_dtype: str, optimizer: str) -> None:
+def check_memory(model: nn.Module, layout: Layout, param_dtype: str, optimizer: str) -> None:
     """Raise ValueError with the numbers if parameters, gradients and moments alone, shared evenly
     by all processes, exceed the memory of a device or host. A lower bound: activations, buffers and
     an uneven split come on top."""
@@ -181,7 +188,7 @@ def check_memory(model, layout: Layout, param_dtype: str, optimizer: str) -> Non
         )
 
 
-def moments_of(optimizer: str, fqn: str, p) -> int:
+def moments_of(optimizer: str, fqn: str, p: Tensor) -> int:
     """How many numbers the optimizer keeps for each number of a parameter; 0 if unknown."""
     if optimizer == "muon" and p.dim() > 1 and fqn.startswith("blocks."):
         return 1
@@ -208,7 +215,7 @@ def host_memory() -> int:
     return memory + swap
 
 
-def check_replicas(stages, layout: Layout, **values) -> list[tuple]:
+def check_replicas(stages: Sequence[nn.Module], layout: Layout, **values: Any) -> list[tuple]:
     """Compare the ranks that hold the same part of a parameter, and `values` on all ranks.
 
     Raises ValueError on all ranks with the first difference and its ranks. Runs once: a wrong seed
@@ -257,7 +264,7 @@ def raise_first_difference(known: dict) -> None:
                 )
 
 
-def differ(numbers: list[int], group, device) -> bool:
+def differ(numbers: list[int], group: dist.ProcessGroup | None, device: torch.device) -> bool:
     """Whether any of the numbers is not equal on all ranks of the group."""
     own = torch.tensor(numbers, device=device)
     both = torch.stack([own, -own])
@@ -266,7 +273,7 @@ def differ(numbers: list[int], group, device) -> bool:
 
 
 @torch.no_grad()
-def bits_sum(p) -> int:
+def bits_sum(p: Tensor) -> int:
     """A checksum of the rank's part of a parameter; every bit counts, and every place."""
     total = 0
     flat = local_tensor(p).contiguous().flatten()
@@ -277,7 +284,7 @@ def bits_sum(p) -> int:
     return total
 
 
-def check_first_batch(batch) -> None:
+def check_first_batch(batch: Any) -> None:
     """Raises RuntimeError if no token of a run's first batch has a loss: such a run would go on at
     loss 0.0000. Only the first is asked, for the answer makes the host wait for the device, and a
     later batch may be without."""

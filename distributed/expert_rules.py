@@ -1,11 +1,14 @@
 """Refuses degrees of --ep and --etp that the experts do not fill. Only models with experts load this
 file."""
 
+from collections.abc import Iterator
+from typing import Any
+
 from distributed.agree import divisors
 from distributed.layout import Layout
 
 
-def expert_rows(layout: Layout, optimizer: str, c):
+def expert_rows(layout: Layout, optimizer: str, c: Any) -> Iterator[tuple[Any, str]]:
     """optimizer: --optimizer; c: the model's config."""
     ep = layout.ep
     etp = layout.etp

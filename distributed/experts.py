@@ -1,8 +1,10 @@
 """Expert parallelism: the experts are split over ranks, and tokens travel to their experts and
 back."""
 
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -111,13 +113,18 @@ def sharding_of_scores(a, b, out_dtype):
     return [([rows], [rows, Replicate(), None]) for rows in (Shard(0), Replicate())]
 
 
-def sum_over(x: Tensor, groups) -> Tensor:
+def sum_over(x: Tensor, groups: Iterable[dist.ProcessGroup | None]) -> Tensor:
     for group in groups:
         dist.all_reduce(x, group=group)
     return x
 
 
-def gathered_moe(moe_forward, group, x: Tensor, shared=None) -> Tensor:
+def gathered_moe(
+    moe_forward: Callable[[Tensor], Tensor],
+    group: dist.ProcessGroup,
+    x: Tensor,
+    shared: nn.Module | None = None,
+) -> Tensor:
     """etp = tp: (B, T/tp, D) -> every tp rank's part of the result for all T -> summed, (B, T/tp,
     D)."""
     out = ReduceScatter.apply(moe_forward(AllGather.apply(x, 1, group)), 1, group)
@@ -128,7 +135,13 @@ def gathered_moe(moe_forward, group, x: Tensor, shared=None) -> Tensor:
 
 
 def exchange_tokens(
-    experts, group, x: Tensor, weight: Tensor, counts: Tensor, shared=lambda: None, parts=1
+    experts,
+    group: dist.ProcessGroup | None,
+    x: Tensor,
+    weight: Tensor,
+    counts: Tensor,
+    shared: Callable[[], Any] = lambda: None,
+    parts: int = 1,
 ) -> list[Tensor]:
     """Experts.forward over ep ranks: x (N*k, D) sorted by expert, so also by the rank that holds
     it; weight (N*k,), the factor of each row's result; counts (E,), the rows for each expert.
@@ -189,7 +202,7 @@ def exchange_tokens(
     return [next(turn) for turn in turns]
 
 
-def prefetch_units(stage, blocks) -> None:
+def prefetch_units(stage: nn.Module, blocks) -> None:
     """Gather the next block's weights before a block computes, and in the backward the previous
     block's. FSDP alone prefetches only as far as the host is ahead of the device, and with --ep the
     host waits in every layer with experts (exchange_tokens).
@@ -238,7 +251,12 @@ def balance_experts(stages, layout: Layout, mode: str, rate: float | Tensor) -> 
 
 
 def compiled_experts(
-    compiled, eager, x: Tensor, weight: Tensor, counts: Tensor, *stacks: Tensor
+    compiled: Callable[..., Tensor],
+    eager: Callable[..., Tensor],
+    x: Tensor,
+    weight: Tensor,
+    counts: Tensor,
+    *stacks: Tensor,
 ) -> Tensor:
     """Experts.compute, compiled once for all numbers of rows of x (N*k, D).
 
@@ -253,7 +271,13 @@ def compiled_experts(
     return compiled(x, weight, counts, *stacks)
 
 
-def compiled_combine(compiled, eager, results: list[Tensor], order: Tensor, places: Tensor):
+def compiled_combine(
+    compiled: Callable[..., Tensor],
+    eager: Callable[..., Tensor],
+    results: list[Tensor],
+    order: Tensor,
+    places: Tensor,
+) -> Tensor:
     """Experts.combine, compiled once for all numbers of rows of the parts. With 0 or 1 rows in a
     part, for which dynamo would compile a version of its own, it runs uncompiled."""
     if len(results) > 1:

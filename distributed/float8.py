@@ -3,8 +3,11 @@ float8_linears.py."""
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from torch import nn
 
 from distributed.layout import Layout
 from flags.config import GPU, Need, flag
@@ -61,7 +64,7 @@ def float8_linears(stage, layout: Layout, cfg: Float8Config) -> None:
         module.__class__ = with_forward(type(module), Float8Linear)
 
 
-def float8_scales(stages) -> None:
+def float8_scales(stages: Sequence[nn.Module]) -> None:
     """--float8_all_gather, after an optimizer step: find the scales of all weights with one
     all-reduce. FSDP alone would send
     an all-reduce per weight, just before gathering the weight in float8."""

@@ -10,7 +10,7 @@ from distributed.layout import Layout
 from distributed.linears import beside_weight
 
 
-def float8_names(stage, layout: Layout, cfg) -> list[str]:
+def float8_names(stage: nn.Module, layout: Layout, cfg) -> list[str]:
     """Names of the linears for float8. Prints the linears that do not fit; raises ValueError if
     none is left."""
     names = []
@@ -41,7 +41,7 @@ def float8_names(stage, layout: Layout, cfg) -> list[str]:
     return names
 
 
-def sides_on_a_rank(stage, fqn: str, module, tp: int) -> tuple[int, int]:
+def sides_on_a_rank(stage, fqn: str, module: nn.Linear, tp: int) -> tuple[int, int]:
     """(out, in) of a rank's part of a linear, by the model's tp_plan."""
     style = ""
     for pattern, planned in stage.tp_plan().items():

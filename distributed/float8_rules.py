@@ -1,9 +1,12 @@
 """Refuses --float8 where the device cannot compute it. Only runs with --float8 load this file."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 
 
-def float8_rows(cfg, on_cuda: bool):
+def float8_rows(cfg: Any, on_cuda: bool) -> Iterator[tuple[Any, str]]:
     capability = (0, 0)
     if on_cuda:
         capability = torch.cuda.get_device_capability()

@@ -1,5 +1,7 @@
 """--ac op: which results of a block are kept for the backward, and which are computed again."""
 
+from typing import Any
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -36,7 +38,7 @@ KEPT = {
 MATMUL = torch.ops.aten.mm.default
 
 
-def is_to_host(op, args: tuple, kwargs: dict | None) -> bool:
+def is_to_host(op: Any, args: tuple, kwargs: dict | None) -> bool:
     """Whether op copies from the device: the sizes of an exchange of tokens, for which the host
     waits (distributed.experts.exchange_tokens)."""
     if op is not torch.ops.aten._to_copy.default or args[0].device.type == "cpu":

@@ -34,7 +34,9 @@ class LaunchConfig:
     train_timeout_s: int = 100
 
 
-def connect(layout: Layout, cfg, device: str = "auto", seed: int = 0, trace: str = "") -> Layout:
+def connect(
+    layout: Layout, cfg: Any, device: str = "auto", seed: int = 0, trace: str = ""
+) -> Layout:
     """Join the other processes: device, threads and the process group of all. Plain `python` is a
     world of one. Returns the layout with its device, the dtype of the computation there, and the
     memory of the smallest device.

@@ -4,7 +4,7 @@ rank's part of a tensor."""
 import math
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -23,14 +23,14 @@ TP = Need("without --tp 2 or more", lambda c: c.tp > 1)
 CP = Need("without --cp 2 or more", lambda c: c.cp > 1)
 
 
-def n_experts_of(config) -> int:
+def n_experts_of(config: Any) -> int:
     """Experts of a layer; 0 for a model without, whose config need not have the field."""
     if hasattr(config, "n_experts"):
         return config.n_experts
     return 0
 
 
-def mtp_depth_of(config) -> int:
+def mtp_depth_of(config: Any) -> int:
     """Layers of multi-token prediction; 0 for a model without, whose config need not have the
     field."""
     if hasattr(config, "mtp_depth"):
@@ -191,7 +191,7 @@ def all_blocks(stage) -> dict[int, nn.Module]:
     return blocks
 
 
-def reduces_always(stage, layout: Layout, cfg: ParallelConfig) -> bool:
+def reduces_always(stage: nn.Module, layout: Layout, cfg: ParallelConfig) -> bool:
     """Whether gradients are reduce-scattered after every micro-batch of a step, and not once at its
     end.
 
@@ -284,7 +284,9 @@ class ReduceScatter(torch.autograd.Function):
         return AllGather.apply(grad, ctx.dim, ctx.group), None, None
 
 
-def start_exchange(x: Tensor, group, sent: list[int] | None, received: list[int] | None) -> Tensor:
+def start_exchange(
+    x: Tensor, group: dist.ProcessGroup, sent: list[int] | None, received: list[int] | None
+) -> Tensor:
     """Send sent[i] rows of x to rank i, receive received[i] from it; None: all alike. The rows are
     on the way until functional.wait_tensor(result)."""
     n = dist.get_world_size(group)

@@ -3,7 +3,7 @@ which splits the layers into stages, and schedule.py, which runs the stages."""
 
 import copy
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from torch import nn
 
@@ -100,13 +100,13 @@ def pipeline_stages(model, layout: Layout, cfg: PipelineConfig) -> list[nn.Modul
     return stages
 
 
-def embeds_at_both_ends(config) -> bool:
+def embeds_at_both_ends(config: Any) -> bool:
     """Whether the last stage of a pipeline needs the embedding, too: as a tied head, or for
     multi-token prediction."""
     return config.tie_embeddings or mtp_depth_of(config) > 0
 
 
-def tied_copy(stage):
+def tied_copy(stage) -> nn.Parameter | None:
     """The last stage's copy of the embedding's weight under pp, or None."""
     is_copy = stage.index == stage.n_stages - 1 > 0 and stage.tok_embeddings is not None
     if is_copy:

@@ -2,6 +2,8 @@
 together. Loaded with --pp only."""
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -11,7 +13,7 @@ from distributed.pipeline import V_SHAPED, ZERO_BUBBLE, n_microbatches
 from distributed.stages import ONE_STAGE_PER_RANK, csv_rows, split_stages
 
 
-def pipeline_rows(layout: Layout, cfg, c):
+def pipeline_rows(layout: Layout, cfg: Any, c: Any) -> Iterator[tuple[Any, str]]:
     """Rules of a pipeline. The first rules that fail hide the others, because the others divide by
     the same numbers."""
     pp = layout.pp
@@ -76,7 +78,7 @@ def pipeline_rows(layout: Layout, cfg, c):
     )
 
 
-def microbatch_rows(layout: Layout, name: str, n: int):
+def microbatch_rows(layout: Layout, name: str, n: int) -> Iterator[tuple[Any, str]]:
     """Whether n micro-batches are enough for the schedule, and divide into its rounds."""
     pp = layout.pp
     size = layout.microbatch_size
@@ -106,7 +108,7 @@ def microbatch_rows(layout: Layout, name: str, n: int):
     )
 
 
-def split_backward_rows(layout: Layout, cfg, c, name: str):
+def split_backward_rows(layout: Layout, cfg: Any, c: Any, name: str) -> Iterator[tuple[Any, str]]:
     """Zero-bubble schedules compute the gradients of inputs and those of weights in two separate
     halves of the backward."""
     yield (

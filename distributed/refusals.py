@@ -6,8 +6,10 @@ import math
 import os
 import shlex
 import sys
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -35,7 +37,7 @@ AT_LEAST_1 = (
 )
 
 
-def refuse(rows) -> None:
+def refuse(rows: Iterable[tuple[Any, str]]) -> None:
     """Raise one ValueError with the texts of all broken rows."""
     texts = dict.fromkeys(text for broken, text in rows if broken)
     if texts:
@@ -44,14 +46,14 @@ def refuse(rows) -> None:
 
 def check_layout(
     cfg: ParallelConfig,
-    model_config,
+    model_config: Any,
     *,
-    seq_len,
-    local_batch_size,
-    global_batch_size,
+    seq_len: int,
+    local_batch_size: int,
+    global_batch_size: int,
     device="auto",
-    world_size=None,
-    on_cuda=None,
+    world_size: int | None = None,
+    on_cuda: bool | None = None,
 ) -> Layout:
     """Make the Layout of the flags. Raises ValueError with every violation: the values, and the
     flags to type instead.
@@ -125,7 +127,7 @@ def runs_on_cuda(device: str) -> bool:
 
 
 def collect_facts(
-    cfg: ParallelConfig, model_config, degrees: dict[str, int], on_cuda: bool
+    cfg: ParallelConfig, model_config: Any, degrees: dict[str, int], on_cuda: bool
 ) -> SimpleNamespace:
     """Values for Need in flags/config.py, to decide whether a flag has an effect: every flag and
     every field of the model by name; the resolved degrees, dp_shard too; world_size, on_cuda, and
@@ -182,7 +184,7 @@ def plural(n: int, noun: str) -> str:
     return f"{n} {noun}s"
 
 
-def batch_rows(layout: Layout):
+def batch_rows(layout: Layout) -> Iterator[tuple[Any, str]]:
     n = layout.global_batch_size
     local = layout.local_batch_size
     ranks = layout.data_ranks
@@ -197,7 +199,7 @@ def batch_rows(layout: Layout):
     )
 
 
-def model_rows(layout: Layout, cfg, c, seq_len: int):
+def model_rows(layout: Layout, cfg: Any, c: Any, seq_len: int) -> Iterator[tuple[Any, str]]:
     """What the model c and the sequence must be divisible by."""
     tp = layout.tp
     cp = layout.cp
@@ -240,14 +242,14 @@ def model_rows(layout: Layout, cfg, c, seq_len: int):
     )
 
 
-def optimizer_of(cfg) -> str:
+def optimizer_of(cfg: Any) -> str:
     """--optimizer; adamw for a program that has no other."""
     if hasattr(cfg, "optimizer"):
         return cfg.optimizer
     return "adamw"
 
 
-def option_rows(cfg, count_gpus: bool):
+def option_rows(cfg: Any, count_gpus: bool) -> Iterator[tuple[Any, str]]:
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     n_gpus = local_world
     if count_gpus:

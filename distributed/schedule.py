@@ -1,11 +1,12 @@
 """Pipeline parallelism: a step of torch's schedules, an evaluation, and the gradient of the weight
 that two stages share."""
 
-from typing import get_args
+from collections.abc import Sequence
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
 
@@ -14,7 +15,7 @@ from distributed.pipeline import Schedule, embeds_at_both_ends, n_microbatches, 
 from distributed.stages import ONE_STAGE_PER_RANK
 
 
-def pipeline_schedule(stages, layout: Layout, n: int, shape: torch.Size, kwargs: dict):
+def pipeline_schedule(stages, layout: Layout, n: int, shape: torch.Size, kwargs: dict) -> Any:
     """torch's schedule for n micro-batches of tokens in `shape`, (B, T/cp) each, kept for the next
     step, because its buffers have fixed shapes. kwargs: arguments of every stage. Tensors are cut
     into micro-batches, except loss_denom, a number."""
@@ -83,7 +84,7 @@ def run_schedule(stages, kwargs: dict[str, Tensor], n: int, layout: Layout) -> l
 
 
 def pipeline_forward_backward(
-    stages, kwargs: dict[str, Tensor], loss_denom: Tensor, layout: Layout
+    stages: Sequence[nn.Module], kwargs: dict[str, Tensor], loss_denom: Tensor, layout: Layout
 ) -> Tensor:
     """One step over all micro-batches, with complete gradients. Returns the loss on the rank of the
     last stage, divided by loss_denom, elsewhere 0."""

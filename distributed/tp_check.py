@@ -1,5 +1,6 @@
 """Refuses a model with a parameter that --tp does not split. Only runs with --tp load this file."""
 
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from distributed.layout import pattern_of
@@ -12,7 +13,7 @@ STYLES = (
 )
 
 
-def check_split(stage, plan: dict[str, str]) -> None:
+def check_split(stage: nn.Module, plan: dict[str, str]) -> None:
     """Raise ValueError for the first parameter without a tp style. Every tp rank would train its
     own copy of the parameter, on its own tokens or heads. Not checked: experts, split by
     expert_parallel, and styles of a fork. plan: module -> style."""

@@ -16,6 +16,9 @@ from pathlib import Path
 from course import COURSE, HERE, HOUSE
 from submission import STATE, state_of, what
 
+sys.path.append(str(HOUSE))  # behind the files beside this one
+from flags.progress import Progress  # noqa: E402
+
 LIMIT_S = 120
 # bytes of address space of each process of a check, under grade; torch alone reserves some
 MEMORY = 24 * 2**30
@@ -175,7 +178,7 @@ def grade(top: str, out: str, limit: float):
             "made"
         )
     counts: dict[str, int] = {}
-    with open(out, "w") as lines:
+    with open(out, "w") as lines, Progress("grading", len(folders), "submissions") as progress:
         for folder in folders:
             try:
                 name = what(state_of(folder)).removeprefix("exercise ")
@@ -193,14 +196,14 @@ def grade(top: str, out: str, limit: float):
             print(json.dumps(row), file=lines, flush=True)
             counts[row["verdict"]] = counts.get(row["verdict"], 0) + 1
             points = f"{row['points']}/{row['of']}" if "of" in row else ""
-            print(
+            progress()
+            progress.say(
                 f"{row['student']:<20} {row['exercise']!s:<10} {row['verdict']:<10} {points:<5} "
                 f"{row['seconds']:>6} s  "
-                f"{row['message'][:70]}",
-                flush=True,
+                f"{row['message'][:70]}"
             )
             if not result.get("alone", True):
-                print("note: this system lets a check keep the network", file=sys.stderr)
+                progress.say("note: this system lets a check keep the network", sys.stderr)
     print(
         f"{len(folders)} submissions: "
         + ", ".join(f"{n} {verdict}" for verdict, n in sorted(counts.items()))

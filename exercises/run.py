@@ -27,7 +27,7 @@ from pathlib import Path
 
 from bugs import BUGS, TASK, planted_bug, planted_diff
 from course import COURSE, HOUSE, functions, original, source_of, with_blanks
-from grading import LIMIT_S, grade, judged
+from grading import LIMIT_S, Progress, grade, judged
 from submission import STATE, state_of, what
 
 # folders that a student does not get: answers, checks, and what only developers run
@@ -234,7 +234,8 @@ def check(folder: str, limit: float) -> int:
     state = state_of(folder)
     print(f"checking {what(state)}, usually 5 to 20 s ...", flush=True)
     try:
-        result = judged(folder, limit, prints=True)
+        with Progress(f"checking {what(state)}"):
+            result = judged(folder, limit, prints=True)
     except KeyboardInterrupt:
         return 130
     if result["verdict"] == "solved":

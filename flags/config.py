@@ -315,7 +315,7 @@ def explain_flag(name: str, parser: Parser, helps: dict) -> NoReturn:
     raise SystemExit(0)
 
 
-def check_range(cfg, least: float, most: float, *names: str):
+def check_range(cfg: Any, least: float, most: float, *names: str) -> None:
     """Raise ValueError for the first field outside of [least, most]; None counts as inside."""
     for name in names:
         value = getattr(cfg, name)
@@ -326,7 +326,7 @@ def check_range(cfg, least: float, most: float, *names: str):
             raise ValueError(f"--{name} {value} must be {limits}")
 
 
-def read_config(path, helps, kinds) -> dict:
+def read_config(path: str, helps: dict[str, str], kinds: dict[str, Any]) -> dict:
     """Field values of a saved config.json; unknown keys and wrong values are usage errors. A key of an
     earlier version that was switched off is left out, and rank 0 says so."""
     try:
@@ -356,7 +356,7 @@ def read_config(path, helps, kinds) -> dict:
     return saved
 
 
-def save_config(cfg, path, run: dict):
+def save_config(cfg: Any, path: str, run: dict) -> None:
     """Write the flags and, under the reserved key "_run", facts that identify the run. --config
     reads the file."""
     flags = dataclasses.asdict(cfg)

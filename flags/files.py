@@ -1,5 +1,6 @@
 """Writing files that survive a power cut, and reading files that anyone may have written."""
 
+import errno
 import hashlib
 import json
 import math
@@ -38,6 +39,8 @@ def fsync(path: str) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, path) from None
     finally:
         os.close(descriptor)
 
@@ -54,17 +57,18 @@ def write_file(path: str | Path, content: bytes | memoryview | Iterable[bytes]) 
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        if error.filename is not None:
-            raise
-        # a write that fails does not know the name of its file
+        # a write that fails does not know the name of its file, and the other name says nothing
         raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
 
 
 def check_writable(path: str, flag: str) -> None:
     """Raises ValueError if no file can be written at `path`, in a folder that exists. Asked before a
     long computation whose result goes there."""
+    if os.path.isdir(path):
+        raise ValueError(f"{flag} {path} is a folder; give the name of a file")
     probe = Path(f"{path}.tmp-{socket.gethostname()}-{os.getpid()}")
     try:
         probe.write_bytes(b"x" * 4096)  # a full disk still has room for a name
@@ -75,6 +79,29 @@ def check_writable(path: str, flag: str) -> None:
         raise ValueError(
             f"{flag} {path} cannot be written: {error.strerror}; give a file in another folder"
         ) from None
+
+
+def free_bytes(path: str) -> float:
+    """Bytes that are free where `path` is, or will be made. Infinity where the system does not say."""
+    place = os.path.abspath(path)
+    while not os.path.lexists(place):
+        place = os.path.dirname(place)
+    try:
+        found = os.statvfs(place)
+    except OSError:  # what is wrong there is told by the write itself
+        return math.inf
+    if not found.f_blocks:  # a file system without a size, as of some stores
+        return math.inf
+    return found.f_bavail * found.f_frsize
+
+
+def check_room(path: str, n_bytes: int) -> None:
+    """Raises OSError if so many bytes do not fit where `path` is: a write that cannot end would fill
+    the disk for all others."""
+    free = free_bytes(path)
+    if n_bytes > free:
+        sizes = f"it takes {n_bytes / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free"
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {sizes}", path)
 
 
 def publish(temporary: str, folder: str) -> None:

@@ -6,24 +6,29 @@ import signal
 import sys
 import threading
 import time
+from types import FrameType, TracebackType
 
 # when Ctrl-C has come: an interrupted import may end in an ImportError, a moment later
 pressed: list[float] = []
 
 
-def handle(number, frame) -> None:
+def handle(number: int, frame: FrameType | None) -> None:
     pressed.append(time.monotonic())
     raise KeyboardInterrupt
 
 
-def show_error(kind, error, trace) -> None:
+def show_error(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
     """In place of sys.excepthook, which Python calls with an exception that nobody has caught."""
     is_interrupt = issubclass(kind, KeyboardInterrupt)
     is_fresh = bool(pressed) and time.monotonic() - pressed[-1] < 5
     if hasattr(sys, "ps1") or not (is_interrupt or is_fresh):  # ps1: a person types Python
         sys.__excepthook__(kind, error, trace)
         return
-    if os.environ.get("RANK", "0") == "0":
+    # srun alone gives a process its number as SLURM_PROCID
+    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+    if rank == "0":
         print("\nCtrl-C: ended before the work was done", file=sys.stderr)
     if not is_interrupt:  # Python itself ends an interrupt with its status
         sys.stdout.flush()

@@ -11,8 +11,10 @@ frozen weights, the base.
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +43,7 @@ class LoraConfig:
 # ---------------------------------------------------------------- linears with adapters
 
 
-def check_lora(model, cfg: LoraConfig) -> None:
+def check_lora(model: nn.Module, cfg: LoraConfig) -> None:
     """Raises ValueError for a name in --lora_on that fits no linear of the full model's blocks."""
     if not cfg.lora_alpha > 0:
         raise ValueError(f"--lora_alpha {cfg.lora_alpha:g} must be above 0")
@@ -140,7 +142,7 @@ class Adapted(nn.Linear):
 
 
 @contextmanager
-def base_model(module):
+def base_model(module) -> Iterator[None]:
     """Inside of the `with`, the adapters are switched off."""
     adapted = [linear for linear in module.modules() if isinstance(linear, Adapted)]
     scales = {linear: linear.lora_scale for linear in adapted}
@@ -178,7 +180,7 @@ def lora_counts(model, cfg: LoraConfig) -> tuple[str, int]:
 # ---------------------------------------------------------------- files of adapters
 
 
-def claim_adapters(cfg: LoraConfig, Model, model_config) -> dict:
+def claim_adapters(cfg: LoraConfig, Model: type, model_config: Any) -> dict:
     """The identity of the adapters of a run with --lora_rank. Raises ValueError if --lora_on or
     --lora_alpha do not fit; storage/resume.py checks the flags of --init_from."""
     with torch.device("meta"):

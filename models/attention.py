@@ -9,6 +9,8 @@ maker: context parallelism sets `model.make_attend` (parallel.py), and generatio
 an `attend` with a cache (rl/decoding.py).
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -101,9 +103,9 @@ def causal_attention(
     positions: Tensor,
     doc_ids: Tensor | None = None,
     q_index: Tensor | None = None,
-    reach=None,
+    reach: Tensor | None = None,
     S=None,
-):
+) -> Callable[..., Tensor]:
     """Return attend(q, k, v, scale=None, sinks=None) for queries at positions (B or 1, T). sinks:
     see sdpa; only with a reach.
 
@@ -137,7 +139,7 @@ def causal_attention(
     return lambda q, k, v, scale=None, sinks=None: sdpa(q, k, v, mask, scale=scale, sinks=sinks)
 
 
-def lower_right_mask(T: int, S: int, device: torch.device):
+def lower_right_mask(T: int, S: int, device: torch.device) -> Tensor:
     """The mask for queries at the last T of S positions: a causal triangle in the lower right
     corner of (T, S)."""
     if device.type == "cuda":  # takes no memory: only tells the flash kernel the triangle's corner

@@ -1,13 +1,15 @@
 """FlexAttention, compiled: attention on a GPU with document masks or windows. Only such runs load this
 file."""
 
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def compile_each_shape(function, **options):
+def compile_each_shape(function: Callable, **options: Any) -> Callable:
     """Compile once per shape, and once more without gradients. After 8 compilations torch would
     only warn and run the function
     uncompiled: FlexAttention then writes all T x T scores. The packed samples of grpo.py have more
@@ -19,7 +21,7 @@ def compile_each_shape(function, **options):
 
 
 @cache
-def compiled_flex_attention():
+def compiled_flex_attention() -> Callable:
     """FlexAttention, compiled once per process. Uncompiled, FlexAttention is slow and holds all
     scores."""
     from torch._inductor import config
@@ -34,7 +36,7 @@ def compiled_flex_attention():
 
 
 @cache
-def compiled_block_mask():
+def compiled_block_mask() -> Callable:
     """create_block_mask, compiled to write only blocks; uncompiled it writes the whole mask (B, T,
     S), 10 GiB at 32k tokens."""
     from torch.nn.attention.flex_attention import create_block_mask
@@ -42,7 +44,9 @@ def compiled_block_mask():
     return compile_each_shape(create_block_mask)
 
 
-def flex_attend(q_index: Tensor, S: int, doc_ids: Tensor | None, reach: Tensor | None):
+def flex_attend(
+    q_index: Tensor, S: int, doc_ids: Tensor | None, reach: Tensor | None
+) -> Callable[..., Tensor]:
     """causal_attention on a GPU, by FlexAttention."""
     rows = 1  # of the block mask: B where the mask is not the same for all sequences
     for numbers in (doc_ids, reach):

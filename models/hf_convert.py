@@ -1,8 +1,12 @@
 """Converts Hugging Face's config.json to the Config of a model and back, with the tables that
 models/hf_config.py explains. Only runs with a Hugging Face folder load this file."""
 
+from typing import Any
 
-def config_from_hf(Config, config_json: dict, fields: dict, fixed: dict, stretches: dict):
+
+def config_from_hf(
+    Config: type, config_json: dict, fields: dict, fixed: dict, stretches: dict
+) -> Any:
     """The Config for a config.json. Raises ValueError naming the field that the model cannot
     represent.
 
@@ -57,7 +61,7 @@ def gather_rope(config_json: dict) -> tuple[dict, dict]:
     return hf, rope
 
 
-def value_of(hf: dict, theirs: str, default):
+def value_of(hf: dict, theirs: str, default: Any) -> Any:
     """The value of a field. An integer becomes a float if the default is a float: JSON may say
     10000 for 10000.0."""
     value = hf.get(theirs, default)
@@ -72,7 +76,7 @@ def value_of(hf: dict, theirs: str, default):
     return value
 
 
-def config_to_hf(config, fields: dict, fixed: dict) -> dict:
+def config_to_hf(config: Any, fields: dict, fixed: dict) -> dict:
     """The inverse, in the spelling of transformers 4 (5 reads it too). The model adds fields
     outside the tables."""
     found = {theirs: getattr(config, ours) for ours, (theirs, _) in fields.items()}

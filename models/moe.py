@@ -223,7 +223,7 @@ def combine(results: list[Tensor], order: Tensor, places: Tensor) -> Tensor:
     return AddUp.apply(y, order // places.shape[1], places)
 
 
-def saved_for_good():
+def saved_for_good() -> torch.autograd.graph.saved_tensors_hooks:
     """Tensors that are saved for the backward in here stay, also with activation checkpointing: use
     it for a few small ones. A recomputation ends with the last tensor that it has to make, so what
     comes after the experts, the way home included, is not repeated for the sake of row numbers."""

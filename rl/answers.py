@@ -5,21 +5,25 @@ for evaluate.py. Thoughts are cut off first, see cut_thoughts().
     number   the same number: the first after the last ####, else the last number of the text
     math     the content of the last \boxed{}, else the line after the last ####, else the last number
              or fraction of the text. Numbers are compared as exact fractions (\frac{1}{2} = 1/2 =
-             0.5 = 50%), with roots or pi as floats; everything else letter by letter, without
-             spaces, \left, \, $ and the like
+             0.5 = 50%), with roots or pi as floats; the parts of a set in any order; everything
+             else letter by letter, without spaces, \left, \, $ and the like
     math_verify  as the library of this name judges (pip install math-verify), which also computes:
              2+3 is 5
 
 A number may have a sign (also U+2212, a dash, "minus"), groups (1,000, 1 000, 1_000) and a power of
-ten (2 \times 10^{3}). A model wrote the text in the hope of a reward, so nothing is computed for the
-model: 2+3 is not 5, 2^{10} is not 1024, and 0.333 is not 1/3.
+ten (2 \times 10^{3}, 2 million); 1 1/2 is one and a half, and 3\pi is not 3. A model wrote the
+text in the hope of a reward, so nothing is computed for the model: 2+3 is not 5, 2^{10} is not
+1024, and 0.333 is not 1/3.
 """
 
 import math
 import re
+import unicodedata
 from contextlib import suppress
+from decimal import Decimal
 from fractions import Fraction
 from importlib.util import find_spec
+from typing import Any
 
 KINDS = ("exact", "number", "math", "math_verify")
 
@@ -45,6 +49,11 @@ GROUPS = re.compile(
     r"(?<![0-9.,_^*/])([1-9][0-9]{0,2})(?=([ _'’\u00a0\u2007\u2009\u202f]|\\,|\{,\}|\\_)[0-9])"
     r"((?:\2[0-9]{3})+)(?!\2?[0-9])",
 )
+SCALES = {"thousand": "10^3", "million": "10^6", "billion": "10^9", "trillion": "10^12"}
+SCALE = re.compile(
+    rf"(?<=[0-9])[ \t~]*(\\(?:text|mathrm|mbox)\{{)?[ \t]*({'|'.join(SCALES)})\b", re.IGNORECASE
+)
+VULGAR = re.compile("[¼½¾⅐-⅞↉]")
 SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 SPELLINGS = [
     (f"[{MINUS}]", "-"),
@@ -66,7 +75,12 @@ SPELLINGS = [
     ),
 ]
 # The number after these is not the answer: a difference, one of two, a root, a power, an index
-NO_NUMBER = re.compile(r"(?:-\s{1,9}|minus\s{1,9}|±\s?|\\pm\s?|√\(?|\\sqrt\{?|\^|_\{?)$")
+NO_NUMBER = re.compile(
+    r"(?:-\s{1,9}|minus\s{1,9}|±\s?|\\pm\s?|√\(?|\\sqrt\{?|\^|_\{?|[0-9][:/]|[0-9][eE][-+]?)$"
+)
+# A number before these is a factor
+FACTOR = re.compile(r"[ \t]?(?:\\pi(?![a-zA-Z])|π|\\sqrt|√|\\overline)")
+VARIABLE = re.compile(r"[a-ce-fi-kn-rt-z](?![a-zA-Z])")
 GROUP = re.compile(r"[0-9][ ,_'’]$")  # before 00: the rest of a number in wrong groups
 SUM = re.compile(r"[0-9)}][-+*]\$?$")  # before 3: the rest of 2+3
 # --answers auto: a number, with a name before it or a unit after it
@@ -74,10 +88,11 @@ UNITS = """USD EUR GBP L N J W V A K C F kN kW kWh MW KB MB GB TB Hz kHz MHz GHz
     MeV kcal""".split()
 UNIT = r"°?[a-z]+(?:[²³]|\^[23])?(?:/[a-z]+(?:[²³]|\^[23])?)?"
 ORDINARY = re.compile(
-    # 42, $5, x = 5, 3 + 4 = 7, the answer is 42
-    r"(?:(?:.*\banswer(?: is)?|.*=)[\s:]*)?(?P<number>-?\$?[0-9.][0-9.,*^-]*)(?![0-9.,*^-])"
-    # 1960s and 21st are words
-    r"(?!(?:s|st|nd|rd|th)\b)"
+    # 42, $5, x = 5, 3 + 4 = 7, the answer is 42; 007 is a name
+    r"(?:(?:.*\banswer(?: is)?|.*=)[\s:]*)?(?P<number>-?\$?(?!0[0-9])[0-9.][0-9.,*^-]*)"
+    r"(?![0-9.,*^-])"
+    # 1960s and 21st are words, 10 am is a time, 2x a term
+    r"(?!(?:s|st|nd|rd|th)\b|\s?(?:am|pm|[a-ce-fi-kn-rt-z])\b)"
     rf"\s?(?:\\?%|°?(?:{'|'.join(UNITS)})|{UNIT}(?:\s{UNIT}){{0,2}})?",
     re.DOTALL,
 )
@@ -85,7 +100,7 @@ DECIMAL = re.compile(r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|0|[1-9][0-9]*)?(?:\.[0-9
 # A number, a fraction in one of two spellings or a percentage, in the middle of a text
 FRACTION = re.compile(
     r"(?:(?<![\w)}])-)?\$?(?:(?:[0-9.,]+\*)?10\^-?[0-9]{1,3}|\\[dt]?frac\{-?[0-9]+\}\{[0-9]+\}"
-    r"|(?:[0-9][0-9,]*)?\.?[0-9]+(?:/[0-9]+)?)"
+    r"|(?<![0-9.,/:])[0-9]+[ \t]+[0-9]+/[0-9]+(?![0-9/])|(?:[0-9][0-9,]*)?\.?[0-9]+(?:/[0-9]+)?)"
     r"(?:\s?\\?%)?",
     re.ASCII,
 )
@@ -93,7 +108,8 @@ LONGEST = 300  # characters: longer answers are not read as mathematics
 OF_LATEX = [
     (r"\\(?:left|right|displaystyle|limits|big|Big)(?![a-zA-Z])", ""),
     (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
-    (r"\\[,!;:> ]|\\q?quad(?![a-zA-Z])|~|\\?\$|\\\(|\\\)|\\\[|\\\]", ""),
+    # not of \\\\, which ends a row of a matrix
+    (r"(?<!\\)\\[,!;:> ()[\]]|\\q?quad(?![a-zA-Z])|~|\\?\$", ""),
     (r"\{,\}", ","),
     (r"\^\{?\\circ\}?|\\degree|°", ""),
     # a unit at the end, but no second answer and no constant
@@ -109,6 +125,8 @@ OF_LATEX = [
     (r"(?:\\times|\\cdot|[×·⋅*])\s*10\s*\^", "*10^"),
     (r"10\s*\^\s*\{\s*(-?[0-9]{1,3})\s*\}", r"10^\1"),
     (r"\\%", "%"),
+    (r"([\^_])\{\s*([0-9a-zA-Z])\s*\}", r"\1\2"),
+    (r"^\s*(\*\*|__|`)(.*)\1\s*$", r"\2"),
     (r"^\s*\(([A-Z])\)\s*$", r"\1"),
     (r"^\s*\{([^{}]*)\}\s*$", r"\1"),
 ]
@@ -136,19 +154,27 @@ def by_library(text: str, answer: str) -> bool:
     )
 
 
-def never_right(kind: str, answer) -> str:
+def never_right(kind: str, answer: Any) -> str:
     """The reason why no text can be right with this answer, any value of a JSON line; "" if a text
     can be."""
-    text = str(answer)
+    text = text_of(answer)
     if kind == "math_verify" and not find_spec("math_verify"):
         raise ValueError("math_verify needs a library: pip install math-verify")
-    if type(answer) not in (str, int, float) or not text.strip():
+    is_finite = type(answer) is not float or math.isfinite(answer)
+    if type(answer) not in (str, int, float) or not text.strip() or not is_finite:
         return "it is no text and no number"
     if kind == "number" and final_number(text) is None:
         return "it ends with no number"
     if kind == "math" and not plain_latex(marked(text) or text):
         return "it has nothing to compare"
     return ""
+
+
+def text_of(answer) -> str:
+    """An answer of a JSON line as a text: 0.00001, not 1e-05 as Python writes it."""
+    if type(answer) is float and math.isfinite(answer):
+        return format(Decimal(repr(answer)), "f")
+    return str(answer)
 
 
 # ---------------------------------------------------------------- thoughts
@@ -212,7 +238,8 @@ def cut_between(text: str, first: str, last: str) -> str:
 # ---------------------------------------------------------------- number
 def plain_numbers(text: str) -> str:
     """The text with signs, groups of digits and powers as NUMBER reads them."""
-    text = GROUPS.sub(lambda found: found[1] + re.sub("[^0-9]", "", found[3]), text)
+    text = spell_out(GROUPS.sub(lambda found: found[1] + re.sub("[^0-9]", "", found[3]), text))
+    text = re.sub(r"(?<=[0-9])(?=\\[dtc]?frac)", " ", text)
     text = re.sub(
         "(?<=[0-9])[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda found: "^" + found[0].translate(SUPERSCRIPTS), text
     )
@@ -221,9 +248,17 @@ def plain_numbers(text: str) -> str:
     return text
 
 
-def final_number(text: str) -> float | None:
+def spell_out(text: str) -> str:
+    """The text with 2*10^6 for 2 million, and with " 1/2" for the one character ½."""
+    text = SCALE.sub(lambda found: f"*{SCALES[found[2].lower()]}{found[1] or ''}", text)
+    return VULGAR.sub(
+        lambda found: " " + unicodedata.normalize("NFKC", found[0]).replace("⁄", "/"), text
+    )
+
+
+def final_number(text: str) -> Fraction | None:
     """The first number after the last ####, else the last number of the text. None for 1,2,3 or 1/2
-    or 3-5 or 5^2, and where a sign could be a difference."""
+    or 3-5 or 5^2 or 3\\pi, and where a sign could be a difference."""
     before, marker, after = text.rpartition("####")
     if marker:
         after = after.lstrip(" ")
@@ -235,7 +270,7 @@ def final_number(text: str) -> float | None:
         number = found[0]
     else:
         number = found[-1]
-    if is_a_part(after[: number.start()], number[0]):
+    if is_a_part(after[: number.start()], number[0]) or FACTOR.match(after, number.end()):
         return None
     return number_in(number[0])
 
@@ -247,8 +282,11 @@ def is_a_part(before: str, number: str) -> bool:
     return bool(NO_NUMBER.search(before) or in_group)
 
 
-def number_in(word: str) -> float | None:
-    """The value of a plain number, or of one times a power of ten; None for anything else."""
+def number_in(word: str) -> Fraction | None:
+    """The value of a plain number, or of one times a power of ten; None for anything else. Exact:
+    as floats, two long numbers may be the same."""
+    if len(word) > LONGEST:
+        return None
     power = POWER_OF_TEN.fullmatch(word)
     if power:
         sign, factor, exponent = power.groups()
@@ -258,11 +296,11 @@ def number_in(word: str) -> float | None:
         if factor:
             value *= Fraction(factor.replace(",", ""))
         if sign:
-            return -float(value)
-        return float(value)
+            return -value
+        return value
     if not word or not PLAIN.fullmatch(word):
         return None
-    return float(re.sub(r"[$,]", "", word))
+    return Fraction(re.sub(r"[$,]", "", word))
 
 
 def is_ordinary_number(answer: str) -> bool:
@@ -295,7 +333,7 @@ def last_fraction(text: str) -> str:
     number = found[-1][0]
     after = text[found[-1].end() :]
     is_part = is_a_part(before, number) or SUM.search(before[-20:]) or after.startswith("^")
-    if is_part:
+    if is_part or FACTOR.match(after) or VARIABLE.match(after):
         return ""
     return number
 
@@ -326,7 +364,7 @@ def plain_latex(text: str) -> str:
     if len(text) > 10 * LONGEST:
         return text
     text = GROUPS.sub(lambda found: found[1] + re.sub("[^0-9]", "", found[3]), text.strip())
-    text = text.rstrip(".")
+    text = spell_out(text).rstrip(".")
     for pattern, plain in OF_LATEX:
         text = re.sub(pattern, plain, text)
     text = re.sub(r"^\s*[a-zA-Z]\s*(?:=|\\in(?![a-zA-Z]))\s*", "", text)
@@ -356,7 +394,22 @@ def equal_parts(a: str, b: str) -> bool:
         return False
     parts = split_list(a)
     others = split_list(b)
-    return len(parts) == len(others) > 1 and all(map(equal_parts, parts, others))
+    if len(parts) != len(others) or len(parts) == 1:
+        return False
+    if parts[0] == others[0] == "\\{":
+        return same_set(parts, others)
+    return all(map(equal_parts, parts, others))
+
+
+def same_set(parts: list[str], others: list[str]) -> bool:
+    """Whether each part equals one of the others, in any order."""
+    left = [*others]
+    for part in parts:
+        place = next((i for i, other in enumerate(left) if equal_parts(part, other)), None)
+        if place is None:
+            return False
+        del left[place]
+    return True
 
 
 def same_value(x, y) -> bool:

@@ -22,9 +22,10 @@ import inspect
 import json
 import os
 import string
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,9 +39,9 @@ from corpus.tokenizer import check_hf_tokenizer, encoding_of, load_tokenizer
 from distributed.refusals import refuse
 from flags.config import Need, flag
 from flags.escapes import unescape
-from flags.files import step_folders
+from flags.files import step_folders, write_file
 from flags.hints import tokenizer_hint
-from rl.answers import KINDS, is_right, never_right
+from rl.answers import KINDS, is_right, never_right, text_of
 from rl.calls import WATCH
 from rl.environments import ask_for_two, load_own, open_env
 from rl.prompts import Line, check_template, fill_template
@@ -222,7 +223,7 @@ def with_answer(line: Line, kind: str) -> Line:
     return line
 
 
-def messages_of(prompt) -> list[dict]:
+def messages_of(prompt: Any) -> list[dict]:
     """A prompt as messages, [] if it is no text and no list of messages."""
     if isinstance(prompt, str):
         said = [{"role": "user", "content": prompt}]
@@ -308,10 +309,10 @@ def tasks_with_answers(problems: dict[str, Problem]) -> list[tuple[str, str]]:
 
 
 def answer_of(line: Line) -> str:
-    return str(line.fields["answer"])
+    return text_of(line.fields["answer"])
 
 
-def built_in(kind: str):
+def built_in(kind: str) -> Callable[..., float]:
     """A right answer earns 1. A truncated text earns nothing, because the last number before the
     cut is no answer."""
 
@@ -321,7 +322,7 @@ def built_in(kind: str):
     return right
 
 
-def open_reward(path: str):
+def open_reward(path: str) -> Callable[..., Any]:
     """The function reward() of a file, called with the parameters in its signature. Raises
     ValueError."""
     module = load_own("reward", path, KINDS)
@@ -342,7 +343,7 @@ def open_reward(path: str):
     return reward
 
 
-def open_task(cfg):
+def open_task(cfg: Any) -> Any:
     """The environment that the flags name. Raises ValueError."""
     WATCH.seconds = cfg.reward_timeout_s
     if cfg.env in HINTS:
@@ -413,7 +414,7 @@ class Text:
         """Write the tokenizer of characters into the run's folder, over the file of an earlier
         start without a checkpoint."""
         if self.alphabet is not None:
-            self.tokenizer.save(self.file)
+            write_file(self.file, self.tokenizer.to_str(pretty=True).encode())
 
     def prompt(self, task: str) -> list[int]:
         if hasattr(self.env, "step"):

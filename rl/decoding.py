@@ -10,14 +10,17 @@ one token to all rows, and give the rows of finished samples to the next prompts
 import hashlib
 import math
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, count, groupby
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from distributed.layout import AllGather
 from models.attention import sdpa
@@ -216,7 +219,9 @@ def draw_noise(names: list[str], G: int, n: int) -> Tensor:
     return torch.cat(noise)
 
 
-def column_logits(h: Tensor, weight: Tensor, *, column: Tensor, mesh=None) -> Tensor:
+def column_logits(
+    h: Tensor, weight: Tensor, *, column: Tensor, mesh: DeviceMesh | None = None
+) -> Tensor:
     """fp32 logits (R, V) at one column of each row, the only column needed: h (R, T/tp, D), column
     (R,)."""
     row = torch.arange(h.shape[0], device=h.device)
@@ -233,7 +238,7 @@ def next_logits(
     at: Tensor,
     column: Tensor,
     keys: list,
-    mesh=None,
+    mesh: DeviceMesh | None = None,
     rows=None,
 ) -> Tensor:
     """Run tokens (R, T) at positions at (R, T) of these rows (R,), None: of all rows; keys: see
@@ -248,7 +253,13 @@ def next_logits(
 
 
 def read_prompts(
-    model, cache: RowCache, prompts: list[list[int]], rows: Tensor, T: int, width: int, mesh=None
+    model: nn.Module,
+    cache: RowCache,
+    prompts: list[list[int]],
+    rows: Tensor,
+    T: int,
+    width: int,
+    mesh: DeviceMesh | None = None,
 ) -> Tensor:
     """Read n prompts into these rows (n,) of the cache; returns the logits (n, V) after their last
     tokens. T: tokens of the longest prompt on all ranks with common forwards. width: the number of
@@ -323,7 +334,7 @@ def first_above(sums: Tensor, share: Tensor) -> Tensor:
 
 
 def draw(
-    logits: Tensor, u: Tensor, temperature: float, top_k=0, top_p=1.0
+    logits: Tensor, u: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """logits (R, V) fp32 and one uniform number per row (R,) -> tokens (R,) and their
     log-probabilities at the temperature.
@@ -375,13 +386,14 @@ def rollout(
     eot: int | list[int],
     *,
     max_len: int,
-    rows=512,
-    top_k=0,
-    top_p=1.0,
+    rows: int = 512,
+    top_k: int = 0,
+    top_p: float = 1.0,
     reply=None,
     ended=lambda *s: None,
-    tp_mesh=None,
-    batch_invariant=False,
+    heard=lambda samples: None,
+    tp_mesh: DeviceMesh | None = None,
+    batch_invariant: bool = False,
     agree=None,
 ) -> list[Sample]:
     """G samples of each of P prompts, samples of a prompt next to each other.
@@ -398,6 +410,7 @@ def rollout(
     token of the model, not after tokens of a reply. The sample has its ids so far. After an `eot`
     a sample goes on only if there is something to read.
     ended(index, ids, truncated): called for each sample at its end, while others go on.
+    heard(samples): called after each new token, with all samples as far as they are drawn.
     model.unknown_ids: ids that are never sampled, or None.
     tp_mesh: for a tensor parallel model. All its ranks get the same arguments and sample the same.
     batch_invariant: every matrix product has shapes whose rounding does not depend on the batch,
@@ -408,9 +421,7 @@ def rollout(
     """
     P, G, _ = noise.shape
     device = next(model.parameters()).device
-    if isinstance(eot, int):
-        eot = [eot]
-    ends = set(eot)
+    ends = as_set(eot)
     # TP cuts activations along the sequence, so each forward has a column per rank
     width = 1
     if tp_mesh:
@@ -418,6 +429,7 @@ def rollout(
     cache = new_cache(max(G, min(rows // G, P) * G), max_len + width, batch_invariant)
     n_rows = cache.rows
     drawn = new_rows(prompts, noise, max_len)
+    tell = partial(heard, [row.sample for row in drawn])
     waiting = deque(range(P))
     # None: a free row, whose output is ignored
     running: list[Row | None] = [None] * n_rows
@@ -468,7 +480,7 @@ def rollout(
 
         if runs_ahead and not longest:
             is_due = partial(change_is_due, len(running), len(waiting), G, n_rows)
-            draw_ahead(advance, running, is_due, ended, ends, cache.max_len, device)
+            draw_ahead(advance, running, is_due, ended, tell, ends, cache.max_len, device)
             continue
 
         # 3. The next token of each row: one forward for the busy rows, and one for the new prompts.
@@ -488,23 +500,36 @@ def rollout(
         # 4. Add the token to the row's sample, unless the sample waits for a reply.
         for i, row in going:
             add_token(row, tokens[i], logprobs[i], reply, ends)
+        tell()
+    return finish_rows(drawn)
+
+
+def as_set(eot: int | list[int]) -> set[int]:
+    if isinstance(eot, int):
+        return {eot}
+    return set(eot)
+
+
+def finish_rows(drawn: list[Row]) -> list[Sample]:
+    """The samples, at the end of rollout()."""
     for row in drawn:
         row.sample.truncated = not row.done
     return [row.sample for row in drawn]
 
 
 def draw_ahead(
-    advance,
+    advance: Callable[..., Any],
     running: list[Row | None],
-    is_due,
-    ended,
+    is_due: Callable[..., bool],
+    ended: Callable[..., None],
+    tell: Callable[[], None],
     ends: set[int],
     max_len: int,
-    device,
+    device: torch.device,
 ) -> None:
     """Add up to AHEAD tokens to each row, until is_due(busy rows), see change_is_due(). A forward is launched
     before the host reads the tokens of the forward before, so neither waits for the other. A row
-    that has ended draws on meanwhile, and its tokens are dropped."""
+    that has ended draws on meanwhile, and its tokens are dropped. tell(): after new tokens."""
     going = [(i, row) for i, row in enumerate(running) if row is not None]
     n = min(AHEAD, max(row.room - len(row.sample.ids) for _, row in going))
     noise = noise_of_rows(going, len(running), n).to(device)
@@ -517,6 +542,7 @@ def draw_ahead(
         if len(readings) < 2:
             continue
         n_ended = add_tokens(going, *read(*readings.pop(0)), ends)
+        tell()
         if n_ended:
             free_rows(running, ended)
             if is_due(sum(row is not None for row in running)):
@@ -535,7 +561,7 @@ def start_reading(tensors: tuple[Tensor, Tensor]) -> tuple:
     return copies, arrived
 
 
-def read(copies: list[Tensor], arrived) -> tuple[list[int], list[float]]:
+def read(copies: list[Tensor], arrived: torch.cuda.Event | None) -> tuple[list[int], list[float]]:
     """The tokens and log-probabilities that start_reading() was given."""
     if arrived is not None:
         arrived.synchronize()
@@ -605,7 +631,9 @@ def new_rows(prompts: list[list[int]], noise: Tensor, max_len: int) -> list[Row]
     return rows
 
 
-def last_tokens(running: list[Row | None], device) -> tuple[list[int], Tensor, Tensor]:
+def last_tokens(
+    running: list[Row | None], device: torch.device
+) -> tuple[list[int], Tensor, Tensor]:
     """(keys of each row, its last token (R,), that token's position (R,)), for advance()."""
     # a free row reads token 0
     last = torch.tensor([row.last_id() if row else 0 for row in running], device=device)
@@ -615,14 +643,16 @@ def last_tokens(running: list[Row | None], device) -> tuple[list[int], Tensor, T
     return keys, last, torch.tensor(at, device=device)
 
 
-def free_rows(running: list[Row | None], ended) -> None:
+def free_rows(running: list[Row | None], ended: Callable[..., None]) -> None:
     for i, row in enumerate(running):
         if row is not None and row.is_over():
             ended(row.sample.index, row.sample.ids, not row.done)
             running[i] = None
 
 
-def sort_rows(running: list[Row | None], cache: RowCache, n_kept: int, device) -> list:
+def sort_rows(
+    running: list[Row | None], cache: RowCache, n_kept: int, device: torch.device
+) -> list:
     """The n_kept longest rows: free rows come first, and rows of about equal length become
     neighbours, see RowCache.place."""
     order = sorted(range(len(running)), key=lambda i: length(running[i]))
@@ -665,7 +695,9 @@ def hear(row: Row, said: list[int] | None, ends: set[int]) -> None:
         row.sample.begin = len(ids) + len(said)
 
 
-def add_token(row: Row, token: int, logprob: float, reply, ends: set[int]) -> None:
+def add_token(
+    row: Row, token: int, logprob: float, reply: Callable[..., Any] | None, ends: set[int]
+) -> None:
     """Give a sample its next id: that of a reply while one is read, else the model's."""
     sample = row.sample
     if row.unread:

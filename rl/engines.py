@@ -17,7 +17,7 @@ from collections import deque
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from distributed.refusals import runs_on_cuda
 from flags.config import Need, flag
 from lora.lora import LORA, add_adapters
 from rl import http_engine
+from rl.datasets import Text
 from rl.policy import list_weights, pack_weights
 from rl.rollouts import InPlace, Remote, nccl_group, try_sampling, use_own_stream
 from storage.adapters import lora_names
@@ -68,7 +69,7 @@ class EngineConfig:
     rollout_timeout_s: int = 7200
 
 
-def find_server(cfg):
+def find_server(cfg: Any) -> None:
     """Check that the server of --engine can serve this run. Raises ValueError before anything is
     built."""
     if cfg.engine_weights == "nccl":
@@ -78,7 +79,7 @@ def find_server(cfg):
     http_engine.check_server(cfg)
 
 
-def open_engine(trainer, env, text, cursor: int, bridge):
+def open_engine(trainer, env: Any, text: Text, cursor: int, bridge):
     """The engine for these flags, on a trainer's rank. cursor: number of the first prompt without a
     batch. bridge: to the generators, on rank 0."""
     cfg = trainer.cfg
@@ -119,7 +120,7 @@ class Ahead:
         return [wait() for wait in self.waits]
 
 
-def staleness(batch: dict, policy_version: int, cfg) -> dict:
+def staleness(batch: dict, policy_version: int, cfg: Any) -> dict:
     """Age of a batch in policy versions. Raises RuntimeError."""
     age = policy_version - batch["version"]
     if age > cfg.async_steps * cfg.minibatches:
@@ -174,7 +175,7 @@ class Bridge(NamedTuple):
             self.weights.shutdown()
 
 
-def open_bridge(cfg, rank: int, device: torch.device) -> Bridge:
+def open_bridge(cfg: Any, rank: int, device: torch.device) -> Bridge:
     """Trainers and generators are two worlds for torch.distributed, each with ranks from 0 on, so
     the groups between both worlds are made by hand. rank: in these groups. All meet here at the
     start, so that a missing one is noticed within --init_timeout_s; a batch may take
@@ -249,7 +250,9 @@ class Generators(Remote):
             self.bridge.close()
 
 
-def generate_forever(cfg, env, text, Model, model_config, n_trainers: int):
+def generate_forever(
+    cfg: Any, env: Any, text: Text, Model: type, model_config: Any, n_trainers: int
+) -> None:
     """Run a generator rank: weights in, samples out, until the trainers ask for nothing more.
 
     A signal does not end this rank (StopSignal only records the signal): the trainers need the

@@ -39,8 +39,10 @@ import string
 import sys
 import traceback
 import zlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
+from types import ModuleType
+from typing import Any
 
 from rl.answers import cut_thoughts, opened_by
 from rl.calls import WATCH, Calls
@@ -88,7 +90,7 @@ RENAMED = {
 }
 
 
-def open_env(name: str):
+def open_env(name: str) -> Any:
     """The environment for --env; rl/datasets.py has the environments for problems in files. Raises
     ValueError."""
     if name in TASKS:
@@ -135,7 +137,7 @@ def open_env(name: str):
     return env
 
 
-def near_names(env) -> list[tuple[str, str]]:
+def near_names(env: Any) -> list[tuple[str, str]]:
     """(name, the name that may be meant) of names in an environment that nobody reads, where the
     meant name is missing."""
     given = {name for name in dir(env) if not name.startswith("_")}
@@ -148,7 +150,7 @@ def near_names(env) -> list[tuple[str, str]]:
     return found
 
 
-def check_problems(name: str, word: str, problems) -> None:
+def check_problems(name: str, word: str, problems: Any) -> None:
     """Raises ValueError for problems that are no pairs of texts."""
     if not isinstance(problems, Collection) or not problems:
         raise ValueError(
@@ -167,7 +169,7 @@ def check_problems(name: str, word: str, problems) -> None:
             )
 
 
-def load_own(flag: str, path: str, names: list[str]):
+def load_own(flag: str, path: str, names: Collection[str]) -> ModuleType:
     """Load the .py file given as --env or --reward. names: other values of the flag. Raises
     ValueError."""
     if not path.endswith(".py") or not os.path.isfile(path):
@@ -189,7 +191,7 @@ def is_held_out(prompt: str) -> bool:
 
 
 @functools.lru_cache(8)
-def shuffled(env, split: str, epoch: int) -> list[tuple[str, str]]:
+def shuffled(env: Any, split: str, epoch: int) -> list[tuple[str, str]]:
     """The problems of a split, each prompt once, in the order of pass number `epoch`."""
     if hasattr(env, "eval_problems"):
         problems = env.problems
@@ -208,7 +210,7 @@ def shuffled(env, split: str, epoch: int) -> list[tuple[str, str]]:
     return random.Random(f"{split}/{epoch}").sample([*tasks], len(tasks))
 
 
-def ask_for_two(env, name: str, given) -> tuple:
+def ask_for_two(env: Any, name: str, given: Any) -> tuple:
     """The two values of env.make(rng) or env.reset(task). Raises ValueError, one line with the line
     of the user's file."""
     try:
@@ -230,7 +232,7 @@ def ask_for_two(env, name: str, given) -> tuple:
     return first, second
 
 
-def line_of_error(error: Exception, env) -> str:
+def line_of_error(error: Exception, env: Any) -> str:
     """File and line of an error, in the user's file if it passed there."""
     frames = traceback.extract_tb(error.__traceback__)
     file = ""
@@ -241,14 +243,16 @@ def line_of_error(error: Exception, env) -> str:
     return f"{os.path.basename(frame.filename)}, line {frame.lineno}"
 
 
-def alphabet_of(env) -> str:
+def alphabet_of(env: Any) -> str:
     """The characters that a new model has to know; of a task that does not say: all of ASCII."""
     if hasattr(env, "ALPHABET"):
         return env.ALPHABET
     return string.printable
 
 
-def draw_task(env, split: str, index: int, fits=lambda prompt: True) -> tuple[str, str]:
+def draw_task(
+    env: Any, split: str, index: int, fits: Callable[[str], bool] = lambda prompt: True
+) -> tuple[str, str]:
     """(prompt, answer) number `index` of a split: a pure function. "eval" is the held-out split,
     all other names are the rest.
 
@@ -271,7 +275,9 @@ def draw_task(env, split: str, index: int, fits=lambda prompt: True) -> tuple[st
     )
 
 
-def held_out_tasks(env, n: int, fits=lambda prompt: True) -> dict[str, str]:
+def held_out_tasks(
+    env: Any, n: int, fits: Callable[[str], bool] = lambda prompt: True
+) -> dict[str, str]:
     """{prompt: answer} of the first n different held-out prompts; fewer if many draws in a row
     bring no new prompt. -1: all of eval_problems, else 1,024."""
     if n == -1:
@@ -290,7 +296,7 @@ def held_out_tasks(env, n: int, fits=lambda prompt: True) -> dict[str, str]:
     return found
 
 
-def leave_out_long(env, text, seq_len: int, max_new_tokens: int = 1) -> list[str]:
+def leave_out_long(env: Any, text, seq_len: int, max_new_tokens: int = 1) -> list[str]:
     """Remove problems with prompts of seq_len tokens or more from the lists; returns messages for
     the user, also about prompts that leave less than max_new_tokens for the answer. Prompts of
     make() are checked when drawn. Raises ValueError if nothing is left."""
@@ -316,7 +322,7 @@ def leave_out_long(env, text, seq_len: int, max_new_tokens: int = 1) -> list[str
     return said + notice_chance(env, fits)
 
 
-def notice_chance(env, fits) -> list[str]:
+def notice_chance(env: Any, fits: Callable[[str], bool]) -> list[str]:
     """Ask for a few tasks and their beginnings twice. Returns messages about chance; raises
     ValueError where a prompt depends on chance, because all samples of a task must begin alike."""
     said = []
@@ -347,7 +353,7 @@ def notice_chance(env, fits) -> list[str]:
     return said
 
 
-def content_of(state, depth: int = 6):
+def content_of(state: Any, depth: int = 6) -> Any:
     """What a state holds, comparable; of an object its class and its attributes."""
     if depth == 0 or state is None or isinstance(state, (str, bytes, int, float)):
         if isinstance(state, (str, bytes, int, float)):
@@ -367,7 +373,9 @@ def content_of(state, depth: int = 6):
     return name
 
 
-def say_tight(env, text, seq_len: int, max_new_tokens: int, fits) -> list[str]:
+def say_tight(
+    env: Any, text, seq_len: int, max_new_tokens: int, fits: Callable[[str], bool]
+) -> list[str]:
     """A line for the user if prompts leave less than max_new_tokens for the answer: samples that
     are cut are paid 0, and nothing else would tell why."""
     tasks = []
@@ -509,7 +517,7 @@ class Turns:
         return samples
 
 
-def supervised_sample(env, text, task: str, answer: str, seconds=0.0) -> Sample:
+def supervised_sample(env: Any, text, task: str, answer: str, seconds: float = 0.0) -> Sample:
     """An answer in the form of a sample; the text of the environment is masked, as in a rollout.
     seconds: the limit of a step or a call of the tool."""
     ids = text.ids(answer) + [text.eot]

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from rl import messages
+from rl.datasets import Text
 from rl.sample import Sample
 from training.metrics import Metrics
 
@@ -16,7 +17,7 @@ class EvaluationConfig:
     eval_k: int = 4  # samples per held-out prompt, for pass@k; a greedy one comes on top
 
 
-def ratio(name: str, y: list[float], x: list[float] | None = None, scale=1.0) -> dict:
+def ratio(name: str, y: list[float], x: list[float] | None = None, scale: float = 1.0) -> dict:
     """{name: sum y / sum x, name_stderr: its standard error by linearisation}, both times scale. x
     None: the mean of y, and the sample's standard deviation / sqrt(n). The error of a single value
     is None."""
@@ -44,7 +45,7 @@ def held_out_numbers(samples: list[Sample], greedy: list[Sample], k: int) -> dic
 
 
 def evaluate_policy(
-    trainer, engine, text, held_out: dict[str, str], metrics: Metrics, step: int
+    trainer, engine, text: Text, held_out: dict[str, str], metrics: Metrics, step: int
 ) -> None:
     """Evaluate held-out prompts, log held_out_numbers() and print a line."""
     cfg = trainer.cfg

@@ -22,10 +22,12 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -299,14 +301,14 @@ def samples_of_sglang(answer: list) -> tuple[list[tuple], list]:
 
 
 def wrong_sample(
-    ids,
-    logprobs,
-    reason,
+    ids: Any,
+    logprobs: Any,
+    reason: Any,
     room: int,
     ends: list[int],
     n_vocab: int,
     greedy: bool,
-    is_turn=lambda ids: 0,
+    is_turn: Callable[[list[int]], Any] = lambda ids: 0,
 ) -> str:
     """The fault of a server's sample, or "". is_turn(ids): whether the ids end a turn, which ends a
     sample as well."""
@@ -338,7 +340,7 @@ def wrong_sample(
     return ""
 
 
-def check_server(cfg):
+def check_server(cfg: Any) -> None:
     """Check that the server runs and can serve this run. Raises ValueError before anything is
     built."""
     server = Server(cfg.engine, cfg.rollout_timeout_s, cfg.engine_adapters)

@@ -8,7 +8,7 @@ answer), and --answers: a kind of rl/answers.py, or auto.
 import math
 from typing import NamedTuple
 
-from rl.answers import cut_thoughts, final_number, is_ordinary_number, is_right
+from rl.answers import cut_thoughts, final_number, is_ordinary_number, is_right, text_of
 from rl.datasets import Line
 from rl.evaluation import ratio
 from rl.sample import Sample
@@ -80,7 +80,7 @@ def exact_match(
     kinds = []
     n_in_thought = 0
     for line, (s,) in zip(lines, samples):
-        answer = str(line.fields["answer"])
+        answer = text_of(line.fields["answer"])
         kind = kind_of(answers, answer)
         kinds.append(kind)
         said = cut_thoughts(s.text, s.opened)
@@ -89,7 +89,7 @@ def exact_match(
         if kind == "number":
             number = final_number(answer)
             if number is not None:
-                answer = number
+                answer = float(number)
         item = dict(
             question=line.fields["question"],
             prediction=s.text,

@@ -3,23 +3,35 @@ evaluation, some samples."""
 
 import json
 import math
+import os
+from collections.abc import Collection
+from contextlib import suppress
 from itertools import chain
+from typing import Any
 
 import torch
 
+from distributed.layout import Layout
 from flags import VERSION
 from flags.config import save_config
+from rl.datasets import Text
 from rl.rollouts import has_equal_rewards
 from rl.sample import Sample
 from storage.resume import list_finished
-from training.metrics import drop_lines_from
+from training.metrics import drop_lines_from, set_lines_aside
 
 FEW = 20  # steps without much to learn before a line says so
 
 
 def introduce(
-    cfg, layout, reduces_always: bool, identity: dict, size: str, left_out: list[str], done: int
-):
+    cfg: Any,
+    layout: Layout,
+    reduces_always: bool,
+    identity: dict,
+    size: str,
+    left_out: list[str],
+    done: int,
+) -> None:
     """Print and write the beginning of a run, on rank 0. done: steps of this run so far."""
     if done < cfg.steps:  # a finished run keeps the config.json of its training
         about = {"version": VERSION, "torch": torch.__version__, "world_size": layout.world_size}
@@ -50,7 +62,10 @@ def introduce(
         )
     for line in [*left_out, *list_finished(cfg.out, done, cfg.steps, cfg.export_hf)]:
         print(line)
-    drop_lines_from(f"{cfg.out}/samples.jsonl", done + 1)
+    if done:
+        drop_lines_from(f"{cfg.out}/samples.jsonl", done + 1)
+    else:
+        set_lines_aside(f"{cfg.out}/samples.jsonl")
 
 
 def sample_numbers(groups: list[list[Sample]], batch: dict) -> dict:
@@ -95,7 +110,7 @@ def means_of_parts(samples: list[Sample]) -> dict[str, float]:
     return means
 
 
-def show_step(cfg, step: int, line: dict):
+def show_step(cfg: Any, step: int, line: dict) -> None:
     """Print the line of a step."""
     long = ""
     if line["prompts_too_long"] > 0:
@@ -111,7 +126,7 @@ def show_step(cfg, step: int, line: dict):
     )
 
 
-def warn_of_equal_rewards(recent):
+def warn_of_equal_rewards(recent) -> None:
     """Print one line, and forget `recent`, if in its FEW steps most groups had equal rewards: such
     groups teach nothing."""
     equal = mean_of(recent, "zero_variance_groups")
@@ -129,11 +144,13 @@ def warn_of_equal_rewards(recent):
         recent.clear()
 
 
-def mean_of(lines, name: str) -> float:
+def mean_of(lines: Collection[dict], name: str) -> float:
     return sum(float(line[name]) for line in lines) / len(lines)
 
 
-def keep_samples(cfg, step: int, samples: list[Sample], text, evaluation=False):
+def keep_samples(
+    cfg: Any, step: int, samples: list[Sample], text: Text, evaluation: bool = False
+) -> None:
     """Append the first --log_samples of these to samples.jsonl."""
     lines = ""
     for s in samples[: cfg.log_samples]:
@@ -150,17 +167,22 @@ def keep_samples(cfg, step: int, samples: list[Sample], text, evaluation=False):
                 shown[name] = getattr(s, name)
         lines += json.dumps(shown, ensure_ascii=False, default=list) + "\n"
     path = f"{cfg.out}/samples.jsonl"
+    size = None
     try:
         with open(path, "a") as file:
+            size = file.tell()
             file.write(lines)
     except OSError as error:  # a full disk must not end a run for texts that are there to be read
+        if size is not None:
+            with suppress(OSError):
+                os.truncate(path, size)  # no half line
         print(
             f"step {step}: {path} cannot be written ({error.strerror}): its samples are left out",
             flush=True,
         )
 
 
-def show_evaluation(cfg, step: int, line: dict):
+def show_evaluation(cfg: Any, step: int, line: dict) -> None:
     """Print the line of an evaluation, from the result of held_out_numbers()."""
     shown = []
     for name in ("eval_reward", "eval_pass_at_k"):
@@ -175,7 +197,7 @@ def show_evaluation(cfg, step: int, line: dict):
     )
 
 
-def show_warm_up(cfg, losses: list[float]) -> None:
+def show_warm_up(cfg: Any, losses: list[float]) -> None:
     """Print that the supervised warm-up goes on. losses: of its steps so far."""
     print(
         f"supervised warm-up: step {len(losses)} of at most {cfg.sft_steps}, loss "

@@ -7,6 +7,7 @@ torch: vLLM itself need not be installed here, but both sides need an NCCL of th
 
 import base64
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ JOIN = "/init_weight_transfer_engine"
 START = """VLLM_SERVER_DEV_MODE=1 vllm serve ... --weight-transfer-config '{"backend": "nccl"}'"""
 
 
-def check_nccl(cfg):
+def check_nccl(cfg: Any) -> None:
     """Raises ValueError before anything is built."""
     if cfg.lora_rank or not runs_on_cuda(cfg.device):
         why = "sends from a GPU, and this run has none"

@@ -11,6 +11,7 @@ the samples, so every rank computes the same plan, and nothing is sent.
 
 import heapq
 import math
+from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import parallel
+from distributed.layout import Layout
 from rl.sample import Sample, n_read
 
 # tokens: on a GPU the shortest T of a forward, see token_step()
@@ -40,7 +42,9 @@ def longest_first(lengths: list[int]) -> list[int]:
     return sorted(range(len(lengths)), key=lambda i: -lengths[i])
 
 
-def in_rows(lengths: list[int], size: int, ranks: int, fewest=1) -> list[list[list[list[int]]]]:
+def in_rows(
+    lengths: list[int], size: int, ranks: int, fewest: int = 1
+) -> list[list[list[list[int]]]]:
     """For each data rank its forwards, `fewest` or more: lists of rows, a row being a list of
     sample numbers, here of one. Like lengths go together. All ranks have equally many forwards,
     some empty: the collectives of a forward need all ranks."""
@@ -72,7 +76,7 @@ def fill_sequences(lengths: list[int], room: int, n: int) -> list[list[int]] | N
 
 
 def in_sequences(
-    lengths: list[int], room: int, ranks: int, fewest=1
+    lengths: list[int], room: int, ranks: int, fewest: int = 1
 ) -> list[list[list[list[int]]]]:
     """The same with one row per forward: samples with at most `room` tokens together.
 
@@ -95,7 +99,7 @@ def in_sequences(
     return shares
 
 
-def pieces(cfg) -> int:
+def pieces(cfg: Any) -> int:
     """Tokens of a sequence come in multiples of this number: cp cuts two pieces per rank, tp one.
     cfg: flags or Layout."""
     if cfg.cp > 1:
@@ -103,7 +107,7 @@ def pieces(cfg) -> int:
     return cfg.tp
 
 
-def token_step(tokens: int, layout) -> int:
+def token_step(tokens: int, layout: Layout) -> int:
     """The T of a forward with so many tokens in its longest row is a multiple of this number.
 
     On a GPU T takes few values, at most 16 up to 1,024 tokens and 8 more for each doubling: for
@@ -118,7 +122,7 @@ def token_step(tokens: int, layout) -> int:
     return step
 
 
-def row_number(n: int, size: int, layout) -> int:
+def row_number(n: int, size: int, layout: Layout) -> int:
     """The rows of a forward of n samples, at most `size`: on a GPU a power of two, or size, for the
     same reason as T. The rows added have no sample."""
     if layout.device.type == "cuda" and n:
@@ -126,7 +130,7 @@ def row_number(n: int, size: int, layout) -> int:
     return n
 
 
-def row_length(rows: list[list[int]], lengths: list[int], cfg, layout) -> int:
+def row_length(rows: list[list[int]], lengths: list[int], cfg: Any, layout: Layout) -> int:
     """T of a forward of these rows of sample numbers: a multiple of token_step(). A packed row has
     one of sixteen lengths, because a GPU's kernel for documents is compiled for each length; with
     --compile only one length."""
@@ -146,7 +150,7 @@ def row_length(rows: list[list[int]], lengths: list[int], cfg, layout) -> int:
     return min(rounded, cfg.pack_tokens)
 
 
-def plan_forwards(lengths: list[int], cfg, layout) -> list[list[Forward]]:
+def plan_forwards(lengths: list[int], cfg: Any, layout: Layout) -> list[list[Forward]]:
     """For each data rank its forwards. In a pipeline all forwards have one shape, and each stage
     has one at a time."""
     if cfg.pack_tokens:
@@ -237,7 +241,9 @@ def token_values(s: Sample, first: int) -> dict[str, Tensor]:
     return tensors
 
 
-def lay_out(rows: list[list[dict[str, Tensor]]], T: int, layout, fill: dict) -> dict[str, Tensor]:
+def lay_out(
+    rows: list[list[dict[str, Tensor]]], T: int, layout: Layout, fill: dict
+) -> dict[str, Tensor]:
     """Each value as (B, T/cp) on the device; doc_ids stays (B, T) on every cp rank, because a query
     attends to keys of all cp ranks. fill: values of the padding on the right, if not 0."""
     index = None
@@ -256,7 +262,9 @@ def lay_out(rows: list[list[dict[str, Tensor]]], T: int, layout, fill: dict) -> 
     return out
 
 
-def forwards_of(samples: list[Sample], cfg, layout):
+def forwards_of(
+    samples: list[Sample], cfg: Any, layout: Layout
+) -> Iterator[tuple[list[Sample], dict[str, Tensor]]]:
     """Yields (samples, tensors) of each forward of this data rank. segment: number of the token's
     sample in the forward."""
     plan = plan_forwards([n_read(s) for s in samples], cfg, layout)
@@ -291,7 +299,7 @@ def forwards_of(samples: list[Sample], cfg, layout):
         yield [samples[i] for row in rows for i in row], b
 
 
-def sum_of_samples(x: Tensor, segment: Tensor, layout) -> Tensor:
+def sum_of_samples(x: Tensor, segment: Tensor, layout: Layout) -> Tensor:
     """For each token (B, T/cp) the sum of x over its whole sample. segment: number of its sample in
     the forward. In fp64, so that the order of summands does not show."""
     # more than the number of samples

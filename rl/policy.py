@@ -2,20 +2,21 @@
 and the reference copy."""
 
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import parallel
 from checkpoint import Checkpoints
 from distributed.agree import gather
 from distributed.checks import check_model
 from distributed.experts import expert_parallel
-from distributed.layout import mtp_depth_of, reshard, whole_tensor
+from distributed.layout import Layout, mtp_depth_of, reshard, whole_tensor
 from distributed.pipeline import pipeline_stages
 from flags.config import Need, flag, override_fields
 from lora.lora import lora_linears
@@ -65,7 +66,7 @@ class PolicyConfig:
     pp_stage_fqns = ""
 
 
-def model_of(cfg, vocab_size: int):
+def model_of(cfg: Any, vocab_size: int) -> tuple[type, Any]:
     """(model class, model config) of the flavor or of --init_from. Raises ValueError."""
     if not cfg.init_from:
         config = override_fields(FLAVORS[cfg.flavor], cfg.model_args, "--model_args")
@@ -89,7 +90,7 @@ def model_of(cfg, vocab_size: int):
     return class_of(config), config
 
 
-def split_model(model, layout, cfg):
+def split_model(model: nn.Module, layout: Layout, cfg: Any) -> None:
     """Tensor, expert and context parallelism of a model, or of a stage; shard() and init_weights()
     come later."""
     if cfg.tp > 1:
@@ -100,7 +101,14 @@ def split_model(model, layout, cfg):
         parallel.context_parallel(model, layout, cfg)
 
 
-def build_policy(cfg, layout, Model, model_config, unknown=None, skip=lambda fqn: False):
+def build_policy(
+    cfg: Any,
+    layout,
+    Model: type,
+    model_config: Any,
+    unknown: Tensor | None = None,
+    skip: Callable[[str], bool] = lambda fqn: False,
+) -> Any:
     """The model on its devices, or with --pp this rank's stage, for training and sampling. Called
     with labels: (log-probabilities, entropy), (B, T/cp) each.
 
@@ -142,7 +150,7 @@ def build_policy(cfg, layout, Model, model_config, unknown=None, skip=lambda fqn
 INPUTS = ("tokens", "labels", "positions", "doc_ids")
 
 
-def forward(model, b: dict, layout):
+def forward(model: nn.Module, b: dict, layout: Layout):
     """(log-probabilities, entropy) of the labels of a forward's tensors, (B, T/cp) each. In a
     pipeline the last stage has them, and the others return zeros."""
     arguments = {name: b[name] for name in INPUTS if name in b}
@@ -154,7 +162,9 @@ def forward(model, b: dict, layout):
     return zeros, zeros.clone()
 
 
-def backward_of_pipeline(stage, batches: list[dict], loss_of, layout):
+def backward_of_pipeline(
+    stage, batches: list[dict], loss_of: Callable[[int, Tensor, Tensor], Tensor], layout: Layout
+) -> None:
     """Add the gradients of loss_of(i, log-probabilities, entropy) of each forward i, by torch's
     1F1B. All have one shape, see plan_forwards(). loss_of is called on the ranks of the last stage.
     """
@@ -176,7 +186,9 @@ def backward_of_pipeline(stage, batches: list[dict], loss_of, layout):
     stage.token_loss = usual_loss
 
 
-def fixed_shape_attention(positions, doc_ids=None, reach=None):
+def fixed_shape_attention(
+    positions: Tensor, doc_ids: Tensor | None = None, reach: Tensor | None = None
+) -> Callable[..., Tensor]:
     """--batch_invariant: the same kernel, mask and number of keys as in rollout()."""
     index = torch.arange(positions.shape[1], device=positions.device)
     distance = index[:, None] - index  # (T, T), from a query back to a key
@@ -192,7 +204,7 @@ def fixed_shape_attention(positions, doc_ids=None, reach=None):
 
 
 def list_weights(
-    model, compute_dtype: torch.dtype, adapters_only=False
+    model, compute_dtype: torch.dtype, adapters_only: bool = False
 ) -> dict[str, tuple[Tensor, torch.dtype]]:
     """fqn -> (parameter or buffer, its dtype in the trainer's forward), sorted by fqn: FSDP casts
     all parameters and no buffers. A generator with other dtypes would compute other numbers: with
@@ -209,7 +221,9 @@ def list_weights(
 
 
 @torch.no_grad()
-def pack_weights(found: dict[str, tuple[Tensor, torch.dtype]], layout, group) -> dict[str, Tensor]:
+def pack_weights(
+    found: dict[str, tuple[Tensor, torch.dtype]], layout: Layout, group: dist.ProcessGroup | None
+) -> dict[str, Tensor]:
     """Copy the tensors of list_weights() to the host of rank 0; other ranks get none. All trainer
     ranks call this function, because gathering a tensor is collective. With --pp each has the
     tensors of its stage, and rank 0 gets those of all."""
@@ -243,7 +257,7 @@ def pack_weights(found: dict[str, tuple[Tensor, torch.dtype]], layout, group) ->
     return packed
 
 
-def keep_reference(trainer, is_new: bool, about: dict):
+def keep_reference(trainer, is_new: bool, about: dict) -> None:
     """--kl_coef: the initial policy of this run. A new run writes <out>/reference, a continued run
     reads the folder."""
     cfg = trainer.cfg

@@ -16,7 +16,7 @@ import difflib
 import json
 import re
 import string
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rl.answers import marked
 
@@ -129,7 +129,7 @@ def is_answer(name: str, lines: list[Line]) -> bool:
     return all(says_answer(line.fields[name], line.fields) for line in lines)
 
 
-def says_answer(value, fields: dict) -> bool:
+def says_answer(value: Any, fields: dict) -> bool:
     answer = fields.get("answer", "")
     answers = [answer]
     choices = fields.get("choices")
@@ -141,7 +141,7 @@ def says_answer(value, fields: dict) -> bool:
     return bool(right & spellings(value))
 
 
-def spellings(value) -> set[str]:
+def spellings(value: Any) -> set[str]:
     """A text as it is and, where it has a \\boxed{} or a ####, the part marked by these."""
     text = str(value)
     found = {text, marked(text) or ""}

@@ -1,6 +1,8 @@
 """Tasks of evaluate.py: the lines of a file, what kind of task they are, answered examples, and the
 requests that a text becomes."""
 
+from typing import Any
+
 from rl.answers import never_right
 from rl.datasets import Line, Text, read_task_lines
 from rl.prompts import write_field
@@ -12,7 +14,7 @@ KINDS = {
 }
 
 
-def read_task(path: str, flag="--task", answers="") -> tuple[str, list[Line]]:
+def read_task(path: str, flag: str = "--task", answers: str = "") -> tuple[str, list[Line]]:
     """("text", "choice" or "answer", the lines) of a task's file. answers: as in --answers; "" for
     examples. The ValueError names the line."""
     lines = read_task_lines(path, flag, ".txt", ".jsonl")
@@ -71,7 +73,7 @@ def check_answer(line: Line, answers: str) -> None:
         )
 
 
-def is_list_of_texts(choices) -> bool:
+def is_list_of_texts(choices: Any) -> bool:
     """Whether it is a list with at least one text, and none of them empty."""
     if not isinstance(choices, list) or not choices:
         return False

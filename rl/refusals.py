@@ -1,6 +1,8 @@
 """Refusals of grpo.py: flags that do not work, or do not go together, before anything is built."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 from distributed.refusals import refuse
 from flags.config import check_range
@@ -13,7 +15,7 @@ from storage.newest import ABOUT, newest_readable
 from storage.resume import identify_run
 
 
-def check_flags(cfg):
+def check_flags(cfg: Any) -> None:
     """Raises ValueError for flags that do not work in grpo.py. check_layout compares flags with the
     model."""
     check_range(
@@ -53,7 +55,7 @@ def check_flags(cfg):
     check_rules(cfg)
 
 
-def check_rules(cfg):
+def check_rules(cfg: Any) -> None:
     """Raises ValueError for flags that do not go together."""
     step = max(pieces(cfg), 1)
     n_pack = cfg.pack_tokens
@@ -132,7 +134,9 @@ def check_rules(cfg):
     )
 
 
-def check_own_run(cfg, Model, model_config, lr_at) -> dict:
+def check_own_run(
+    cfg: Any, Model: type, model_config: Any, lr_at: Callable[[int, Any], float] | None
+) -> dict:
     """identify_run() for grpo.py. lr_at: the schedule, as a function of (step, cfg)."""
     lora = None
     if cfg.lora_rank:

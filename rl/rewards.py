@@ -8,9 +8,10 @@ ranks end the run, after --rollout_timeout_s.
 import inspect
 import math
 import queue
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rl.answers import cut_thoughts
 from rl.calls import Calls
@@ -45,7 +46,7 @@ def finite(reward: float) -> float:
 
 
 def pay(
-    env, prompt: str, completions: list[str], truncated: list[bool], opened: bool = False
+    env: Any, prompt: str, completions: list[str], truncated: list[bool], opened: bool = False
 ) -> list[Paid]:
     """Pay the samples of a prompt: all samples of the group at once for a group_reward, else one
     sample. All fail together, for instance if a reward is not finite. A reward sees what comes
@@ -74,14 +75,14 @@ def pay(
     return paid
 
 
-def total_of(value):
+def total_of(value: Any) -> Any:
     """A reward with named parts is their sum."""
     if isinstance(value, dict):
         return sum(value.values())
     return value
 
 
-def ask_reward(env, prompt: str, said: list[str | None], truncated: list[bool]) -> list:
+def ask_reward(env: Any, prompt: str, said: list[str | None], truncated: list[bool]) -> list:
     """What the user's function returns for each sample. said: None for a sample that ends in a
     thought; a group_reward sees an empty text there."""
     more = {}
@@ -94,7 +95,7 @@ def ask_reward(env, prompt: str, said: list[str | None], truncated: list[bool]) 
     return [env.reward(prompt, said[0], **more)]
 
 
-def takes_truncated(function) -> bool:
+def takes_truncated(function: Callable) -> bool:
     return "truncated" in inspect.signature(function).parameters
 
 

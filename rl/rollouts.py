@@ -10,21 +10,24 @@ import zlib
 from array import array
 from base64 import b64decode, b64encode
 from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from corpus.tokenizer import ChatConfig
 from distributed.agree import gather, on_rank_0
-from distributed.layout import reshard
+from distributed.layout import Layout, reshard
 from flags.files import read_json
 from rl.answers import opened_by
-from rl.datasets import DatasetConfig
+from rl.datasets import DatasetConfig, Text
 from rl.decoding import draw_noise, rollout
 from rl.environments import Turns, draw_task
 from rl.rewards import Paid, Payments, RewardConfig
@@ -47,7 +50,7 @@ def others(hooks: OrderedDict) -> OrderedDict:
 
 
 @contextmanager
-def whole_weights(model):
+def whole_weights(model) -> Iterator[None]:
     """Gather the whole weights on each rank, in the dtype of training's matmuls, so that decoding
     needs no collectives. Blocks run uncompiled inside, because the shapes of rollouts change at
     almost every token. The hooks that gather and free weights around each forward are off inside:
@@ -67,7 +70,7 @@ def whole_weights(model):
     reshard(model)
 
 
-def try_sampling(model, layout) -> None:
+def try_sampling(model: nn.Module, layout) -> None:
     """Sample two tokens before anything is trained, whatever the weights: kernels that this GPU
     lacks end the run here. Raises ValueError."""
     mesh = None
@@ -83,7 +86,7 @@ def try_sampling(model, layout) -> None:
 
 
 @functools.cache
-def patient_group(world, timeout_s: int):
+def patient_group(world: dist.ProcessGroup | None, timeout_s: int) -> dist.ProcessGroup:
     """A group of all processes of `world` with a long timeout, for waiting on other ranks' samples,
     tools and rewards. A slow tool is no failure; in training, however, a late rank hangs, and
     --train_timeout_s is short."""
@@ -92,7 +95,7 @@ def patient_group(world, timeout_s: int):
     )
 
 
-def lockstep(layout, timeout_s: int, tool=None):
+def lockstep(layout: Layout, timeout_s: int, tool: Any = None) -> Callable | None:
     """The `agree` of rollout(). With experts on several ranks every forward is collective, so all
     ranks must run equally many
     forwards: they refill and end together. Otherwise a rank samples without waiting for others.
@@ -113,17 +116,17 @@ def lockstep(layout, timeout_s: int, tool=None):
 
 
 def draw_samples(
-    cfg,
-    env,
-    text,
+    cfg: Any,
+    env: Any,
+    text: Text,
     layout,
-    model,
+    model: nn.Module,
     tasks: list[tuple],
     prompts: list[list[int]],
-    group_size,
-    temperature,
-    ended,
-):
+    group_size: int,
+    temperature: float,
+    ended: Callable[..., None] | None,
+) -> tuple:
     """(2) on this rank, with whole weights: (group_size samples of each of this rank's prompts,
     failures). ended: see rollout()."""
     noise = draw_noise([f"{cfg.seed}/{name}" for name, *_ in tasks], group_size, cfg.max_new_tokens)
@@ -153,7 +156,7 @@ def draw_samples(
 
 def sample_groups(
     cfg, env, text, layout, model, tasks: list[tuple], group_size, temperature, draw=draw_samples
-):
+) -> list:
     """(2), (3): group_size samples for each (name, task, answer), with rewards; the whole list on
     every rank, in the tasks' order.
 
@@ -251,7 +254,9 @@ def later(index: int, ids: list[int], truncated: bool) -> None:
     """In place of `ended`, where samples are paid when all have ended."""
 
 
-def gather_samples(samples: list[Sample], layout, group) -> list[Sample]:
+def gather_samples(
+    samples: list[Sample], layout: Layout, group: dist.ProcessGroup | None
+) -> list[Sample]:
     """The samples of all data ranks, in arrays, on every rank. cp and tp ranks share a model, and
     must have sampled the same: all send a hash of their ids, and the first of them sends the
     samples. Raises RuntimeError."""
@@ -270,7 +275,16 @@ def gather_samples(samples: list[Sample], layout, group) -> list[Sample]:
     return sum((of_rank for _, of_rank in everyone), [])
 
 
-def make_batch(cfg, env, text, layout, model, cursor: int, version: int, draw=draw_samples) -> dict:
+def make_batch(
+    cfg: Any,
+    env: Any,
+    text: Text,
+    layout: Layout,
+    model: nn.Module,
+    cursor: int,
+    version: int,
+    draw: Callable[..., tuple] = draw_samples,
+) -> dict:
     """(1)-(3) of a step. --dynamic_sampling: in up to so many further rounds, groups of new prompts
     replace groups of equal rewards, because equal rewards have no gradient. A round draws as many
     prompts as are missing, divided by the share of prompts that were useful so far."""
@@ -318,7 +332,7 @@ def has_equal_rewards(group: list[Sample]) -> bool:
     return len({s.reward for s in group}) == 1
 
 
-def batch_flags(cfg) -> dict:
+def batch_flags(cfg: Any) -> dict:
     """All flags and files that determine a batch, apart from the weights. A checkpoint saves them
     with its batches."""
     names = (
@@ -359,7 +373,9 @@ def as_arrays(sample: Sample) -> Sample:
     return replace(sample, **arrays)
 
 
-def save_step(checkpoints, ahead, layout, cfg, step: int, state: dict, last: bool) -> None:
+def save_step(
+    checkpoints, ahead, layout: Layout, cfg: Any, step: int, state: dict, last: bool
+) -> None:
     """Save the step of a run, and beside it the batches that are sampled already: a continued run
     trains on them. checkpoints: checkpoint.Checkpoints; ahead: rl.engines.Ahead."""
     batches = ahead.all()
@@ -371,7 +387,7 @@ def save_step(checkpoints, ahead, layout, cfg, step: int, state: dict, last: boo
     checkpoints.save(step, state, last, weights_only, files)
 
 
-def pack_batches(batches: list[dict], cfg) -> dict[str, bytes]:
+def pack_batches(batches: list[dict], cfg: Any) -> dict[str, bytes]:
     """The file of a checkpoint with the batches that were sampled ahead: JSON, with each array as
     base64."""
     if not batches:
@@ -398,7 +414,7 @@ def read_sample(values: dict, folder: str) -> Sample:
         ) from None
 
 
-def reuse_batches(state: dict, folder: str, cfg, rank0: bool) -> list[dict]:
+def reuse_batches(state: dict, folder: str, cfg: Any, rank0: bool) -> list[dict]:
     """The batches of a step folder if this run's flags would sample the same; else none, and the
     prompts are sampled again."""
     saved = {"batch": [], "made_with": {}}
@@ -446,14 +462,14 @@ class InPlace:
         pass
 
 
-def use_own_stream(device: torch.device):
+def use_own_stream(device: torch.device) -> None:
     """For a thread that sends weights: waiting for copies must not wait for the trainer's kernels."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.cuda.set_stream(torch.cuda.Stream())
 
 
-def nccl_group(store, rank: int, ranks: int, timeout_s: float):
+def nccl_group(store: dist.Store, rank: int, ranks: int, timeout_s: float):
     """A group beside those of torch.distributed. It connects with its first collective, for which
     rank 0 writes NCCL's unique id into the store, under "0"."""
     options = dist.ProcessGroupNCCL.Options()

@@ -3,9 +3,11 @@
 import time
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from distributed.launch import StopSignal
 from flags.config import flag
+from flags.progress import Progress
 from rl import messages
 from rl.datasets import Text
 from rl.environments import draw_task, supervised_sample
@@ -21,7 +23,7 @@ class WarmUpConfig:
     sft_lr: float = flag(1e-3, NEW_MODEL)  # learning rate of the warm-up, whatever --lr is
 
 
-def warm_up(trainer, env, text: Text, stop: StopSignal) -> bool:
+def warm_up(trainer, env: Any, text: Text, stop: StopSignal) -> bool:
     """Train random weights on some answers: GRPO has no gradient until some samples earn a reward.
     Returns whether a signal has ended it."""
     cfg = trainer.cfg
@@ -31,23 +33,26 @@ def warm_up(trainer, env, text: Text, stop: StopSignal) -> bool:
     saves = stop.saves
     stop.saves = False
     losses = []
-    for step in range(cfg.sft_steps):
-        samples = []
-        for i in range(128 * step, 128 * (step + 1)):
-            task = draw_task(env, f"sft/{cfg.seed}", i, fits)
-            samples.append(supervised_sample(env, text, *task, cfg.reward_timeout_s))
-        losses.append(trainer.train_supervised(samples))
-        trainer.optim_step(cfg.sft_lr * min(1, (step + 1) / 10))
-        if stop.agreed(trainer.layout):
-            if is_rank_0:
-                print("stopped in the supervised warm-up: the same command begins again")
-            return True
-        recent = losses[-4:]
-        if sum(recent) / len(recent) < cfg.sft_loss:
-            break
-        if is_rank_0 and time.monotonic() - said > 5:
-            said = time.monotonic()
-            messages.show_warm_up(cfg, losses)
+    with Progress("supervised warm-up", cfg.sft_steps, "steps") as progress:
+        for step in range(cfg.sft_steps):
+            samples = []
+            for i in range(128 * step, 128 * (step + 1)):
+                task = draw_task(env, f"sft/{cfg.seed}", i, fits)
+                samples.append(supervised_sample(env, text, *task, cfg.reward_timeout_s))
+            losses.append(trainer.train_supervised(samples))
+            trainer.optim_step(cfg.sft_lr * min(1, (step + 1) / 10))
+            if stop.agreed(trainer.layout):
+                if is_rank_0:
+                    progress.say("stopped in the supervised warm-up: the same command begins again")
+                return True
+            recent = losses[-4:]
+            if sum(recent) / len(recent) < cfg.sft_loss:
+                break
+            progress()
+            if is_rank_0 and time.monotonic() - said > 5:
+                said = time.monotonic()
+                progress.erase()
+                messages.show_warm_up(cfg, losses)
     stop.saves = saves
     trainer.new_optimizer()
     trainer.policy_version = 0

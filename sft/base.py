@@ -3,6 +3,9 @@
 import os
 from functools import partial
 
+import torch.distributed as dist
+from torch import nn
+
 from distributed.agree import brief, on_rank_0
 from flags.config import override_fields
 from flags.files import step_folders
@@ -32,7 +35,9 @@ def read_model(out: str, init_from: str, model_args: str):
     return class_of(config), config
 
 
-def load_base(modules, init_from: str, own: Source | None, group) -> dict:
+def load_base(
+    modules: list[nn.Module], init_from: str, own: Source | None, group: dist.ProcessGroup | None
+) -> dict:
     """Fill the frozen weights of this rank's stages from --init_from. Returns folder and hash of
     the weights, for checkpoints. own: the run's own checkpoint, if the run goes on, whose hash the
     weights must have. Raises ValueError, the same on all ranks."""

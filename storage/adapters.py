@@ -9,6 +9,7 @@ from collections import Counter
 from fnmatch import fnmatch
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from distributed.agree import gather
@@ -51,7 +52,7 @@ def merged_weight(w: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: floa
 
 
 @torch.no_grad()
-def base_hash(modules, group=None) -> str:
+def base_hash(modules: list[nn.Module], group: dist.ProcessGroup | None = None) -> str:
     """A hash of all frozen weights, equal in every layout and on every device: per tensor the sum
     of the bits of each number in bfloat16 times its place, modulo 2**64. Every rank reads its
     shards once.
@@ -122,7 +123,7 @@ def base_of(path: str) -> str:
     return folder
 
 
-def check_base(path: str, modules: list[nn.Module], group=None) -> str:
+def check_base(path: str, modules: list[nn.Module], group: dist.ProcessGroup | None = None) -> str:
     """The hash of the frozen weights of the modules. Raises ValueError if the adapters of a step
     folder were trained with other weights. path: the step folder; "": none."""
     found = base_hash(modules, group)
@@ -137,7 +138,7 @@ def check_base(path: str, modules: list[nn.Module], group=None) -> str:
 
 
 @torch.no_grad()
-def add_adapters_of(path: str, table, modules: list[nn.Module]):
+def add_adapters_of(path: str, table: dict, modules: list[nn.Module]) -> None:
     """Add a step folder's adapters to the weights of a whole model, or to this rank's rows and
     columns of each weight."""
     adapters = read_adapters(table, path)
@@ -158,7 +159,7 @@ def add_adapters_of(path: str, table, modules: list[nn.Module]):
 
 def check_frozen(
     lora_rank: int, init_from: str, init_model_only: bool, exclude_from_loading: list[str]
-):
+) -> None:
     """Raises ValueError if a run with --lora_rank would freeze weights that have not learned. The
     parameters are the flags of these names."""
     if not init_from:

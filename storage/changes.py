@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -34,7 +35,7 @@ UNTOLD_FLAGS = set(
 )
 
 
-def changes(old: Any, new: Any, name: str = ""):
+def changes(old: Any, new: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yields (name, old value, new value) where two nested dicts differ."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in dict.fromkeys([*new, *old]):
@@ -116,7 +117,9 @@ def compare_start(
     return differ
 
 
-def describe_start(path: str, differ: list[tuple], cfg, lr_at=None) -> str:
+def describe_start(
+    path: str, differ: list[tuple], cfg: Any, lr_at: Callable[[int, Any], float] | None = None
+) -> str:
     """One line with all flags of `cfg` that differ from a step folder's, and with the resulting
     learning rate. Empty when nothing differs or no step is left to train. differ: result of
     compare_start(). cfg: the whole Config of a recipe, for any of its flags may differ."""

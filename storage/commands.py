@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 import uuid
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -13,11 +14,13 @@ from typing import Any
 import torch
 
 from corpus.beside import read_beside
+from corpus.special import NoEnds
 from corpus.tokenizer import tokenizer_and_beside
 from distributed.agree import Failed, reason
 from distributed.layout import named_tensors
 from flags.config import Parser, usage_error
 from flags.files import json_bytes, read_json, step_folders
+from flags.progress import Progress
 from storage.changes import changes, describe_changes
 from storage.dcp import SavePlan, read_table, read_tensor, write_tensors
 from storage.hf import HF_DTYPES, load_hf_model
@@ -165,14 +168,15 @@ def compare_logits(folder: str) -> str:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     tokens = torch.arange(TOKENS)[None] * (config.vocab_size // TOKENS)
-    ours = load_hf_model(folder, dtype=torch.float32)[0](tokens).float()
-    try:
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True
-        )
-    except Exception as error:
-        raise ValueError(f"transformers cannot open the export: {reason(error)}") from None
-    logits = theirs.eval()(tokens).logits.float()
+    with Progress("comparing the export with transformers"):
+        ours = load_hf_model(folder, dtype=torch.float32)[0](tokens).float()
+        try:
+            theirs = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, local_files_only=True
+            )
+        except Exception as error:
+            raise ValueError(f"transformers cannot open the export: {reason(error)}") from None
+        logits = theirs.eval()(tokens).logits.float()
     apart = ((ours - logits).norm() / logits.norm()).item()
     if not apart < APART:
         file = type(config).__module__.replace(".", "/") + ".py"
@@ -217,8 +221,9 @@ def write_run(
         contents["generation_config.json"] = json_bytes(generation)
     try:
         os.makedirs(folder)
-        names = write_tensors(model_tensors([model]), folder, None, SavePlan())
-        listed = checksums(folder, names, sync=True)
+        with Progress(f"writing {target}"):
+            names = write_tensors(model_tensors([model]), folder, None, SavePlan())
+            listed = checksums(folder, names, sync=True)
         size = commit_step(
             folder, target, contents, listed, step=step, model_only=True, layout={}, world_size=1
         )
@@ -229,7 +234,7 @@ def write_run(
     print(f"checkpoint: saved {target} ({size / 1e6:.1f} MB in {seconds:.2f} s)", flush=True)
 
 
-def from_hf(folder: str, out: str):
+def from_hf(folder: str, out: str) -> None:
     """Writes a Hugging Face folder as a run folder of ours with one checkpoint, of step 0, for
     --init_from and generate.py."""
     check_export(out)
@@ -242,7 +247,7 @@ def from_hf(folder: str, out: str):
     }
     generation = None
     if tokenizer_file:
-        with suppress(ValueError):  # no file of the folder names an end
+        with suppress(NoEnds):  # no file of the folder names an end
             known = read_beside(folder, "generation_config.json")
             generation = known | ids_of_folder(folder).for_config()
     write_run(
@@ -256,7 +261,7 @@ def from_hf(folder: str, out: str):
     )
 
 
-def mean_of_steps(run: str, out: str, last: int = 0, steps=()):
+def mean_of_steps(run: str, out: str, last: int = 0, steps: Iterable[int] = ()) -> tuple:
     """(a model with the mean, the run's identity, the state of the latest of these steps, the
     tokenizer.json or None).
 
@@ -289,16 +294,19 @@ def mean_of_steps(run: str, out: str, last: int = 0, steps=()):
                 f"{path} and {newest} hold different models: {describe_changes(different)}"
             )
     model.to_empty(device="cpu")
-    for fqn, mean in named_tensors(model).items():
-        total = torch.zeros(())
-        for path, _, table in opened:
-            total = total + read_tensor(f"model.{fqn}", path, table).float()
-        mean.detach().copy_(total / len(opened))
+    tensors = named_tensors(model)
+    with Progress(f"mean of {len(opened)} checkpoints", len(tensors), "tensors") as progress:
+        for fqn, mean in tensors.items():
+            total = torch.zeros(())
+            for path, _, table in opened:
+                total = total + read_tensor(f"model.{fqn}", path, table).float()
+            mean.detach().copy_(total / len(opened))
+            progress()
     state = saved["state"] | {"step": wanted[0], "mean_of_steps": wanted}
     return model, saved["identity"], state, tokenizer_of_step(newest)
 
 
-def average(run: str, out: str, last: int = 0, steps=()) -> None:
+def average(run: str, out: str, last: int = 0, steps: Iterable[int] = ()) -> None:
     """Writes the mean of the weights of several steps of a run as a run folder."""
     write_run(out, *mean_of_steps(run, out, last, steps))
 
@@ -314,19 +322,22 @@ def diff(a: str, b: str) -> int:
     differ = {}  # key: in what
     relative = {}
     keys = sorted(in_a.keys() | in_b.keys())
-    for key in keys:
-        kind = in_a.get(key)
-        other = in_b.get(key)
-        if other is None:
-            differ[key] = f"only in {a}"
-        elif kind is None:
-            differ[key] = f"only in {b}"
-        elif kind.size != other.size or kind.dtype != other.dtype:
-            differ[key] = f"{tuple(kind.size)} {kind.dtype} / {tuple(other.size)} {other.dtype}"
-        else:
-            x = read_tensor(key, a, in_a).reshape(-1)
-            y = read_tensor(key, b, in_b).reshape(-1)
-            if not torch.equal(x.view(torch.uint8), y.view(torch.uint8)):
+    with Progress("comparing", len(keys), "tensors") as progress:
+        for key in keys:
+            progress()
+            kind = in_a.get(key)
+            other = in_b.get(key)
+            if other is None:
+                differ[key] = f"only in {a}"
+            elif kind is None:
+                differ[key] = f"only in {b}"
+            elif kind.size != other.size or kind.dtype != other.dtype:
+                differ[key] = f"{tuple(kind.size)} {kind.dtype} / {tuple(other.size)} {other.dtype}"
+            else:
+                x = read_tensor(key, a, in_a).reshape(-1)
+                y = read_tensor(key, b, in_b).reshape(-1)
+                if torch.equal(x.view(torch.uint8), y.view(torch.uint8)):
+                    continue
                 far = (x.double() - y.double()).abs()
                 relative[key] = (far.norm() / x.double().norm().clamp(min=1e-300)).item()
                 differ[key] = (

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from distributed.agree import (
@@ -33,7 +34,7 @@ from distributed.agree import (
     scatter,
 )
 from distributed.layout import local_slice
-from flags.files import read_json, write_file
+from flags.files import check_room, read_json, write_file
 from storage.manifest import TABLE
 
 MOST_SHARDS = 1 << 20  # of a tensor; more in a file of a stranger would take all memory
@@ -54,18 +55,20 @@ class SavePlan:
 
     items: DCP's items of this rank, before the ranks share out the replicated shards; final: DCP's
     plan afterwards; written:
-    DCP's results of the last save; table: the content of tensors.json, on rank 0."""
+    DCP's results of the last save; table: the content of tensors.json, n_bytes: of all shards of all
+    ranks, both on rank 0."""
 
     items: list | None = None
     final: Any = None
     written: list | None = None
     table: Any = None
+    n_bytes: int = 0
 
 
 def write_tensors(
     tensors: dict[str, Tensor],
     folder: str,
-    group,
+    group: dist.ProcessGroup | None,
     plan: SavePlan,
     staged: bool = False,
     process=None,
@@ -94,6 +97,8 @@ def write_tensors(
 
     def plan_for_all(ranks):  # on rank 0; the planner keeps the metadata
         plans.extend(writer.prepare_global_plan(planner.create_global_plan(ranks)[0]))
+        plan.n_bytes = sum(map(bytes_of_plan, plans))
+        check_room(folder, plan.n_bytes)
 
     def write():
         final = planner.finish_plan(plan.final)
@@ -124,12 +129,25 @@ def write_tensors(
         plan.table = on_rank_0(
             lambda results: table_bytes(planner.metadata, results), group, written
         )
-    if is_first:
-        write_file(Path(folder, TABLE), plan.table)
+
+    def write_table():
+        if is_first:
+            write_file(Path(folder, TABLE), plan.table)
+
+    fail_together(write_table, group)
     return sorted({result.storage_data.relative_path for result in written})
 
 
-def write_apart(folder: str, plan, tensors: dict) -> list:
+def bytes_of_plan(plan: Any) -> int:
+    """Of the shards that a rank writes by a plan of DCP's."""
+    total = 0
+    for item in plan.items:
+        shard = item.tensor_data
+        total += math.prod(shard.chunk.sizes) * shard.properties.dtype.itemsize
+    return total
+
+
+def write_apart(folder: str, plan: Any, tensors: dict) -> list:
     """In the writer process: writes this plan of DCP's. Returns DCP's results."""
     writer = import_dcp().FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0)
     planner: Any = SimpleNamespace(resolve_data=lambda item: tensors[item.index])

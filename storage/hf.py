@@ -11,6 +11,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from corpus.beside import read_hf_json
@@ -27,7 +28,6 @@ from storage.hf_config import (
     read_hf_config,
 )
 from storage.hf_write import own_group, save_hf
-from storage.manifest import Progress
 from storage.source_tokenizer import weights_folder
 
 __all__ = [  # what other files import from here
@@ -53,7 +53,7 @@ INDEX = "model.safetensors.index.json"
 
 
 # --- The files: tensors by name ---
-def open_safetensors(folder: str, file: str):
+def open_safetensors(folder: str, file: str) -> Any:
     from safetensors import SafetensorError, safe_open
 
     real = hf_file(folder, file)
@@ -319,7 +319,14 @@ def plan_reads(
     return reads, absent, extra
 
 
-def compare_twin(source: HFTensors, twin: str, name: str, offset, shape, local_shape) -> str:
+def compare_twin(
+    source: HFTensors,
+    twin: str,
+    name: str,
+    offset: tuple[int, ...],
+    shape: tuple[int, ...],
+    local_shape: tuple[int, ...],
+) -> str:
     """The error if the files hold a head, `twin`, that is not the embedding `name`, on this rank's
     part; else ''."""
     problem = source.problem(twin, shape)
@@ -332,7 +339,9 @@ def compare_twin(source: HFTensors, twin: str, name: str, offset, shape, local_s
 
 
 @torch.no_grad()
-def load_hf(model, folder: str, exclude=(), group=None) -> list[str]:
+def load_hf(
+    model, folder: str, exclude: Iterable[str] = (), group: dist.ProcessGroup | None = None
+) -> list[str]:
     """Fills a model, sharded in any way, from a Hugging Face folder; each rank reads only the
     rank's slices.
 
@@ -341,6 +350,8 @@ def load_hf(model, folder: str, exclude=(), group=None) -> list[str]:
     the files (MTP layers): the parameters stay as they are. Raises ValueError, the same on all
     ranks, before a weight is touched.
     """
+    from flags.progress import Progress
+
     modules = model if isinstance(model, list) else [model]
     excluded = list(exclude)
     group = own_group(modules, group)
@@ -353,11 +364,11 @@ def load_hf(model, folder: str, exclude=(), group=None) -> list[str]:
 
     def fill():
         n_bytes = sum(local.nbytes for *_, local in reads)
-        progress = Progress(f"checkpoint: reading {folder}", n_bytes, say)
-        for name, offset, local in reads:
-            # casts, after any dequantisation
-            local.copy_(source.read(name, offset, tuple(local.shape)))
-            progress(local.nbytes)
+        with Progress(f"checkpoint: reading {folder}", n_bytes, "GB per rank", 1e9) as progress:
+            for name, offset, local in reads:
+                # casts, after any dequantisation
+                local.copy_(source.read(name, offset, tuple(local.shape)))
+                progress(local.nbytes)
         for module in modules:
             keys = module.hf_keys()  # once: 45,395 names in 671B
             for fqn, tensor in named_tensors(module).items():

@@ -65,7 +65,7 @@ def class_of(config: Any) -> type[nn.Module]:
 
 
 # --- Reading ---
-def read_hf_config(folder: str, Config=None):
+def read_hf_config(folder: str, Config: type | None = None) -> Any:
     """The model config of config.json. Config: the class; None: chosen by model_type. Raises
     ValueError."""
     folder = weights_folder(folder)
@@ -98,7 +98,16 @@ def read_hf_config(folder: str, Config=None):
                 f"{path}: {name} would be {str(value)[:40]!r}, not "
                 f"{getattr(kind, '__name__', kind)}"
             )
+        if name == "norm_eps" and not 0 <= value < 1:
+            raise ValueError(f"{path}: {name} would be {value}, need 0 or more, below 1")
+        if name == "rope_theta" and not value > 0:
+            raise ValueError(f"{path}: {name} would be {value}, need more than 0")
     return config
+
+
+def is_finite(value: Any) -> bool:
+    """Whether a value is a number with which a model computes numbers."""
+    return type(value) in (int, float) and abs(value) < 1e300  # False for a NaN
 
 
 def has_type(value: Any, kind: Any) -> bool:
@@ -107,18 +116,16 @@ def has_type(value: Any, kind: Any) -> bool:
     if kind is int:
         return type(value) is int and 0 <= value < 2**31
     if kind is float:
-        return type(value) in (int, float)
+        return is_finite(value)
     if kind is dict:
-        return type(value) is dict and all(
-            type(number) in (int, float) for number in value.values()
-        )
+        return type(value) is dict and all(map(is_finite, value.values()))
     if get_origin(kind) is Literal:
         return value in get_args(kind)
     return type(value) is kind
 
 
 # --- Checks before anything is built ---
-def check_hf_config(model_config, folder: str):
+def check_hf_config(model_config: Any, folder: str) -> None:
     """Raises ValueError with every field of config.json that differs from the model's, and the
     flags to type instead."""
     theirs = read_hf_config(folder, type(model_config))

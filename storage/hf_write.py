@@ -7,11 +7,13 @@ import os
 import shutil
 import time
 import uuid
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -20,14 +22,16 @@ from corpus.special import SpecialIds
 from corpus.tokenizer import load_tokenizer
 from distributed.agree import brief, fail_together, gather, new_gloo_group, on_rank_0, rank_in
 from distributed.layout import named_tensors, reshard
-from flags.files import check_local, fsync, json_bytes, publish, write_file
+from flags.files import check_local, check_room, fsync, json_bytes, publish, write_file
 from storage.hf_config import check_same_model
 from storage.source_tokenizer import ids_of_folder
 
 NO_IDS = SpecialIds(None, [], None)
 
 
-def own_group(modules: list[nn.Module], group):
+def own_group(
+    modules: list[nn.Module], group: dist.ProcessGroup | None
+) -> dist.ProcessGroup | None:
     """`group`, or a new group of all ranks if the model is sharded; None if this process holds the
     whole model."""
     if group is not None:
@@ -53,11 +57,16 @@ def check_export(folder: str) -> None:
         raise ValueError(f"{folder} cannot be made: {parent} is no folder to write to")
 
 
-def check_export_names(Model: type, config) -> None:
-    """Raises ValueError if hf_keys() does not name each tensor that an export writes: of a fork, and
-    before its training, not after."""
+def check_export_of(Model: type, config: Any, folder: str, dtype: str) -> None:
+    """Raises ValueError if hf_keys() does not name each tensor that an export writes, or if they do
+    not fit on the disk: before a training, not after."""
     with torch.device("meta"):
         model = Model(config)
+    n_bytes = sum(p.numel() for p in model.parameters()) * getattr(torch, dtype).itemsize
+    try:
+        check_room(folder, n_bytes)
+    except OSError as error:
+        raise ValueError(f"--export_hf {folder}: {error.strerror}; give another folder") from None
     kinds = file_kinds(named_tensors(model), model, torch.float32)
     if odd := sorted(kinds.keys() ^ model.hf_keys().keys()):
         raise ValueError(
@@ -110,7 +119,9 @@ def plan_files(
     return files
 
 
-def list_entries(fqn: str, name: str | list[str], shape: tuple, dtype) -> list[HFEntry]:
+def list_entries(
+    fqn: str, name: str | list[str], shape: tuple, dtype: torch.dtype
+) -> list[HFEntry]:
     """The tensors that a parameter is in the files: one, or one for each expert of a stack."""
     if isinstance(name, str):
         return [HFEntry(fqn, name, None, dtype, math.prod(shape) * dtype.itemsize)]
@@ -155,15 +166,15 @@ def write_safetensors(path: str, entries: list[HFEntry], tensors: dict[str, Tens
 
 def write_hf(
     folder: str,
-    config,
+    config: Any,
     names: dict,
     kinds: dict,
     whole,
     max_shard_gb: float,
-    tokenizer_file=None,
-    group=None,
+    tokenizer_file: str | None = None,
+    group: dist.ProcessGroup | None = None,
     quiet: bool = False,
-    check=None,
+    check: Callable[[str], None] | None = None,
     generation: dict | None = None,
     card: str = "",
 ) -> None:
@@ -176,6 +187,8 @@ def write_hf(
     A rank writes a file in the background while the next tensors are gathered, and so holds at most
     two files in CPU memory.
     """
+    from flags.progress import Progress
+
     began = time.perf_counter()
     own_temporary = f"{os.path.abspath(folder)}.tmp-{uuid.uuid4().hex[:8]}"
 
@@ -187,6 +200,16 @@ def write_hf(
     temporary = on_rank_0(make_temporary, group)
     everyone = gather(kinds, group)
     rank = rank_in(group)
+
+    def plan_and_ask():
+        plan = plan_files(names, everyone, max_shard_gb * 1e9)
+        if rank == 0:
+            n_bytes = 0
+            for _, _, entries in plan:
+                n_bytes += sum(entry.size for entry in entries)
+            check_room(folder, n_bytes)
+        return plan
+
     writing = []  # this rank's files, under way
 
     def finish_files():
@@ -194,9 +217,12 @@ def write_hf(
             future.result()
 
     try:
-        plan = fail_together(lambda: plan_files(names, everyone, max_shard_gb * 1e9), group)
+        plan = fail_together(plan_and_ask, group)
         files = name_files(plan)
-        with ThreadPoolExecutor(1) as pool:
+        with (
+            ThreadPoolExecutor(1) as pool,
+            Progress(f"writing {folder}", len(kinds), "tensors") as progress,
+        ):
             for title, (ranks, writer, entries) in files.items():
                 if rank not in ranks:
                     continue
@@ -206,6 +232,7 @@ def write_hf(
                     if rank == writer:
                         tensors[fqn] = tensor.cpu()
                     del tensor  # before the next is gathered
+                    progress()
                 if rank == writer:
                     wait(writing[-1:])
                     path = os.path.join(temporary, title)
@@ -241,10 +268,10 @@ def name_files(plan: list[tuple]) -> dict[str, tuple]:
 def commit_export(
     temporary: str,
     folder: str,
-    config,
+    config: Any,
     entries: dict[str, list[HFEntry]],
     tokenizer_file: str | None,
-    check=None,
+    check: Callable[[str], None] | None = None,
     generation: dict | None = None,
     card: str = "",
 ) -> int:
@@ -330,15 +357,15 @@ def say_lost(folder: str, fqns: list[str]) -> None:
 def save_hf(
     model,
     folder: str,
-    dtype=torch.bfloat16,
+    dtype: torch.dtype = torch.bfloat16,
     max_shard_gb: float = 5.0,
     tokenizer_file: str | None = None,
-    group=None,
+    group: dist.ProcessGroup | None = None,
     quiet: bool = False,
-    check=None,
+    check: Callable[[str], None] | None = None,
     generation: dict | None = None,
     card: str = "",
-):
+) -> None:
     """Writes a model as a Hugging Face folder for transformers: weights in `dtype`, buffers
     unchanged. If a linear layer has a method merged(), as with LoRA (lora/lora.py), the merged
     matrix is written.

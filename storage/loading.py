@@ -3,6 +3,7 @@ tensors. Only runs that begin with saved weights load this file."""
 
 import json
 import os
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ from distributed.agree import (
 from distributed.layout import named_tensors
 from flags.files import matches, read_json, step_folders
 from storage.dcp import read_table, read_tensors
-from storage.manifest import Progress, check_files, read_manifest
+from storage.manifest import check_files, read_manifest
 from storage.newest import (
     Source,
     candidates,
@@ -39,10 +40,14 @@ from storage.run_tensors import RunTensors, model_tensors, split_twins
 from storage.writer import set_aside
 
 
-def choose_step(folder: str, step: int, group, say) -> tuple[str, dict, list[str]]:
+def choose_step(
+    folder: str, step: int, group: dist.ProcessGroup | None, say: Callable[[str], None]
+) -> tuple[str, dict, list[str]]:
     """(path, manifest) of the newest undamaged step folder, or of `step`, and the newer step folders,
     which are damaged. One decision for all ranks; each rank checks a share of the files. say: prints
     a line on rank 0."""
+    from flags.progress import Progress
+
     rank = rank_in(group)
     world_size = dist.get_world_size(group) if group else 1
 
@@ -51,8 +56,8 @@ def choose_step(folder: str, step: int, group, say) -> tuple[str, dict, list[str
         sizes = {name: size for name, (size, _) in manifest["files"].items()}
         share = sorted(sizes, key=sizes.__getitem__)[rank::world_size]
         n_bytes = sum(sizes[name] for name in share)
-        progress = Progress(f"verifying {path}", n_bytes, say)
-        fail_together(lambda: check_files(path, manifest, share, progress), group)
+        with Progress(f"verifying {path}", n_bytes, "GB per rank", 1e9) as progress:
+            fail_together(lambda: check_files(path, manifest, share, progress), group)
         return manifest
 
     paths = on_rank_0(lambda: candidates(folder, step), group)
@@ -65,14 +70,16 @@ def choose_step(folder: str, step: int, group, say) -> tuple[str, dict, list[str
     return path, manifest, paths[: paths.index(path)]
 
 
-def set_newer_aside(out: str, step: int, damaged: list[str], say) -> None:
+def set_newer_aside(out: str, step: int, damaged: list[str], say: Callable[[str], None]) -> None:
     """Renames the step folders of a run that are newer than the step it continues."""
     for newer, path in step_folders(out):
         if newer > step:
             set_aside(path, "damaged" if path in damaged else "abandoned", say)
 
 
-def check_excluded(patterns: list[str], modules: list[nn.Module], group) -> None:
+def check_excluded(
+    patterns: list[str], modules: list[nn.Module], group: dist.ProcessGroup | None
+) -> None:
     """Raises ValueError for a name in --exclude_from_loading that no parameter of the model has."""
     own = [fqn for module in modules for fqn in named_tensors(module)]
     known = set().union(*gather(own, group))
@@ -84,7 +91,13 @@ def check_excluded(patterns: list[str], modules: list[nn.Module], group) -> None
             )
 
 
-def check_fit(tensors: dict[str, Tensor], there: dict, folder: str, same_dtype: bool, group):
+def check_fit(
+    tensors: dict[str, Tensor],
+    there: dict,
+    folder: str,
+    same_dtype: bool,
+    group: dist.ProcessGroup | None,
+) -> None:
     """Raises ValueError with all keys that are missing, unknown, or of another shape or dtype. DCP
     itself would ignore unknown keys, cast dtypes, and find a wrong shape after half of the model is
     overwritten."""
@@ -210,7 +223,7 @@ def put_into_run(
     *,
     everything: bool,
     excluded: list[str],
-    group,
+    group: dist.ProcessGroup | None,
 ) -> None:
     """Reads the tensors of a step folder into a run. everything: the optimizer's, too. excluded:
     names of --exclude_from_loading. Raises ValueError, the same on all ranks, before a tensor is
@@ -249,7 +262,7 @@ def describe_load(
     folder: str,
     manifest: dict,
     everything: bool,
-    differ,
+    differ: list[tuple],
     code: dict[str, str],
     excluded: list[str],
 ) -> list[str]:
@@ -276,7 +289,7 @@ def describe_load(
     return lines
 
 
-def load_weights(modules: list[nn.Module], folder: str, exclude=()) -> None:
+def load_weights(modules: list[nn.Module], folder: str, exclude: Iterable[str] = ()) -> None:
     """Fills this rank's part of a model, sharded in any way, from a run, step or Hugging Face
     folder. Every rank calls.
     exclude: parameters to leave alone, as in --exclude_from_loading. Raises ValueError, the same on
@@ -327,12 +340,12 @@ def load_weights(modules: list[nn.Module], folder: str, exclude=()) -> None:
     say(f"the weights of {path} ({written}){changed}")
 
 
-def print_on_rank_0(group, text: str) -> None:
+def print_on_rank_0(group: dist.ProcessGroup | None, text: str) -> None:
     if rank_in(group) == 0:
         print(f"checkpoint: {text}", flush=True)
 
 
-def fill_merged(modules: list[nn.Module], path: str, table):
+def fill_merged(modules: list[nn.Module], path: str, table: dict) -> None:
     """Fills a model, plain or this rank's part, from a step folder of a LoRA run: loads the frozen
     weights from the folder named in state.json, then adds the adapters. Raises ValueError."""
     from storage.adapters import add_adapters_of, base_of, check_base

@@ -7,10 +7,11 @@ tensor without an error.
 import hashlib
 import json
 import os
-import time
 import zlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from flags.files import STEP_FOLDER, fsync, json_bytes, write_file
 
@@ -18,6 +19,8 @@ FORMAT_VERSION = 3  # 2 had a longer tensors.json
 TABLE = "tensors.json"  # names, dtypes and shapes of all tensors, and the places of all shards
 # an unlisted file of these kinds is refused
 READ = (".json", ".jinja", ".py", ".distcp", ".safetensors", ".bin", ".model")
+
+AT_ONCE = 2e8  # bytes that are read within a second
 
 
 class Damaged(ValueError):
@@ -30,20 +33,23 @@ def own_hash(manifest: dict) -> str:
     ).hexdigest()
 
 
-def write_manifest(folder: str, files: dict[str, list], **about) -> None:
+def write_manifest(folder: str, files: dict[str, list], **about: Any) -> None:
     """files: {name: [bytes, crc32]}, from checksums(). about: values shown by `checkpoint.py ls`."""
     manifest = dict(format_version=FORMAT_VERSION, **about, files=files)
     write_file(Path(folder, "manifest.json"), json_bytes(manifest | {"sha256": own_hash(manifest)}))
 
 
-def read_manifest(folder: str, is_wanted=None) -> dict:
+def read_manifest(folder: str, is_wanted: Callable[[str], bool] | None = None) -> dict:
     """The manifest of a step folder. Raises Damaged if a file is missing, unlisted or of another
     size; reads no content.
 
     is_wanted: name -> whether to look for this file, and for no other: with a file per rank,
     looking takes long."""
+    file = Path(folder, "manifest.json")
     try:
-        raw = Path(folder, "manifest.json").read_bytes()
+        if file.is_fifo():  # to open it would wait without end
+            raise Damaged("manifest.json is a pipe, not a file")
+        raw = file.read_bytes()
         manifest = json.loads(raw)
         # Compare bytes, not only values: some flipped bits change the text of a JSON file but no
         # value.
@@ -84,31 +90,11 @@ def read_manifest(folder: str, is_wanted=None) -> dict:
     return manifest
 
 
-class Progress:
-    """Prints every few seconds how much of a long work is done. Call with the size of each finished
-    part. unit: of `total`, as text, and how many make one; say: prints, on one rank."""
-
-    def __init__(self, text: str, total: int, say, unit=("GB per rank", 1e9)):
-        self.text = text
-        self.total = total
-        self.say = say
-        self.unit = unit
-        self.done = 0
-        self.said = time.perf_counter()
-
-    def __call__(self, size: int):
-        self.done += size
-        if time.perf_counter() - self.said > 5:
-            self.said = time.perf_counter()
-            name, scale = self.unit
-            self.say(
-                f"{self.text}: {min(self.done / self.total, 1):.0%} of {self.total / scale:,.4g} "
-                f"{name}"
-            )
-
-
 def checksums(
-    folder: str, names: list[str], progress=lambda n_bytes: None, sync: bool = False
+    folder: str,
+    names: list[str],
+    progress: Callable[[int], None] = lambda n_bytes: None,
+    sync: bool = False,
 ) -> dict[str, list]:
     """{name: [bytes, crc32 in hex]}, four files at a time: zlib works without Python's lock.
 
@@ -136,7 +122,10 @@ def checksums(
 
 
 def check_files(
-    folder: str, manifest: dict, names: list[str], progress=lambda n_bytes: None
+    folder: str,
+    manifest: dict,
+    names: list[str],
+    progress: Callable[[int], None] = lambda n_bytes: None,
 ) -> None:
     """Reads the files `names` of a step folder. Raises Damaged if a single bit has changed."""
     try:
@@ -151,5 +140,13 @@ def check_files(
 def verify(folder: str) -> dict:
     """The manifest of a step folder, after a check of every byte of every file. Raises Damaged."""
     manifest = read_manifest(folder)
-    check_files(folder, manifest, [*manifest["files"]])
+    names = [*manifest["files"]]
+    n_bytes = sum(size for size, _ in manifest["files"].values())
+    if n_bytes < AT_ONCE:  # nothing to show, and no file of ours to load for it
+        check_files(folder, manifest, names)
+        return manifest
+    from flags.progress import Progress
+
+    with Progress(f"verifying {folder}", n_bytes, "GB", 1e9) as progress:
+        check_files(folder, manifest, names, progress)
     return manifest

@@ -1,13 +1,13 @@
 """README.md of an export: what was trained, on which data, how, and how to load it. It says only what
 the checkpoint and metrics.jsonl beside it know. Only exports load this file."""
 
-import json
 import os
 from pathlib import Path
 
 from flags.config import spell, spell_flag
 from flags.files import read_json
 from storage.changes import UNTOLD_FLAGS
+from training.metrics import is_number, read_lines
 
 # flags that say where a run lies on its machine, or that the card has elsewhere
 LEFT_OUT = UNTOLD_FLAGS - {"init_from"}
@@ -31,7 +31,9 @@ def card_of_step(path: str, dtype: str, adapter: bool = False) -> str:
     return write_card(about, made_from, str(run / "metrics.jsonl"), dtype, adapter)
 
 
-def write_card(about: dict, made_from: dict, metrics: str, dtype: str, adapter=False) -> str:
+def write_card(
+    about: dict, made_from: dict, metrics: str, dtype: str, adapter: bool = False
+) -> str:
     """The text. about: contents of state.json; made_from: version, torch and commit, where known."""
     name = about["identity"]["model"].get("class", "A model")
     lines = read_metrics(metrics, about.get("step"))
@@ -66,12 +68,8 @@ def read_metrics(path: str, step: int | None) -> list[dict]:
     if not os.path.isfile(path):
         return []
     lines = []
-    for text in Path(path).read_text().splitlines():
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue  # the last line of a run that was killed
-        if step is None or line.get("step", 0) <= step:
+    for line in read_lines(path):
+        if step is None or line["step"] <= step:
             lines.append(line)
     return lines
 
@@ -81,7 +79,7 @@ def progress_rows(about: dict, lines: list[dict]) -> list[tuple[str, str]]:
     last = {}
     for line in lines:
         for name, value in line.items():
-            if value is not None:
+            if is_number(value):
                 last[name] = value
     step = about.get("step", last.get("step"))
     tokens = about.get("state", {}).get("tokens", last.get("tokens"))

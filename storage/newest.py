@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -88,7 +89,9 @@ def resume_source(
     return None
 
 
-def newest_good(folder: str, paths: list[str], check, say) -> tuple[str, dict]:
+def newest_good(
+    folder: str, paths: list[str], check: Callable[[str], dict], say: Callable[[str], None]
+) -> tuple[str, dict]:
     """(path, manifest) of the first undamaged step folder in `paths`. check(path) returns the
     manifest or raises Damaged.
 
@@ -113,7 +116,7 @@ def newest_good(folder: str, paths: list[str], check, say) -> tuple[str, dict]:
     )
 
 
-def newest_readable(folder: str, step: int = -1, names=()) -> str:
+def newest_readable(folder: str, step: int = -1, names: Collection[str] = ()) -> str:
     """The newest checkpoint with undamaged small files (`names`, or all but the tensors). Raises
     ValueError.
 

@@ -9,6 +9,7 @@ as the moments.
 import functools
 import inspect
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ def names_of_torch() -> set[str]:
     return SET_ANEW | set(vars(torch.optim.AdamW([torch.zeros(1)], fused=True)))
 
 
-def collect_values(optimizer) -> list[dict]:
+def collect_values(optimizer: torch.optim.Optimizer) -> list[dict]:
     """[attributes, first group, second group, ...], as copies by freeze(), without values that need no checkpoint. A learning
     rate not set by set_lr belongs to the optimizer and stays in."""
     own = {}
@@ -86,7 +87,7 @@ def freeze(x: Any, around: tuple) -> Any:
     return OTHER + repr(freeze(inside, (*around, x)))
 
 
-def state_names(optimizer) -> set[str]:
+def state_names(optimizer: torch.optim.Optimizer) -> set[str]:
     found = set()
     for state in optimizer.state.values():
         if isinstance(state, dict):
@@ -157,7 +158,7 @@ class OptimizerNumbers:
         return found
 
 
-def find_copies(tensors: dict[str, Tensor], gather) -> dict[str, Tensor]:
+def find_copies(tensors: dict[str, Tensor], gather: Callable[[Any], list]) -> dict[str, Tensor]:
     """Tensors held by several ranks, which must stay equal: parameters of several pipeline stages,
     replicas of a part of a parameter, and all buffers."""
     own_names = sorted(

@@ -44,7 +44,9 @@ def describe_beginning(tokenizer_file: str) -> str:
 
 
 # The tokenizer of --init_from
-def check_tokenizer(source: Source | None, init_from: str, here: str, data: str, tokenizer: str):
+def check_tokenizer(
+    source: Source | None, init_from: str, here: str, data: str, tokenizer: str
+) -> None:
     """Raises ValueError when the data has other ids than the training of the --init_from weights.
     source: of resume_source; here: the hash of the data's tokenizer; data, tokenizer: the flags."""
     if source and source.folder != init_from:

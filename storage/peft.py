@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from safetensors.torch import save
-from torch import Tensor
+from torch import Tensor, nn
 
 from corpus.beside import read_hf_json
 from distributed.agree import brief
@@ -104,7 +104,9 @@ def read_merged(read, adapters: dict[str, tuple], name: str, offset: tuple, shap
     return merged_weight(part, a[:, column : column + columns], b[row : row + rows], scale)
 
 
-def export_peft(out: str, path: str, table, model, beside: dict[str, bytes]) -> None:
+def export_peft(
+    out: str, path: str, table: dict, model: nn.Module, beside: dict[str, bytes]
+) -> None:
     """Write the adapters of a step folder to the folder `out`. path, table: the step folder and its
     tensors; beside: {name: content} of the tokenizer's files."""
     about = read_json(path, "state.json")

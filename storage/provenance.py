@@ -10,8 +10,11 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -28,7 +31,7 @@ FILE_BYTES = 1 << 18  # the most bytes of a source
 
 
 # --- Sources ---
-def file_of_module(module) -> str:
+def file_of_module(module: ModuleType | None) -> str:
     """The file of a module; "" for a module without. Read from its own names, because some modules
     of libraries import others when they are asked for one."""
     if module is None or "__file__" not in vars(module):
@@ -93,7 +96,7 @@ def changed_code(path: str, code: dict[str, str]) -> str:
     return f"code that has changed since {os.path.basename(path)} was written: {brief(changed)}"
 
 
-def check_machines(code: dict[str, str], out: str, gather) -> None:
+def check_machines(code: dict[str, str], out: str, gather: Callable[[Any], list]) -> None:
     """Raises ValueError on all ranks when machines run different sources or another torch, or do
     not share the run folder `out` ("": none is written). The first rank of each machine has read
     `code`; gather: of all ranks' answers."""

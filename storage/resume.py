@@ -8,8 +8,10 @@ import fcntl
 import os
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
+from typing import Any
 
 from data import check_vocabulary
 from flags.config import FROM_FILE, own_rank
@@ -18,7 +20,7 @@ from storage.newest import ABOUT, is_hf_folder, newest_readable, resume_source
 from storage.source_tokenizer import has_new_ids
 
 
-def check_start(cfg, model_config) -> None:
+def check_start(cfg: Any, model_config: Any) -> None:
     """Raises ValueError if --init_from is a Hugging Face folder of another model. Asked before the
     data is read: to tokenize the text may take an hour."""
     if is_hf_folder(cfg.init_from):
@@ -31,7 +33,14 @@ def check_start(cfg, model_config) -> None:
         check_hf_config(model_config, cfg.init_from)
 
 
-def claim_run(cfg, Model, model_config, data, lr_at=None, lora: dict | None = None) -> dict:
+def claim_run(
+    cfg: Any,
+    Model: type,
+    model_config: Any,
+    data: Any,
+    lr_at: Callable[[int, Any], float] | None = None,
+    lora: dict | None = None,
+) -> dict:
     """Checks --out, --init_from, --export_hf and the data before anything is built, and locks
     --out. Raises ValueError. Returns the run's identity: model, data and optimizer, which a
     continued run must not change.
@@ -59,7 +68,13 @@ def claim_run(cfg, Model, model_config, data, lr_at=None, lora: dict | None = No
 
 
 def identify_run(
-    cfg, Model, model_config, data: dict, optimizer: str, lr_at, lora: dict | None
+    cfg: Any,
+    Model: type,
+    model_config: Any,
+    data: dict,
+    optimizer: str,
+    lr_at: Callable[[int, Any], float] | None,
+    lora: dict | None,
 ) -> dict:
     """The identity of a run, equal in every continued run. Raises ValueError if --out cannot be
     continued with it, or if --export_hf cannot be written."""
@@ -70,15 +85,17 @@ def identify_run(
     check_run(cfg.out, identity, cfg, lr_at)
     if cfg.export_hf and all(step < cfg.steps for step, _ in step_folders(cfg.out)):
         from storage.hf_config import check_same_model
-        from storage.hf_write import check_export, check_export_names
+        from storage.hf_write import check_export, check_export_of
 
         check_same_model(Model, model_config)
-        check_export_names(Model, model_config)
         check_export(cfg.export_hf)
+        check_export_of(Model, model_config, cfg.export_hf, cfg.export_dtype)
     return identity
 
 
-def check_run(out: str, identity: dict, cfg, lr_at=None) -> None:
+def check_run(
+    out: str, identity: dict, cfg: Any, lr_at: Callable[[int, Any], float] | None = None
+) -> None:
     """Raises ValueError when this run may not continue the run in `out`, or start from --init_from.
 
     Otherwise rank 0 prints the changed flags. lr_at: the recipe's, to show how changed flags move
@@ -151,6 +168,24 @@ def job_name() -> str:
     return ", job " + " ".join(os.environ.get(name, "-") for name in JOB)
 
 
+def check_places(out: str) -> None:
+    """Raises ValueError if something else lies where a run writes: a folder in place of metrics.jsonl,
+    a link to nowhere in place of checkpoints/, whose disk is not mounted. The run would end at its
+    first line, or save nothing."""
+    for name in (".lock", "config.json", "metrics.jsonl", "samples.jsonl"):
+        path = os.path.join(out, name)
+        # a link would let our pid overwrite another file
+        is_file = os.path.isfile(path) and not (name == ".lock" and os.path.islink(path))
+        if os.path.lexists(path) and not is_file:
+            raise ValueError(f"{path} is no file to write to: move it away, or use --out NEW")
+    path = os.path.join(out, "checkpoints")
+    if os.path.lexists(path) and not os.path.isdir(path):
+        raise ValueError(
+            f"{path} is no folder, or a link to a folder that is not there: mount its disk, move it "
+            "away, or use --out NEW"
+        )
+
+
 def lock_run(out: str):
     """Rank 0 holds <out>/.lock until the process ends, even by a kill: two jobs never write into
     one run folder.
@@ -160,6 +195,7 @@ def lock_run(out: str):
     """
     if own_rank() != 0 or out in HELD:
         return
+    check_places(out)
     try:
         os.makedirs(out, exist_ok=True)
         # left open: closing it would unlock
@@ -229,7 +265,7 @@ def list_warnings(
 
 
 # --- The batch of a continued run ---
-def continued_folder(cfg) -> str | None:
+def continued_folder(cfg: Any) -> str | None:
     """The step folder that these flags continue, with weights and optimizer state; None for a new
     or a finished run."""
     source = resume_source(cfg.out, cfg.init_from, cfg.load_step, cfg.init_model_only)
@@ -241,7 +277,7 @@ def continued_folder(cfg) -> str | None:
     return path
 
 
-def keep_batch(cfg):
+def keep_batch(cfg: Any):
     """Returns cfg with a number in place of --global_batch_size -1: the continued run's, or in a
     new run local_batch_size x data ranks.
 

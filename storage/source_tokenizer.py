@@ -10,7 +10,7 @@ from pathlib import Path
 from corpus.beside import BESIDE, has_files_beside, read_beside
 from corpus.cache import parse_mixture
 from corpus.shards import MASKED, is_shards, read_index
-from corpus.special import EOT_NAMES, SpecialIds, TextSource, special_ids
+from corpus.special import EOT_NAMES, NoEnds, SpecialIds, TextSource, special_ids
 from flags.files import matches, read_json
 from storage.newest import (
     ABOUT,
@@ -124,7 +124,7 @@ def generation_of_run(
         return None, []
     try:
         ids = ids_of_folder(folder or shards)
-    except ValueError:  # nothing names an end
+    except NoEnds:
         ids = SpecialIds(None, [], None)
     new = [i for i in learnt if i not in ids.ends]
     known = read_beside(folder or shards, "generation_config.json")

@@ -12,8 +12,10 @@ import shutil
 import subprocess
 import time
 import uuid
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +23,7 @@ import torch.distributed as dist
 from distributed.agree import Failed, fail_together, on_rank_0, rank_in
 from distributed.layout import AXES
 from flags import VERSION
-from flags.files import publish, step_folders, write_file
+from flags.files import check_room, free_bytes, publish, step_folders, write_file
 from storage.dcp import SavePlan, import_dcp, write_tensors
 from storage.manifest import TABLE, Damaged, checksums, read_manifest, write_manifest
 
@@ -98,6 +100,7 @@ class Writer:
         self.stager = None
         self.staged = None  # the copy to CPU memory, under way
         self.flight = None  # the save, under way
+        self.why_not = ""  # of the last save that failed
         self.commands = ThreadPoolExecutor(1)
         self.copying = {}  # --after_save: {folder: its command}
         self.process = None
@@ -187,7 +190,8 @@ class Writer:
                 shutil.rmtree(folder, ignore_errors=True)  # or the leftovers would fill the disk
             newest = step_folders(self.out)[:1]
             newest = newest[0][1] if newest else "none yet"
-            self.say(f"{path} is NOT SAVED: {error}; the newest is {newest}")
+            self.why_not = f"{error}; the newest is {newest}"
+            self.say(f"{path} is NOT SAVED: {self.why_not}")
             return False
         if self.after_save and self.rank == 0:
             self.copying[path] = self.commands.submit(run_after_save, self.after_save, path)
@@ -204,9 +208,15 @@ class Writer:
                 return None
             except Damaged as error:
                 set_aside(path, f"damaged: {error}", self.say)
+        if self.plan.n_bytes:  # known since the first save
+            check_room(path, self.plan.n_bytes + self.size_beside())
         folder = f"{path}.tmp-{uuid.uuid4().hex[:8]}"
         os.makedirs(folder)
         return folder
+
+    def size_beside(self) -> int:
+        """Bytes of the files beside the tensors, on rank 0."""
+        return sum(map(len, self.files_beside.values()))
 
     def commit(self, step: int, folder: str, about: dict, ranks: list[dict]) -> int:
         """Completes the folder and renames it to step-<step> (rank 0). ranks: of each rank
@@ -250,6 +260,25 @@ class Writer:
                 self.say(f"{path} could not be deleted: {error.strerror}")
 
 
+def describe_room(out: str, n_bytes: float, n_saves: int, keep_latest_k: int) -> str:
+    """What is told at a start if the checkpoints of a run do not fit into its folder; "" if they do.
+    n_bytes: of one; n_saves: to come. A step is deleted after the next one is complete, so one more
+    than keep_latest_k are there."""
+    free = free_bytes(out)
+    if keep_latest_k:
+        n_saves = min(n_saves, max(1, keep_latest_k + 1 - len(step_folders(out))))
+    if n_saves * n_bytes <= free:
+        return ""
+    one = f"a checkpoint takes {n_bytes / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free in {out}"
+    if n_bytes > free:
+        return f"{one}: NO SAVE WILL SUCCEED; make room there, or use --out on another disk"
+    fits = int(free / n_bytes)
+    return (
+        f"{one}: of {n_saves} saves to come the first {fits} fit; make room there, or use a smaller "
+        "--keep_latest_k"
+    )
+
+
 def layout_in_manifest(config: dict) -> dict[str, int]:
     """{axis: degree} of the axes that split something."""
     found = {}
@@ -259,7 +288,7 @@ def layout_in_manifest(config: dict) -> dict[str, int]:
     return found
 
 
-def set_aside(path: str, why: str, say) -> None:
+def set_aside(path: str, why: str, say: Callable[[str], None]) -> None:
     """Renames a step folder to damaged-N-x or abandoned-N-x: later starts ignore the folder, and
     the user may delete it."""
     step = os.path.basename(path).removeprefix("step-")
@@ -269,7 +298,9 @@ def set_aside(path: str, why: str, say) -> None:
     say(f"{path} is now {target} ({why})")
 
 
-def commit_step(folder: str, target: str, contents: dict[str, bytes], listed: dict, **about) -> int:
+def commit_step(
+    folder: str, target: str, contents: dict[str, bytes], listed: dict, **about: Any
+) -> int:
     """Completes a folder of tensors and renames it to `target`, a step folder. contents: {name:
     bytes} of the other files; listed: checksums() of the files that are there; about: values of the
     manifest. Returns the size in bytes."""

@@ -20,7 +20,7 @@ def writer_process() -> ProcessPoolExecutor:
     return pool
 
 
-def begin_writing():
+def begin_writing() -> None:
     """The start of the writer process: it completes a save when launchers signal all processes, and
     ends with its parent."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
@@ -29,7 +29,7 @@ def begin_writing():
     import_dcp()
 
 
-def end_with_parent():
+def end_with_parent() -> None:
     parent = torch.multiprocessing.parent_process()
     assert parent is not None  # this is the writer process
     parent.join()

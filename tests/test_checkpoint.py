@@ -43,9 +43,10 @@ import checkpoint
 import grpo
 import parallel
 from checkpoint import CheckpointConfig, saved_state
+from distributed.agree import Failed
 from distributed.experts import balance_experts
 from distributed.layout import Layout
-from flags.files import STEP_FOLDER, json_bytes, step_folders
+from flags.files import STEP_FOLDER, check_room, free_bytes, json_bytes, step_folders
 from generate import generate
 from models.llama3 import Llama3, Llama3Config
 from storage import commands as checkpoint_commands
@@ -58,6 +59,7 @@ from storage.newest import ABOUT, has_adapters, newest_readable, saved_model
 from storage.resume import check_run
 from storage.saved import load_model
 from storage.source_tokenizer import has_bos
+from storage.writer import describe_room
 
 
 def run_forked(function, *args):
@@ -235,7 +237,7 @@ def save_with_a_full_disk(out, log):
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
     assert out_of_disk.save(2, {}) is False
     assert names(out) == ["step-1"]
-    with pytest.raises(RuntimeError, match="step 3"):
+    with pytest.raises(Failed, match="step 3"):
         out_of_disk.save(3, {}, last=True)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert out_of_disk.save(4, {})
@@ -1088,6 +1090,41 @@ def test_one_rank_fails_and_all_agree(tmp_path):
     for first, second, folders in pool(2).run(save_with_one_failing_rank, str(tmp_path), 1):
         assert (first, second, [n for n, _ in folders]) == (False, True, [2])
     assert names(tmp_path) == ["step-2"]
+
+
+def save_without_a_table(out):
+    """The disk is full when rank 0 writes tensors.json."""
+    c = sharded(out)
+    error = OSError(28, "No space left on device", "tensors.json")
+    with mock.patch.object(dcp, "write_file", side_effect=error):
+        first = c.save(1, {})
+    return first, c.save(2, {}), step_folders(out)
+
+
+def test_a_table_that_cannot_be_written_ends_no_run(tmp_path):
+    for first, second, folders in pool(2).run(save_without_a_table, str(tmp_path)):
+        assert (first, second, [n for n, _ in folders]) == (False, True, [2])
+
+
+def test_room_for_checkpoints_is_told_at_the_start(tmp_path):
+    free = free_bytes(tmp_path / "not" / "there")
+    assert describe_room(tmp_path, free / 20, 5, 10) == ""
+    said = describe_room(tmp_path, free / 3.5, 5, 10)
+    assert "of 5 saves to come the first 3 fit" in said or "the first 2 fit" in said  # others write
+    assert describe_room(tmp_path, free / 3.5, 5, 1) == ""  # no more than two at once
+    assert "NO SAVE WILL SUCCEED" in describe_room(tmp_path, 2 * free, 1, 1)
+    with pytest.raises(OSError, match="it takes 1,000,000,000,000.0 MB, and .* MB are free"):
+        check_room(tmp_path, 10**18)
+
+
+def test_a_save_that_does_not_fit_writes_nothing(tmp_path, capsys):
+    c = saver(*trained(0, 1), tmp_path)
+    assert c.save(1, {})
+    c.writer.plan.n_bytes = 10**18
+    with pytest.raises(Failed, match="step 2, could not be saved to .*: it takes|No space left"):
+        c.save(2, {}, last=True)
+    assert names(tmp_path) == ["step-1"]
+    assert "step-2 is NOT SAVED" in capsys.readouterr().out
 
 
 def load_error(out):

@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import random
 import shutil
@@ -14,7 +15,7 @@ import sys
 import sysconfig
 import threading
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -1008,6 +1009,15 @@ def test_another_tokenizer_in_the_folder(shards, tmp_path):
 
 def run_cli(*argv):
     return run_program([sys.executable, REPO / "data.py", *argv], timeout=100)
+
+
+def test_a_dead_process_is_told():
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+        refuses(
+            "^a process that tokenizes has died.*the same command goes on",
+            list,
+            texts.told_deaths(pool.map(os._exit, [1])),
+        )
 
 
 def test_a_full_disk_is_told_with_the_place(tmp_path, monkeypatch, capsys):

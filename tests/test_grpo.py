@@ -610,7 +610,7 @@ def test_a_run_and_its_folder(tmp_path):
     }
     # not always the first
     assert [s["group"] for s in shown if not s["evaluation"]][::4] == [1, 2, 3]
-    assert "reward   . training   o validation" in stdout
+    assert "reward  . training, last " in stdout and "  o validation, last " in stdout
     assert (out / "checkpoints" / "step-3").is_dir()
     code = json.loads((out / "checkpoints" / "step-3" / "code.json").read_bytes())
     # the user's reward, too

@@ -291,7 +291,7 @@ def test_published_command(command, folder):
         assert "bubble" in stdout
     elif script in TRAINING:
         check_run_folder(out, script)
-        assert "loss   . training" in stdout
+        assert "loss  . training, last " in stdout
         assert f"checkpoint: out/{COMMANDS.index(command)}/checkpoints/step-4" in stdout
         assert "sample (" in stdout  # the curve, the checkpoint, a sample: how every run ends
     elif script == "grpo.py":
@@ -300,7 +300,7 @@ def test_published_command(command, folder):
         for line in lines:
             assert TRAIN_KEYS | {"logprob_max_diff", "logprob_k3"} <= set(line)
         assert sum("eval_reward" in line for line in metrics(out)) == 2
-        assert "reward   . training   o validation" in stdout
+        assert "reward  . training, last " in stdout and "  o validation, last " in stdout
         assert verify(out / "checkpoints" / "step-2")["step"] == 2
     elif script == "evaluate.py":
         assert re.search(r"(bits_per_byte|acc|exact_match) [\d.]+.* lines?, ", stdout)

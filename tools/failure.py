@@ -1,6 +1,7 @@
 """The last words of a run: an error of main, told in one line. tools/run.py calls report_error()."""
 
 import datetime
+import errno
 import os
 import re
 import sys
@@ -20,10 +21,27 @@ from distributed.layout import pattern_of
 from distributed.tp_check import STYLES
 from flags.config import own_rank, usage_error
 from flags.files import printable
+from flags.progress import stop_all
 
 # A SystemExit from these rooms is meant: --help, wrong usage, a recipe that ends itself, a lost
 # replica.
 MAY_EXIT = {"flags", "argparse", "__main__", "forks"}
+
+# Errors of a disk or a folder, where path and reason say more than a traceback
+OF_FILES = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EIO,
+    errno.ESTALE,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EISDIR,
+    errno.ENOTDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+}
 
 # what gloo and NCCL say when another process is gone
 LOST = re.compile(r"closed by peer|reset by peer|broken pipe|remote process exited", re.I)
@@ -35,6 +53,7 @@ def report_error(error: BaseException) -> int:
     Before the processes are connected, a ValueError is a user's mistake: rank 0 shows one line, and
     the status is 2. Later a ValueError is a failure like any other error.
     """
+    stop_all()
     if isinstance(error, SystemExit):
         return report_exit(error)
     if isinstance(error, KeyboardInterrupt):  # before the loop: no step to finish
@@ -44,8 +63,14 @@ def report_error(error: BaseException) -> int:
     message = printable(" ".join(str(error).split()))
     # we raise ValueErrors with a message for the user; other errors need their traceback
     has_message = isinstance(error, ValueError)
+    if isinstance(error, OSError) and error.filename and error.errno in OF_FILES:
+        message = printable(f"{error.filename}: {error.strerror}")
+        has_message = True
     if has_message and not dist.is_initialized():
-        usage_error(message)
+        if isinstance(error, ValueError):
+            usage_error(message)
+        print(f"error on {name_rank()}: {message}", file=sys.stderr)
+        return 1
     if LOST.search(message):
         dead = ask_briefly(dead_ranks)
         if dead:

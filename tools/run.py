@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from dataclasses import fields
+from types import FunctionType
 
 import torch.distributed as dist
 
@@ -15,7 +16,7 @@ from flags.config import parse_config, say_flags
 STARTED = {"RANK", "WORLD_SIZE", "SLURM_PROCID"}
 
 
-def run(main, Config) -> None:
+def run(main: FunctionType, Config: type) -> None:
     """Parse the command line, run main(cfg), and end the process with a status: 0 done, 75 stopped
     by a signal before the last step, 2 wrong usage, 1 failure. A command line with flags unknown to
     Config goes to tools/reports/options.py: --help, a report in place of training, or a mistake."""

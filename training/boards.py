@@ -5,19 +5,54 @@ import os
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from distributed.agree import reason
 
 
 class Board(NamedTuple):
+    name: str
     write: Callable  # write(step, line)
     close: Callable
 
 
-def open_boards(out: str, cfg, first_step: int) -> list[Board]:
+def write_boards(boards: list[Board], step: int, line: dict) -> list[Board]:
+    """The boards that took the numbers of a step. A board is a copy of metrics.jsonl: no full disk and
+    no server that is away may end the run."""
+    working = []
+    for board in boards:
+        try:
+            board.write(step, line)
+            working.append(board)
+        except Exception as error:  # each package has errors of its own
+            tell_failure(board.name, step, error)
+    return working
+
+
+def close_boards(boards: list[Board], step: int) -> None:
+    for board in boards:  # unwritten numbers would be lost with the process
+        try:
+            board.close()
+        except Exception as error:
+            tell_failure(board.name, step, error)
+
+
+def tell_failure(name: str, step: int, error: Exception) -> None:
+    print(
+        f"step {step}: --{name} failed and is off from here on ({reason(error)}); metrics.jsonl "
+        "has all numbers",
+        flush=True,
+    )
+
+
+def open_boards(out: str, cfg: Any, first_step: int) -> list[Board]:
     """The boards of a run that begins with step first_step. cfg: its flags, which W&B shows."""
     boards = []
     if cfg.tensorboard:
-        boards.append(open_tensorboard(out, first_step))
+        try:
+            boards.append(open_tensorboard(out, first_step))
+        except OSError as error:
+            tell_failure("tensorboard", first_step, error)
     if cfg.wandb:
         boards.append(open_wandb(out, cfg, first_step))
     return boards
@@ -32,10 +67,10 @@ def open_tensorboard(out: str, first_step: int) -> Board:
         for name, number in line.items():
             board.add_scalar(name, number, step)
 
-    return Board(write, board.close)
+    return Board("tensorboard", write, board.close)
 
 
-def open_wandb(out: str, cfg, first_step: int) -> Board:
+def open_wandb(out: str, cfg: Any, first_step: int) -> Board:
     import wandb
 
     known = Path(out, "wandb_id")  # a continued run continues its curves
@@ -53,4 +88,4 @@ def open_wandb(out: str, cfg, first_step: int) -> Board:
     def write(step, line):
         project.log(line, step=step)
 
-    return Board(write, project.finish)
+    return Board("wandb", write, project.finish)

@@ -10,9 +10,11 @@ import re
 import resource
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -56,7 +58,7 @@ def profiled_steps(text: str) -> range | None:
     return steps if steps and steps.start > 0 else None
 
 
-def peak_memory_gib(device) -> float:
+def peak_memory_gib(device: torch.device) -> float:
     """Peak since the start of this process, in GiB: allocated tensors on a GPU, resident memory on
     a CPU."""
     if device.type == "cuda":
@@ -69,7 +71,7 @@ def peak_memory_gib(device) -> float:
     return int(found[1] if found else peak) / 2**20
 
 
-def to_json(value):
+def to_json(value: Any) -> Any:
     """A JSON value: tensors become numbers or lists (this waits for the device), a NaN or infinity
     becomes null."""
     if isinstance(value, torch.Tensor):
@@ -79,7 +81,7 @@ def to_json(value):
     return value
 
 
-def read_lines(path: str):
+def read_lines(path: str) -> Iterator[dict]:
     """Yields the lines of a metrics.jsonl. What cannot be read is named and left out: half a line,
     left by a killed process."""
     if os.path.exists(path):
@@ -87,7 +89,7 @@ def read_lines(path: str):
             for text in file:
                 try:
                     line = json.loads(text)
-                except ValueError:
+                except (ValueError, RecursionError):  # cut, or thousands of brackets
                     print(
                         f"{path}: left out {text[:40].rstrip()!r}, a line that was cut", flush=True
                     )
@@ -96,7 +98,7 @@ def read_lines(path: str):
                     yield line
 
 
-def drop_lines_from(path: str, first_step: int):
+def drop_lines_from(path: str, first_step: int) -> None:
     """Remove the lines of steps >= first_step from a metrics.jsonl: the run repeats these steps. A
     kill here loses nothing."""
     write_file(
@@ -109,7 +111,7 @@ def drop_lines_from(path: str, first_step: int):
     )
 
 
-def set_lines_aside(path: str):
+def set_lines_aside(path: str) -> None:
     """Rename the metrics.jsonl of a run that begins again at step 0, because its checkpoints are gone
     or there were none: its lines may be all that is left of it."""
     last = max((line["step"] for line in read_lines(path)), default=None)
@@ -127,12 +129,17 @@ def set_lines_aside(path: str):
     )
 
 
-def points_of(lines, *names: str) -> dict[str, list[tuple]]:
+def is_number(value: Any) -> bool:
+    """Whether a value of metrics.jsonl can be drawn: anyone may have edited the file."""
+    return type(value) in (int, float) and abs(value) < 1e300  # False for a NaN, too
+
+
+def points_of(lines: Iterable[dict], *names: str) -> dict[str, list[tuple]]:
     """{name: (step, number) of each line with a number of this name}, in one pass over the lines."""
     points = {name: [] for name in names}
     for line in lines:
         for name in names:
-            if line.get(name) is not None:
+            if is_number(line.get(name)):
                 points[name].append((line["step"], line[name]))
     return points
 
@@ -178,6 +185,8 @@ class Metrics:
             self.job_flops = peak and peak * layout.world_size
         if self.rank0:
             print(self.describe_device(), flush=True)
+            if hasattr(cfg, "compile") and cfg.compile:
+                print("compiling: the first step takes longer, up to minutes", flush=True)
         self.reset_interval()
         self.out = out
         self.rank = layout.rank
@@ -209,6 +218,11 @@ class Metrics:
                 from training.boards import open_boards
 
                 self.boards = open_boards(out, cfg, first_step)
+        self.live = None  # a line that moves on a terminal, where log lines are far apart
+        if self.rank0 and sys.stderr.isatty():
+            from flags.progress import Progress
+
+            self.live = Progress(f"step {first_step}/{steps}").start()
         # Python starts a collection whenever a rank happens to have made enough objects. Ranks
         # pause at different moments, and all ranks wait for each pause; so pause together, and
         # rarely.
@@ -249,6 +263,8 @@ class Metrics:
             self.profiled = range(self.step + 1, self.profiled.stop)
             self.profiler.start()
         self.step_started = time.perf_counter()
+        if self.live:
+            self.live.text = f"step {self.step + 1}/{self.steps}"
         batch = next(batches)
         self.data_time += time.perf_counter() - self.step_started
         self.cpu_started = time.process_time()
@@ -276,9 +292,8 @@ class Metrics:
         numbers of the steps."""
         steps = "-".join(map(str, dict.fromkeys((self.profiled[0], self.step))))
         self.profiler.stop()
-        self.profiler.export_chrome_trace(
-            self.trace_file(f"steps-{steps}-rank-{self.rank}.json.gz")
-        )
+        name = f"steps-{steps}-rank-{self.rank}.json.gz"
+        self.try_to_write(lambda: self.profiler.export_chrome_trace(self.trace_file(name)))
         self.profiler = None
         self.profiled = range(0)
 
@@ -287,7 +302,19 @@ class Metrics:
         return os.path.join(self.out, "trace", name)
 
     def dump_memory(self, when: str):
-        torch.cuda.memory._dump_snapshot(self.trace_file(f"memory-{when}-rank-{self.rank}.pickle"))
+        name = f"memory-{when}-rank-{self.rank}.pickle"
+        self.try_to_write(lambda: torch.cuda.memory._dump_snapshot(self.trace_file(name)))
+
+    def try_to_write(self, write) -> None:
+        """Call write(), which makes a file of trace/. A full disk there ends no run."""
+        try:
+            write()
+        except OSError as error:
+            print(
+                f"step {self.step}: a file of {self.out}/trace could not be written: "
+                f"{error.strerror or error}",
+                flush=True,
+            )
 
     def due(self, step: int) -> bool:
         """Whether this step is logged: the first, every log_every-th, the last. Equal on all ranks."""
@@ -352,6 +379,8 @@ class Metrics:
                 line |= dict(slowest_rank=rank, slowest_host=host, slowest_by_s=seconds)
                 slow = f"  rank {rank} ({host}) is {seconds:.2f} s late"
             self.write(line | (extra or {}))
+            if self.live:
+                self.live.restart(f"after step {step}/{self.steps}")
             if show:
                 left = timedelta(seconds=int((self.steps - step) * step_time))
                 share = "" if mfu is None else f"MFU {mfu:.1%}  "
@@ -377,6 +406,8 @@ class Metrics:
                 line["val_loss_by_part"] = {name: to_json(loss) for name, loss in parts.items()}
             self.write(line)
             known = [f" {name} {n:.4f}" for name, n in (numbers | parts).items() if n is not None]
+            if self.live:
+                self.live.restart(f"after step {step}/{self.steps}")
             print(f"step {step}/{self.steps}", *known, flush=True)
 
     def write(self, line: dict):
@@ -389,8 +420,10 @@ class Metrics:
         for key, value in line.items():
             if type(value) in (int, float) and key != "step":
                 numbers[key] = value
-        for board in self.boards:
-            board.write(line["step"], numbers)
+        if self.boards:
+            from training.boards import write_boards
+
+            self.boards = write_boards(self.boards, line["step"], numbers)
 
     def write_lines(self, step: int):
         """Append the lines that are not in the file yet. A disk that is full, or away for a while,
@@ -426,13 +459,17 @@ class Metrics:
     def close(self):
         """On all ranks: write a trace in progress (after a signal), print the loss curve of the
         whole run, and turn Python's garbage collector on again."""
+        if self.live:
+            self.live.stop()
         if self.profiler is not None:
             self.write_trace()
         gc.enable()
         if self.cfg.memory_snapshot:
             self.dump_memory(f"step-{self.step}")
-        for board in self.boards:  # unwritten numbers would be lost with the process
-            board.close()
+        if self.boards:
+            from training.boards import close_boards
+
+            close_boards(self.boards, self.step)
         if self.rank0:
             self.file.close()
             self.check_there()
@@ -441,7 +478,7 @@ class Metrics:
             print(loss_curve(read_lines(self.path)), flush=True)
 
 
-def loss_curve(lines) -> str:
+def loss_curve(lines: Iterable[dict]) -> str:
     """Loss, or the reward of grpo.py, for training (.) and validation (o), as text; steps that
     share a column are averaged."""
     train, val, rewards, val_rewards = points_of(
@@ -467,9 +504,13 @@ def loss_curve(lines) -> str:
         for column, group in by_column.items():
             height = (sum(group) / len(group) - low) / (high - low or 1)
             grid[round(11 * (1 - height))][column] = mark
-    legend = f"{name:>9}   . training"
+    legend = f"{name:>9}  . training, last {train[-1][1]:.3f}"
     if val:
-        legend += "   o validation"
+        numbers = [value for _, value in val]
+        best = min(numbers)
+        if rewards:
+            best = max(numbers)
+        legend += f"  o validation, last {numbers[-1]:.3f}, best {best:.3f}"
     rows = [legend]
     for i, row in enumerate(grid):
         height = high - (high - low) * i / 11

@@ -5,7 +5,8 @@ and the run stops or goes on without (--on_nan)."""
 import logging
 import math
 import random
-from typing import Literal
+from collections.abc import Iterable
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from flags.files import step_folders
 Optimizer = Literal["adamw", "adamw_sr", "muon"]  # a run may change between the two kinds of AdamW
 
 
-def check_optimizer(cfg) -> None:
+def check_optimizer(cfg: Any) -> None:
     """Raise ValueError for numbers of the optimizer and its schedule that are out of range, and for
     an optimizer that needs parameters of another dtype."""
     check_range(cfg, 1, math.inf, "steps", "val_batches")
@@ -38,7 +39,7 @@ def check_optimizer(cfg) -> None:
         )
 
 
-def set_lr(optimizers, lr: float) -> float:
+def set_lr(optimizers: Iterable[torch.optim.Optimizer], lr: float) -> float:
     """Set the learning rate of all parameter groups, and return the rate. A group made with half of
     the optimizer's rate keeps half."""
     for optimizer in optimizers:
@@ -56,7 +57,9 @@ def set_lr(optimizers, lr: float) -> float:
     return lr
 
 
-def adamw(groups, lr: float, betas, eps: float, kind: str):
+def adamw(
+    groups: list[dict], lr: float, betas: tuple[float, float], eps: float, kind: str
+) -> torch.optim.Optimizer:
     """torch's fused AdamW, also for the parameters beside Muon's or a fork's. adamw_sr: torchao's,
     compiled for each shape of a parameter; bfloat16 weights are rounded up or down by chance, so
     that small steps survive."""
@@ -234,7 +237,9 @@ def largest(tensor: Tensor) -> float:
     return part.abs().max().item()
 
 
-def numbers_in_state(optimizers, trained: list[tuple]) -> list[str]:
+def numbers_in_state(
+    optimizers: Iterable[torch.optim.Optimizer], trained: list[tuple]
+) -> list[str]:
     """Sentences on numbers in the optimizers' state that are no tensors. trained: (fqn, parameter,
     checksum) of the parameters."""
     found = []

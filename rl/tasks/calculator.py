@@ -5,6 +5,7 @@
 
 import ast
 import operator
+import random
 import re
 import string
 from fractions import Fraction
@@ -13,19 +14,19 @@ ALPHABET = string.digits + "+-*=;: "
 TOOL_END = "="
 
 
-def make(rng):
+def make(rng: random.Random) -> tuple[str, str]:
     a = rng.randint(10, 99)
     b = rng.randint(2, 9)
     c = rng.randint(10, 99)
     return f"{a}*{b}+{c}: ", f"{a}*{b}={a * b};{a * b}+{c}={a * b + c};{a * b + c}"
 
 
-def tool(completion):
+def tool(completion: str) -> str:
     value = arithmetic(re.split(r"[;:]", completion[:-1])[-1])
     return f"{'' if value is None else value};"
 
 
-def reward(prompt, completion, truncated=False):
+def reward(prompt: str, completion: str, truncated: bool = False) -> float:
     return float(
         completion.split(";")[-1] == str(arithmetic(prompt.rstrip(": "))) and not truncated
     )

@@ -11,6 +11,7 @@ signal nobody else; where it is missing or not allowed, one line says so. What t
 import contextlib
 import functools
 import os
+import random
 import resource
 import signal
 import string
@@ -38,14 +39,14 @@ ALONE = [
 ]
 
 
-def make(rng):
+def make(rng: random.Random) -> tuple[str, str]:
     a = rng.randint(1, 9)
     b = rng.randint(0, 9)
     first, second = rng.sample(range(2, 10), 2)
     return f"{first}:{a * first + b},{second}:{a * second + b} ", f"{a}*x+{b}"
 
 
-def reward(prompt, completion, truncated=False):
+def reward(prompt: str, completion: str, truncated: bool = False) -> float:
     """1 for the right values of x: the two in the prompt, and two that the model has not seen. One
     process runs all four."""
     (x, y), (u, v) = (map(int, point.split(":")) for point in prompt.strip().split(","))
@@ -69,7 +70,7 @@ def alone() -> list[str]:
     return []
 
 
-def limit():
+def limit() -> None:
     """In the child, before its program begins."""
     for what, most in [
         (resource.RLIMIT_CPU, SECONDS),

@@ -5,6 +5,7 @@
 "3 7 2 = 19: " -> "3*7-2". Any right way earns 1, also with / and brackets.
 """
 
+import random
 import re
 import string
 
@@ -13,7 +14,7 @@ from rl.tasks.calculator import arithmetic
 ALPHABET = string.digits + "+-*()=: "
 
 
-def make(rng):
+def make(rng: random.Random) -> tuple[str, str]:
     numbers = [rng.randint(1, 9) for _ in range(3)]
     answer = ""
     for number in rng.sample(numbers, 3):
@@ -22,7 +23,7 @@ def make(rng):
     return f"{' '.join(map(str, numbers))} = {arithmetic(answer)}: ", answer
 
 
-def reward(prompt, completion, truncated=False):
+def reward(prompt: str, completion: str, truncated: bool = False) -> float:
     numbers, target = prompt.rstrip(": ").split(" = ")
     used = sorted(re.findall(r"\d+", completion))
     value = arithmetic(completion)

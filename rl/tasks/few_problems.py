@@ -12,5 +12,5 @@ eval_problems = tasks[:512]
 problems = tasks[512:688]
 
 
-def reward(prompt, completion, truncated=False):
+def reward(prompt: str, completion: str, truncated: bool = False) -> float:
     return float(completion == prompt[-2::-1] and not truncated)

@@ -7,6 +7,9 @@ in this process; a client of an environment's server has the same reset and step
 so reset(seed=...) must decide all of an episode.
 """
 
+import random
+from typing import Any
+
 try:
     from openenv.core.env_server.interfaces import Environment
     from openenv.core.env_server.types import Action, Observation, State
@@ -51,19 +54,19 @@ ALPHABET = "0123456789>+-=\n"
 TURN_END = "\n"
 
 
-def action(turn: str):
+def action(turn: str) -> Guess | None:
     """The model's turn as an action; None ends the episode without a reward."""
     if turn.isdigit() and len(turn) < 5:
         return Guess(number=int(turn))
     return None
 
 
-def text(observation) -> str:
+def text(observation: Any) -> str:
     """An observation as the model reads it."""
     return observation.hint
 
 
-def make(rng):
+def make(rng: random.Random) -> tuple[str, str]:
     """A seed, and for the warm-up an episode of a player that halves the range and errs at times."""
     seed = rng.randrange(10**6)
     low = 0
@@ -83,12 +86,12 @@ def make(rng):
     return str(seed), said
 
 
-def reset(task):
+def reset(task: str) -> tuple:
     env = make_env()
     return env, text(env.reset(seed=int(task)))
 
 
-def step(env, turn):
+def step(env: Any, turn: str) -> tuple[str, bool, float]:
     chosen = action(turn)
     if chosen is None:
         return "", True, 0.0

@@ -7,7 +7,7 @@ ALPHABET = string.digits + "Sum the digits of :"
 problems = [(f"Sum the digits of {i:03}: ", str(sum(map(int, f"{i:03}")))) for i in range(1000)]
 
 
-def reward(prompt, completion, truncated=False):
+def reward(prompt: str, completion: str, truncated: bool = False) -> float:
     return float(
         completion.strip() == str(sum(map(int, re.findall(r"\d", prompt)))) and not truncated
     )

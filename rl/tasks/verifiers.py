@@ -44,7 +44,7 @@ ALPHABET = "0123456789+="
 problems = [(prompt, task.data.answer) for prompt, task in tasks.items()]
 
 
-def reward(prompt, completion):
+def reward(prompt: str, completion: str) -> dict[str, float]:
     """{name: reward x weight} of the task's rewards for a conversation of the prompt and this
     answer."""
     task = tasks[prompt]

@@ -8,13 +8,15 @@ model is a guess and a new line. The game answers with a mark per letter and a n
 letter of another place, . for a letter that the word does not have.
 """
 
+import random
+
 LETTERS = "abcd"
 ALPHABET = LETTERS + ">+-.\n"
 TURN_END = "\n"
 GUESSES = 5
 
 
-def make(rng):
+def make(rng: random.Random) -> tuple[str, str]:
     """A secret word, and a poor player's game for the warm-up: three of four right letters are
     kept, the rest is guessed."""
     task = f"{''.join(rng.choices(LETTERS, k=3))}{rng.randrange(100)}"
@@ -36,11 +38,11 @@ def make(rng):
     return task, transcript
 
 
-def reset(task):
+def reset(task: str) -> tuple[dict, str]:
     return {"secret": task[:3], "guesses": 0}, ">"
 
 
-def step(state, text):
+def step(state: dict, text: str) -> tuple[str, bool, float]:
     """(marks, whether the game is over, reward)"""
     secret = state["secret"]
     state["guesses"] += 1

@@ -17,8 +17,10 @@ from saves import refused
 
 from corpus import build as texts
 from corpus.build import build_shards
+from corpus.commands import documents_of
 from corpus.files import text_files, unpacked
 from corpus.special import find_tokenizer
+from corpus.tokenizer import load_tokenizer
 from data import DataConfig, open_data
 from sft.chat_data import ChatData
 
@@ -296,6 +298,8 @@ ENGLISH = "".join(DOCUMENTS[:30])
             "caf\u00e9 ".encode() * 9 + b"\xe9",
             ["byte 54 is not UTF-8", "iconv -c -f utf-8"],
         ),
+        ("a.txt", b"caf\xc3", ["byte 3 is not UTF-8; the text ends inside of a character"]),
+        ("a.txt.gz", gzip.compress(b"\xf0\x9f\x99", mtime=0), ["ends inside of", "zcat"]),
         ("a.txt", b"caf\xe9 " * 9, ["byte 3 is not UTF-8", "iconv -f latin1 -t utf-8 < "]),
         ("a.jsonl", b'{"text": "' + b"a" * 9999 + b'\xe9"}', ["line 1: byte 10009 is not UTF-8"]),
     ],
@@ -305,6 +309,43 @@ def test_text_in_another_encoding(tmp_path, tokenizer, name, content, parts):
     path.write_bytes(content)
     with refused(str(path), *parts):
         build_shards([path], tokenizer, tmp_path / "out")
+
+
+def test_a_file_in_several_paths_is_read_once(tmp_path, tokenizer, monkeypatch, capsys):
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "a.txt").write_text("hello\n")
+    (data / "link.txt").symlink_to("a.txt")
+    paths = (data / "a.txt", data, data / "link.txt", f"{data}/*")
+    out = tmp_path / "out"
+    argv = ("prepare", "--input", *paths, "--tokenizer", tokenizer[0], "--out", out)
+    status, said, errors = call_cli(monkeypatch, capsys, *argv)
+    assert (status, errors) == (0, "")
+    assert "1 documents" in said
+    assert said.count("0 files, without") == 3
+    assert "a.txt (read already)" in said
+
+
+def test_columns_beside_a_conversation(tmp_path):
+    """The system message and values for the template in columns of their own, as in a .jsonl."""
+    messages = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
+    folder = chat_folder(tmp_path / "qwen", "qwen3")
+    template = "<{{ mood }}>{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    rows = [
+        {"messages": messages, "system_prompt": "s", "chat_template_kwargs": {"mood": f"m{i}"}}
+        for i in range(3)
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = pyarrow.Table.from_pylist(rows)
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    told = []
+    for name in ("a.jsonl", "a.parquet"):
+        documents = documents_of(tmp_path / name, *find_tokenizer(str(folder))[:2])
+        told.append([ids for ids, _ in documents])
+    assert told[0] == told[1]
+    decoded = load_tokenizer(folder / "tokenizer.json").decode(told[0][2])
+    assert decoded == "<m2><system>s<user>u<assistant>a"
 
 
 def test_empty_files_among_others(tmp_path, tokenizer, capsys):

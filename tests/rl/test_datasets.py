@@ -74,7 +74,29 @@ NUMBERS = [
     ("2 × 3", None),
     ("Answer—42", 42),
     ("20 - 5 = 15", 15),
+    ("2 million dollars", 2_000_000),
+    ("1.5 billion", 1_500_000_000),
+    ("5½", None),
+    (r"3\pi", None),
+    ("5!", 5),
+    ("9" * 400, None),
 ]
+
+
+def test_long_numbers_are_compared_exactly():
+    """As floats these two are the same."""
+    assert not answers.is_right("number", "12345678901234567", "12345678901234568")
+    assert answers.is_right("number", "#### 12345678901234568", "12,345,678,901,234,568")
+
+
+@pytest.mark.parametrize(
+    "answer, text",
+    [(0.00001, "0.00001"), (1e22, "1" + "0" * 22), (5.0, "5.0"), (7, "7"), ("1e-05", "1e-05")],
+)
+def test_numbers_of_json_are_written_without_exponents(tmp_path, answer, text):
+    assert answers.text_of(answer) == text
+    path = write_problems(tmp_path / "a.jsonl", {"question": "q", "answer": answer})
+    assert open_problems(path).reward("q", text) == 1.0
 
 
 @pytest.mark.parametrize("text, number", NUMBERS)
@@ -128,6 +150,17 @@ RIGHT = [
     (r"\boxed{–5}", "-5"),
     ("is - 1/2", "-1/2"),
     (r"it is \frac{-1}{2}", "-0.5"),
+    (r"\boxed{\{1,2,3\}}", r"\{3, 2, 1\}"),
+    (r"\boxed{\begin{pmatrix}1 \\ 2\end{pmatrix}}", r"\begin{pmatrix} 1\\2 \end{pmatrix}"),
+    (r"\boxed{x^{2}+a_{1}}", "x^2 + a_1"),
+    (r"\boxed{1011_{2}}", "1011_2"),
+    ("#### **42**", "42"),
+    ("we get 1 1/2 hours", "1.5"),
+    (r"so it is 2\frac{1}{3}", "7/3"),
+    ("it is 1½", "3/2"),
+    ("½", "0.5"),
+    ("about 2.5 million", "2500000"),
+    (r"\boxed{5\text{ million dollars}}", "5000000"),
 ]
 # (what a model says, an answer that it is not equal to)
 WRONG = [
@@ -163,6 +196,18 @@ WRONG = [
     ("10 - 5", "5"),
     (r"\sqrt{5}", "5"),
     (r"\boxed{10^{999}}", "1"),
+    ("we get 1 1/2 hours", "1/2"),
+    (r"so it is 2\frac{1}{3}", "7"),
+    ("it is 1½", "1"),
+    ("it is 5x", "5"),
+    (r"the area is 3\pi", "3"),
+    ("2e5", "5"),
+    ("1:2", "2"),
+    ("1/2/3", "3"),
+    ("2 million", "2"),
+    (r"\boxed{5\text{ million}}", "5"),
+    (r"\boxed{\{1,2\}}", r"\{1,1\}"),
+    (r"\boxed{[2,1]}", "[1,2]"),
 ]
 
 

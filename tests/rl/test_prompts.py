@@ -175,6 +175,8 @@ def test_a_game_does_not_hear_thoughts():
         ),
         *((text, False) for text in ("Apollo 11", "July 20, 1969", "20 July 1969", "in 1969")),
         *((text, False) for text in ("1960s", "50 Cent", "21st", "9/11", "12:30", "Catch-22")),
+        *((text, False) for text in ("10 am", "10pm", "007", "2x", "5 k")),
+        *((text, True) for text in ("5 m", "5 g", "0.7", "0", "3 km/h")),
     ],
 )
 def test_years_and_names_are_no_numbers(answer, is_number):

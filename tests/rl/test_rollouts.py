@@ -4,7 +4,11 @@ against rl/rollouts.py."""
 import dataclasses
 import json
 import math
+import multiprocessing
+import os
+import resource
 import shutil
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -30,7 +34,7 @@ from policy import (
     trainer_of,
 )
 from pool import pool
-from runs import Job
+from runs import Job, json_lines
 from saves import refuses
 from torch.distributed.tensor import DTensor
 
@@ -387,6 +391,26 @@ def test_a_full_disk_at_samples_ends_no_run(tmp_path, capsys):
     messages.keep_samples(cfg, 3, [Sample(prompt=[1], text="b")], text)
     said = f"step 3: {tmp_path}/samples.jsonl cannot be written (No space left on device): "
     assert capsys.readouterr().out == f"{said}its samples are left out\n"
+
+
+def keep_beyond_the_limit(out, text):
+    cfg = Config(out=out, log_samples=1)
+    messages.keep_samples(cfg, 1, [Sample(prompt=[1], text="b")], text)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    size = os.path.getsize(f"{out}/samples.jsonl")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, resource.RLIM_INFINITY))
+    messages.keep_samples(cfg, 2, [Sample(prompt=[1], text="b")], text)
+
+
+def test_samples_are_written_whole_or_not_at_all(tmp_path):
+    text = SimpleNamespace(tokenizer=SimpleNamespace(decode=lambda ids, skip_special_tokens: "a"))
+    process = multiprocessing.get_context("fork").Process(
+        target=keep_beyond_the_limit, args=(str(tmp_path), text)
+    )
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    assert [line["step"] for line in json_lines(tmp_path / "samples.jsonl")] == [1]
 
 
 def test_a_clip_is_refused_for_a_loss_that_clips_nothing(monkeypatch, tmp_path):

@@ -400,6 +400,35 @@ def test_masks_where_the_tokenizer_puts_in_a_blank_of_its_own(tmp_path, kind):
         ('{"messages": [{"role": "user", "content": "\\ufdd0"}]}', "U\\+FDD0"),
         ('{"conversations": [3]}', "int"),
         (
+            '{"messages": [{"role": "user", "content": "x"}], "conversations": [{"from": "human"}]}',
+            "messages and conversations in one line",
+        ),
+        ('{"messages": [{"role": "user", "content": "x"}], "documents": ["d"]}', "documents are"),
+        ('{"messages": [{"role": "user", "content": "x"}], "weight": 0}', "weight: 0 for a whole"),
+        ('{"messages": [{"role": "user", "content": "x"}], "train": false}', "train: False for a"),
+        (
+            '{"messages": [{"role": "system", "content": "x"}], "system": "y"}',
+            "system and another system message",
+        ),
+        ('{"messages": [{"role": "user", "content": ["x"]}]}', "a part of a content is 'x'"),
+        (
+            '{"messages": [{"role": "user", "content": [{"text": "x", "train": false}]}]}',
+            "train in a part of a content is unknown",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": [{"type": "reasoning", "text": "x"}]}]}',
+            "a part of a content is reasoning",
+        ),
+        (
+            '{"messages": [{"role": "assistant", "content": "", "tool_calls": {"name": "a"}}]}',
+            "tool_calls must be a list",
+        ),
+        (
+            '{"messages": [{"role": "assistant", "content": "", "tool_calls": ["a"]}]}',
+            "a call must be an object",
+        ),
+        ('{"messages": [{"role": "user", "content": "x"}], "tools": ["1"]}', "a list of objects"),
+        (
             '{"messages": [{"role": "user", "content": "x"}], "tools": {"a": 1}}',
             "tools must be a list",
         ),
@@ -481,10 +510,33 @@ def test_a_second_template_for_tools_is_not_passed_over(tmp_path):
     ]
     (folder / "tokenizer_config.json").write_text(json.dumps(rules))
     assert sum(ours(folder, {"messages": FOUR})[1]) > 0
-    with pytest.raises(ValueError, match="two has another chat template for tools"):
-        ours(
-            folder, {"messages": FOUR, "tools": [{"type": "function", "function": {"name": "add"}}]}
-        )
+    with_tools = {"messages": FOUR, "tools": [{"type": "function", "function": {"name": "add"}}]}
+    refuses("two has another chat template for tools", ours, folder, with_tools)
+    both = {named["name"]: named["template"] for named in rules["chat_template"]}
+    rules["chat_template"] = both  # as an object
+    (folder / "tokenizer_config.json").write_text(json.dumps(rules))
+    assert sum(ours(folder, {"messages": FOUR})[1]) > 0
+    refuses("two has another chat template for tools", ours, folder, with_tools)
+    (folder / "chat_template.jinja").write_text(both["default"])
+    assert sum(ours(folder, with_tools)[1]) > 0
+    (folder / "additional_chat_templates").mkdir()  # as transformers writes further templates
+    (folder / "additional_chat_templates/tool_use.jinja").write_text(both["tool_use"])
+    assert sum(ours(folder, {"messages": FOUR})[1]) > 0
+    refuses("two has another chat template for tools", ours, folder, with_tools)
+
+
+def test_further_special_tokens_have_their_names_in_the_template(tmp_path):
+    """transformers is the judge."""
+    folder = chat_folder(tmp_path / "further", "qwen3")
+    rules = json.loads((folder / "tokenizer_config.json").read_text())
+    rules["extra_special_tokens"] = {"boi": "<|im_start|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(rules))
+    template = "{{ boi }}{{ eos_token }}" + CHATML.replace("{{ m.", "{% generation %}{{ m.")
+    template = template.replace("content }}", "content }}{% endgeneration %}", 1)
+    template = template.replace("{% generation %}{{ m.role", "{{ m.role")
+    (folder / "chat_template.jinja").write_text(template)
+    expected = judged(AutoTokenizer.from_pretrained(folder), {"messages": FOUR})
+    assert ours(folder, {"messages": FOUR}) == expected
 
 
 @pytest.mark.parametrize(
@@ -630,6 +682,10 @@ def test_content_in_parts_is_one_text_and_messages_without_weight_have_no_loss(f
             "does not write out the content of message 1, from tool",
         ),
         (dict(role="Sydney", content="a"), "the role Sydney is unknown"),
+        (
+            dict(role="assistant", content="", tool_calls=[{"name": "a", "arguments": "{"}]),
+            "does not write out the tool_calls of message 1",
+        ),
         (dict(role="assistant", content="a", loss_mask=0), "loss_mask in a message is unknown"),
         (dict(role="assistant", content="a", train_detail=[1]), "train_detail in a message"),
         (
@@ -695,6 +751,85 @@ def test_arguments_are_encoded_once(tmp_path, arguments):
     ):
         text = "".join(told(folder, record, template)[::-1])
         assert 'weather {"city": "Paris"}' in text
+
+
+def test_arguments_that_are_no_object(tmp_path):
+    """A template that encodes them would train a quoted text; no text is no arguments."""
+    folder = chat_folder(tmp_path / "calls", "qwen3")
+    template = WITH_CALLS.replace("ARGUMENTS", "c.function.arguments | tojson")
+
+    def record(arguments: str) -> dict:
+        call = {"type": "function", "function": CALL | {"arguments": arguments}}
+        return {
+            "messages": [ASK, {"role": "assistant", "content": "", "tool_calls": [call]}, FOUR[0]]
+        }
+
+    assert "weather {}<end>" in "".join(told(folder, record(""), template)[::-1])
+    for arguments in ('{"city": ', "[1]", "Paris"):
+        refuses("no JSON object", ours, folder, record(arguments), template)
+
+
+PROMPTED = CHATML + "{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+def test_what_stands_beside_the_messages(tmp_path):
+    """A system message, values for the template, and JSON texts of calls and tools."""
+    folder = chat_folder(tmp_path / "simple", "qwen3")
+    plain = {"messages": [{"role": "system", "content": "Be kind."}, *FOUR]}
+    expected = told(folder, plain, PROMPTED)
+    for name in ("system", "system_prompt", "system_message"):
+        assert told(folder, {"messages": FOUR, name: "Be kind."}) == expected
+        assert told(folder, plain | {name: "Be kind."}) == expected
+    turns = [{"from": "human", "value": "u"}, {"from": "gpt", "value": "a"}] * 2
+    assert told(folder, {"conversations": turns, "system": "Be kind."}) == expected
+    assert told(folder, {"conversations": turns, "messages": None, "system": ""}) == told(
+        folder, {"messages": FOUR}
+    )
+    with_tools = "{{ tools | tojson }}" + PROMPTED
+    given = {"tools": [{"type": "function", "function": CALL}]}
+    texts = {"tools": [json.dumps(tool) for tool in given["tools"]]}
+    messages = {"messages": FOUR}
+    assert told(folder, messages | texts, with_tools) == told(folder, messages | given, with_tools)
+    values = {"chat_template_kwargs": {"mood": "calm"}}
+    moody = "<{{ mood | default('none') }}>" + PROMPTED
+    assert told(folder, messages | values, moody)[1].startswith("<calm>")
+    assert told(folder, messages, moody)[1].startswith("<none>")
+    refuses("does not ask for mood", ours, folder, messages | values, PROMPTED)
+
+
+def test_a_role_that_only_some_answers_have(tmp_path):
+    """Another name for the assistant would have no loss; a template may know it."""
+    folder = chat_folder(tmp_path / "simple", "qwen3")
+    record = {"messages": [*FOUR, FOUR[0], {"role": "narrator", "content": "b"}]}
+    refuses("the role narrator is unknown", ours, folder, record, PROMPTED)
+    known = PROMPTED + "{% if messages[0].role == 'narrator' %}!{% endif %}"
+    assert told(folder, record, known)[0] == "a<end>" * 2
+    spaced = {"messages": [FOUR[0], FOUR[1] | {"role": " Assistant "}]}
+    assert told(folder, spaced, PROMPTED) == told(folder, {"messages": FOUR[:2]}, PROMPTED)
+
+
+def test_a_header_has_no_loss_where_only_a_question_asks_for_it(tmp_path):
+    folder = chat_folder(tmp_path / "simple", "qwen3")
+    asked = CHATML.replace(
+        "{% endfor %}",
+        "{% if loop.last and m.role == 'user' and add_generation_prompt %}<assistant>{% endif %}"
+        "{% endfor %}",
+    )
+    for messages in ([*FOUR[:2], FOUR[1]], [FOUR[1], *FOUR[:2]]):
+        assert told(folder, {"messages": messages}, asked)[0] == "a<end>" * 2
+    literal = [FOUR[0], FOUR[1] | {"content": "<assistant>a"}]
+    assert told(folder, {"messages": literal}, asked)[0] == "<assistant>a<end>"
+
+
+def test_marks_that_would_change_the_text_are_refused(tmp_path):
+    folder = chat_folder(tmp_path / "simple", "qwen3")
+    trimmed = "{% set text %}{% generation %} {{ m.content }} {% endgeneration %}{% endset %}"
+    for rest, is_right in (("{{ text }}", True), ("{{ text | trim }}", False)):
+        template = CHATML.replace("{{ m.content }}", trimmed + rest)
+        if is_right:
+            assert told(folder, {"messages": FOUR[:1]}, template)[0].startswith(" u ")
+        else:
+            refuses("after it is written", ours, folder, {"messages": FOUR}, template)
 
 
 def test_a_part_that_is_elsewhere_by_chance_is_lost_as_well(tmp_path):

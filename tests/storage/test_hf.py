@@ -554,6 +554,8 @@ def test_the_error_says_which_flavor_it_is_or_what_to_type(tmp_path):
             "vocab_size would be 1099511627776, which is absurd: need 0 to 2147483647",
         ),
         (dict(rms_norm_eps="1e-5"), "norm_eps would be '1e-5', not float"),
+        (dict(rms_norm_eps=math.nan), "norm_eps would be 'nan', not float"),
+        (dict(rms_norm_eps=-1.0), "norm_eps would be -1.0, need 0 or more"),
         (dict(rope_scaling=dict(SCALED, factor=[2])), "rope_scaling"),
         (dict(num_attention_heads=0), "config.json"),
         (b'{"a":' * 100000 + b"1" + b"}" * 100000, "not JSON that can be read: RecursionError"),

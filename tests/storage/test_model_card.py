@@ -11,6 +11,16 @@ DATA = {"data_sha256": "ab12", "n_tokens": 34091, "tokenizer_sha256": "cd34"}
 ABOUT = {"step": 12, "identity": {"model": {"class": "Llama3"}, "data": DATA}}
 
 
+def test_an_edited_metrics_file_makes_no_export_fail(tmp_path):
+    """Before, a line that is no object failed the export at the end of a training."""
+    file = tmp_path / "metrics.jsonl"
+    lines = ["[1]", '"x"', '{"step": 2, "loss": "x"}', '{"step": 1, "loss": 2.5}', '{"step": 2,']
+    file.write_bytes("\n".join(lines).encode() + b"\xff\n")
+    assert "- training loss, last logged step: 2.5000" in write_card(
+        ABOUT, {}, str(file), "float32"
+    )
+
+
 def test_both_exports_of_a_run(tmp_path):
     (tmp_path / "book.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
     out = tmp_path / "run"

@@ -82,6 +82,21 @@ def hold_lock(out, ready):
     time.sleep(3600)  # until it is killed
 
 
+@pytest.mark.parametrize("name", [".lock", "config.json", "metrics.jsonl", "checkpoints"])
+def test_what_lies_where_a_run_writes_is_refused(tmp_path, name):
+    """A pipe would be read without end; a dangling link is a disk that is not mounted, and the run
+    would begin at step 0 and save nothing."""
+    place = tmp_path / name
+    place.symlink_to(tmp_path / "not" / "there")
+    refuses(f"{place} is no f", lock_run, str(tmp_path))
+    place.unlink()
+    place.symlink_to(place)
+    refuses(f"{place} is no f", lock_run, str(tmp_path))
+    place.unlink()
+    os.mkfifo(place)
+    refuses(f"{place} is no f", lock_run, str(tmp_path))
+
+
 def test_lock(tmp_path, monkeypatch):
     # calls only lock_run, so a copy of this process will do
     fork = multiprocessing.get_context("fork")

@@ -19,7 +19,7 @@ from distributed.refusals import check_layout
 from models import llama3
 from storage import commands as checkpoint_commands
 from storage import hf
-from storage.hf_write import check_export_names
+from storage.hf_write import check_export_of
 
 ROOT = Path(__file__).parents[2]
 RELU2 = ("F.silu(self.w1(x))", "F.relu(self.w1(x)).square()")
@@ -109,12 +109,14 @@ def test_a_fork_without_hf_keys_is_refused_before_training(fork):
             "        self.gate = nn.Linear(config.dim, config.n_heads, bias=False)\n        self.wo = nn.Linear(",
         ),
     )
-    check_export_names(llama3.Llama3, small(llama3))
+    check_export_of(llama3.Llama3, small(llama3), "hf", "float32")
     refuses(
         r"hf_keys\(\) of Llama3 and the model's parameters differ in blocks.0.attn.gate.weight",
-        check_export_names,
+        check_export_of,
         module.Llama3,
         small(module),
+        "hf",
+        "float32",
     )
 
 

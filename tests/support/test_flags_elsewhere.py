@@ -51,6 +51,7 @@ ABLATE = {
     ),
     "tests/test_ablate.py::test_what_is_good_follows_from_the_metric": "best",
     "tests/test_ablate.py::test_report": "reach report collect",
+    "tests/tools/test_curves.py::test_the_command_line": "watch picture",
     "tests/test_ablate.py::test_more_runs_at_once_than_gpus_are_refused": "jobs",
 }
 DATA = {
@@ -62,6 +63,8 @@ DATA = {
     ),
     "tests/sft/test_chat_data.py::test_bad_conversations_are_left_out_and_listed": "skip_bad",
     "tests/corpus/test_spelling.py::test_a_loss_is_warned_of_and_refused": "max_lost",
+    "tests/corpus/test_from_datasets.py::test_a_subset": "from_datasets subset",
+    "tests/corpus/test_from_datasets.py::test_conversations_and_a_saved_dataset": "split",
     "tests/test_data.py::test_prepare_in_processes": "workers",
     "tests/test_data.py::test_prepare_in_shares": "shard",
     "tests/support/test_flags_elsewhere.py::test_so_many_documents_are_shown": "n",

@@ -20,6 +20,7 @@ from saves import refuses
 
 from tools.reports.options import run_report
 from training import metrics
+from training.boards import Board
 from training.metrics import Metrics, MetricsConfig, loss_curve
 from training.peak_flops import peak_flops
 
@@ -280,8 +281,8 @@ def test_loss_curve():
         {"step": 101, "loss": None}
     ]
     picture = loss_curve(lines).split("\n")
-    assert "training" in picture[0]
-    assert "validation" in picture[0]
+    legend = "     loss  . training, last 4.000  o validation, last 5.000, best 5.000"
+    assert picture[0] == legend
     body = picture[1:13]
     assert len(body) == 12
     for row in picture:
@@ -429,6 +430,44 @@ def test_a_full_disk_at_a_log_line_ends_no_run(tmp_path, capsys):
     train(m, [5])
     m.close()
     assert 'lacks its last lines: {"step": 5' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("value", [None, "x", [1], {}, True, math.nan, math.inf, 10**400])
+def test_an_edited_file_ends_no_run(tmp_path, value):
+    """The curve at the end of a run is drawn from the file."""
+    lines = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": value}, {"step": 3, "loss": 1.0}]
+    assert metrics.points_of(lines, "loss") == {"loss": [(1, 3.0), (3, 1.0)]}
+    assert "training" in loss_curve(lines)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("[" * 100_000 + "\n" + '{"step": 1, "loss": 3.0}\n')
+    assert list(metrics.read_lines(str(path))) == lines[:1]
+
+
+def test_a_board_that_fails_ends_no_run(tmp_path, capsys):
+    """A board is a copy of metrics.jsonl; its disk is full, or its server is away."""
+    written = []
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    good = Board("wandb", lambda step, line: written.append(step), lambda: None)
+    m = make(tmp_path)
+    m.boards = [Board("tensorboard", full, full), good]
+    train(m, [1, 2])
+    said = capsys.readouterr().out
+    assert said.count("--tensorboard failed and is off from here on") == 1
+    assert written == [1, 2]
+    m.boards = [Board("tensorboard", full, full)]
+    m.close()
+    assert "metrics.jsonl has all numbers" in capsys.readouterr().out
+
+
+def test_a_trace_that_cannot_be_written_ends_no_run(tmp_path, capsys):
+    m = make(tmp_path, profile="1")
+    (tmp_path / "trace").symlink_to(tmp_path / "not" / "there")
+    train(m, [1, 2])
+    m.close()
+    assert "step 1: a file of" in capsys.readouterr().out
 
 
 def test_a_run_whose_folder_was_removed_does_not_end_well(tmp_path):

@@ -20,6 +20,8 @@ import distributed.experts
 import parallel
 from distributed.layout import AllGather, Layout
 from models.deepseek import shift_targets
+from models.layers import rotate
+from models.llama3 import Attention, Block
 from models.loss import linear_cross_entropy
 from tools.parity.advice import hint_for_attention
 from tools.parity.operations import describe_layout, seams_of_a_step
@@ -44,15 +46,16 @@ def step_with_seams(model_config, flags, n, local_batch_size, doc_mask=False, mu
     return buffer.getvalue()
 
 
-def where(processes: int, flags: dict, problem: dict, mutate=None) -> str:
-    """The report: "no difference at N seams ..." or "first difference: ..."."""
+def where(processes: int, flags: dict, problem: dict, mutate=None, edit=None) -> str:
+    """The report: "no difference at N seams ..." or "first difference: ...". mutate: a mistake of the
+    layout; edit: a change of the model, on one process as on the layout."""
     problem = dict(problem)
     n = problem.pop("n")
     b = problem.pop("b")
     doc = problem.pop("doc", False)
     config = layouts.config(**problem)
-    one = pool(1).run(step_with_seams, config, {}, n, n, doc)
-    layout = pool(processes).run(step_with_seams, config, flags, n, b, doc, mutate)
+    one = pool(1).run(step_with_seams, config, {}, n, n, doc, edit)
+    layout = pool(processes).run(step_with_seams, config, flags, n, b, doc, mutate or edit)
 
     def read(ranks):
         return [torch.load(io.BytesIO(rank), weights_only=True) for rank in ranks]
@@ -190,6 +193,76 @@ def test_where_names_other_mistakes(planted, row, seam, function):
     assert any(line.startswith("look at: ") and function in line for line in rest), rest
 
 
+# ---------------------------------------------------------------- a model of one's own
+
+
+def softmax_over_own_heads(self, x, cos, sin, attend):
+    """A gate that is normalised over the heads, of which a tp rank has some."""
+    q = self.wq(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+    k = self.wk(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+    v = self.wv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+    out = attend(rotate(q, cos, sin), rotate(k, cos, sin), v)
+    out = out * out.mean(-1, keepdim=True).softmax(1)
+    return self.wo(out.transpose(1, 2).flatten(-2))
+
+
+def mean_before_the_norm(self, h, cos, sin, attend):
+    """A mean over the tokens, of which a rank has some."""
+    h = h + self.attn(self.attn_norm(h), cos, sin, attend)
+    h = h + 0.1 * h.mean(1, keepdim=True)
+    return h + self.ffn(self.ffn_norm(h))
+
+
+def mean_at_the_end(self, h, cos, sin, attend):
+    h = h + self.attn(self.attn_norm(h), cos, sin, attend)
+    h = h + self.ffn(self.ffn_norm(h))
+    return h + 0.1 * h.mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    "kind, forward, flags, seam, code",
+    [
+        (
+            Attention,
+            softmax_over_own_heads,
+            dict(tp=2),
+            "forward of blocks.0.attn (what it gives to blocks.0.attn.wo)",
+            "the code before wo in Attention.forward (models/llama3.py)",
+        ),
+        (
+            Block,
+            mean_before_the_norm,
+            dict(tp=2),
+            "forward of blocks.0 (what it gives to blocks.0.ffn_norm)",
+            "the code before ffn_norm in Block.forward (models/llama3.py)",
+        ),
+        (
+            Block,
+            mean_at_the_end,
+            dict(cp=2),
+            "forward of blocks.0: ",
+            "Block.forward (models/llama3.py), after the last module that agrees; shard in parallel",
+        ),
+        (
+            Block,
+            mean_at_the_end,
+            dict(tp=2),
+            "forward of blocks.0: ",
+            "Block.forward (models/llama3.py), after the last module that agrees",
+        ),
+    ],
+)
+def test_own_code_is_named_first(kind, forward, flags, seam, code):
+    """And no axis that the layout does not have."""
+    edit = partial(mock.patch.object, kind, "forward", forward)
+    first, *rest = where(2, flags, dict(n=4, b=2), edit=edit).splitlines()
+    assert first.startswith(f"first difference: {seam}"), first
+    [look] = [line for line in rest if line.startswith("look at: ")]
+    assert look.startswith(f"look at: {code}"), look
+    assert ("shard in parallel" in look) == ("cp" in flags and "last module" in code)
+    assert "TP_STYLES" not in look and "pipeline" not in look
+
+
 # ---------------------------------------------------------------- layouts without a mistake
 
 
@@ -208,6 +281,7 @@ EVERY_20TH = dict(list(LAYOUTS.items())[::20])
 def test_equal_layouts_have_no_difference(row):
     text = where(*row)
     assert text.startswith("no difference at "), text
+    assert not re.search("not compared:.* input", text), text
     assert int(re.search(r"at (\d+) seams", text)[1]) > 150, text
 
 

@@ -24,7 +24,7 @@ def hints_for(first, seams: list, layout: list[dict]) -> list[str]:
     if first.phase == "count":
         return ["count_tokens in parallel.py (every loss is divided by what it returns)"]
     if first.phase == "inputs":
-        return [hint_for_input(first)]
+        return [hint_for_input(first, about)]
     if first.phase == "forward":
         return hints_for_forward(first, about)
     if first.phase == "loss":
@@ -49,9 +49,11 @@ def hints_for(first, seams: list, layout: list[dict]) -> list[str]:
 # ---------------------------------------------------------------- before and after the model
 
 
-def hint_for_input(first) -> str:
+def hint_for_input(first, about: dict) -> str:
     if first.name.startswith("next_"):
         return "inputs in parallel.py (shift_targets in models/deepseek.py)"
+    if about["degrees"]["cp"] == 1:
+        return "inputs in parallel.py"
     return "inputs in parallel.py (sequence_index)"
 
 
@@ -75,6 +77,8 @@ def hint_for_token_loss(about: dict) -> str:
 def hints_for_forward(first, about: dict) -> list[str]:
     module = module_of(first)
     part = attention_part(first)
+    if part == "input":
+        return hints_for_given(module, about)
     hints = []
     # the router chooses experts before any token travels
     if in_experts(module) and not is_router(first):
@@ -84,7 +88,25 @@ def hints_for_forward(first, about: dict) -> list[str]:
     if part in ("q", "k"):
         hints.append("rotate in models/layers.py, and the positions that it is given")
     hints += style_hints([module], about)
-    return hints or [hint_for_any_module(about)]
+    return hints or hints_for_any_module(module, about)
+
+
+def hints_for_given(module: str, about: dict) -> list[str]:
+    """A module is given something else: all before it agrees, so it is the code around it."""
+    around, _, leaf = module.rpartition(".")
+    around = around.removesuffix("blocks").removesuffix(".")
+    hints = [f"the code before {leaf} in {forward_of_class(around, about)}"]
+    if not around:  # a block, or the head: what comes over the pipeline
+        hints += hints_for_pipeline(about)
+    return hints
+
+
+def forward_of_class(module: str, about: dict) -> str:
+    """ "Attention.forward (models/llama3.py)" """
+    name, file = about["classes"][module]
+    if file:
+        return f"{name}.forward ({file})"
+    return f"{name}.forward"
 
 
 def hints_for_backward(first, seams: list, about: dict) -> list[str]:
@@ -113,7 +135,7 @@ def hints_for_backward(first, seams: list, about: dict) -> list[str]:
         hints.append("what follows is not seen by autograd (wait(), detach(), .data)")
     if about["recomputes"]:
         hints.append("checkpoint_activations in parallel.py")
-    return hints or [hint_for_any_module(about)]
+    return hints or hints_for_any_module(user, about)
 
 
 def hints_for_experts(about: dict) -> list[str]:
@@ -132,13 +154,26 @@ def hint_for_attention(about: dict) -> str:
     return "causal_attention in models/attention.py"
 
 
-def hint_for_any_module(about: dict) -> str:
-    if about["degrees"]["pp"] > 1:
-        return (
-            "pipeline_stages in distributed/pipeline.py, pipeline_forward_backward in "
-            "distributed/schedule.py"
-        )
-    return "shard in parallel.py (the weights that it gathers), and the model's own code"
+def hints_for_any_module(module: str, about: dict) -> list[str]:
+    """Of a module without a style: its own code, and what the layout does to every module."""
+    hints = []
+    name, file = about["classes"].get(module, ("", ""))
+    if file:
+        hints.append(f"{name}.forward ({file}), after the last module that agrees")
+    hints += hints_for_pipeline(about)
+    degrees = about["degrees"]
+    if degrees["dp_shard"] * degrees["cp"] > 1:
+        hints.append("shard in parallel.py (the weights that it gathers)")
+    return hints or ["the model's own code"]
+
+
+def hints_for_pipeline(about: dict) -> list[str]:
+    if about["degrees"]["pp"] == 1:
+        return []
+    return [
+        "pipeline_stages in distributed/pipeline.py, pipeline_forward_backward in "
+        "distributed/schedule.py"
+    ]
 
 
 # ---------------------------------------------------------------- finished gradients of parameters
@@ -170,8 +205,21 @@ def hints_for_gradient(first, seams: list, layout: list[dict]) -> list[str]:
     if not hints and about["degrees"]["tp"] > 1:
         hints.append(f"tensor_parallel in parallel.py: {module} has no style in tp_plan")
     elif not hints:
-        hints.append("shard and next_backward in parallel.py (sums over data and cp ranks)")
+        hints += hints_for_sums(about["degrees"])
+        hints = hints or hints_for_any_module(module, about)
     return [*hints, f"{len(bad)} of {len(gradients)} parameters differ"]
+
+
+def hints_for_sums(degrees: dict[str, int]) -> list[str]:
+    """The sums of gradients over the ranks that see other tokens; [] if no ranks do."""
+    ranks = []
+    if degrees["dp_replicate"] * degrees["dp_shard"] > 1:
+        ranks.append("data")
+    if degrees["cp"] > 1:
+        ranks.append("cp")
+    if not ranks:
+        return []
+    return [f"shard and next_backward in parallel.py (sums over {' and '.join(ranks)} ranks)"]
 
 
 def hints_for_scale(factor: float, about: dict) -> list[str]:
@@ -227,7 +275,10 @@ def module_of(seam) -> str:
 def module_after(first, seams: list) -> str | None:
     """The module of the next activation, in the order of the forward; None after the last."""
     # a module that is called twice stands where its first call is
-    called = {s.name: module_of(s) for s in seams if s.phase == "forward"}
+    called = {}
+    for s in seams:
+        if s.phase == "forward" and attention_part(s) != "input":
+            called[s.name] = module_of(s)
     following = list(called).index(first.name) + 1
     return list(called.values())[following] if following < len(called) else None
 

@@ -10,6 +10,8 @@ computes; the logits; the loss; and the parameters' gradients, from the last to 
 import math
 from collections import defaultdict
 from dataclasses import replace
+from types import FunctionType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from distributed.agree import reason
 from distributed.layout import AXES, mtp_depth_of
 from flags.config import override_fields
+from flags.progress import Progress
 from storage.hf import load_hf, read_hf_config
 from tools.parity.compare import distance
 from tools.parity.where import Seam, factor_of, module_around, report_seams
@@ -33,7 +36,7 @@ LENGTH = 128
 APART = dict(forward=1e-4, logits=1e-4, loss=1e-5, gradient=5e-4)
 
 
-def our_model(main, cfg, folder: str) -> nn.Module:
+def our_model(main: FunctionType, cfg: Any, folder: str) -> nn.Module:
     """The recipe's model in fp32, with the config and the weights of the folder. --model_args
     change the config as usual."""
     skipped = dict.fromkeys(("check_layout", "open_data", "source_tokenizer"), do_nothing)
@@ -198,7 +201,7 @@ def report_against(seams: list[Seam], pairs: dict, theirs: str) -> tuple[str, in
     return report_seams(seams, f" from {theirs}", look)
 
 
-def check_against(main, cfg, folder: str) -> int:
+def check_against(main: FunctionType, cfg: Any, folder: str) -> int:
     """--check_parity --where --against FOLDER of the running recipe; returns the exit status: 0
     equal, 1 different."""
     axes = []
@@ -210,8 +213,10 @@ def check_against(main, cfg, folder: str) -> int:
             "--against compares the model on one process with transformers'; leave "
             f"{', '.join(axes)} out"
         )
-    ours = our_model(main, cfg, folder)
-    theirs = their_model(folder)
-    text, status = report_against(*compare_with_transformers(ours, theirs), type(theirs).__name__)
+    with Progress(f"comparing with {folder}"):
+        ours = our_model(main, cfg, folder)
+        theirs = their_model(folder)
+        compared = compare_with_transformers(ours, theirs)
+        text, status = report_against(*compared, type(theirs).__name__)
     print(text, flush=True)
     return status

@@ -11,7 +11,7 @@ import shutil
 import sys
 import tempfile
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tools.parity import compare as parity
 from tools.parity.check_parity import STEPS, is_typed
@@ -136,7 +136,7 @@ def place_in_order(problem: str) -> int:
 # ---------------------------------------------------------------- the search
 
 
-def bisect_commits(cfg, options) -> int:
+def bisect_commits(cfg: Any, options: Any) -> int:
     """--check_parity --bisect; returns the exit status: 0 after a commit was named. Raises
     ValueError."""
     root, recipe = repository()
@@ -205,7 +205,7 @@ def shared_commit(root: str, good: str, bad: str) -> str:
         return "none"
 
 
-def room_of(cfg, options) -> float:
+def room_of(cfg: Any, options: Any) -> float:
     """-1 for equal bits, else the factor of the tolerances after the first update."""
     if options.expect == "bits":
         return -1

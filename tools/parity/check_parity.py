@@ -5,6 +5,8 @@ import fnmatch
 import os
 import sys
 import tempfile
+from collections.abc import Collection
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from tools.parity.compare import (
     SAME_LAYOUT,
     Limits,
     Run,
+    Step,
     compare_end,
     compare_step,
     compared_fqns,
@@ -42,7 +45,7 @@ SAME = "same"  # --through without a value: the layout of the command line
 HAND_ROUNDED = (2**-12, 2**-6)
 
 
-def model_class(main) -> type[nn.Module] | None:
+def model_class(main: FunctionType) -> type[nn.Module] | None:
     """The model's class that a recipe names; None if it names none, or several."""
     found = set()
     for value in main.__globals__.values():
@@ -53,7 +56,7 @@ def model_class(main) -> type[nn.Module] | None:
     return None
 
 
-def doubt_of_plan(Model: type[nn.Module], model_config) -> str:
+def doubt_of_plan(Model: type[nn.Module], model_config: Any) -> str:
     """What is wrong with tp_plan, as the layout will say: before the half on one process, which takes
     minutes with a large model. A doubt and no refusal, because main may change the model after it
     is built. "": nothing."""
@@ -77,7 +80,7 @@ def doubt_of_plan(Model: type[nn.Module], model_config) -> str:
     return ""
 
 
-def check_parity(main, cfg, through: str = "") -> int:
+def check_parity(main: FunctionType, cfg: Any, through: str = "") -> int:
     """Train a few steps in fp32, on one process and on the layout; train the last steps once more
     from a checkpoint; compare. Returns the exit status.
 
@@ -145,7 +148,7 @@ def check_parity(main, cfg, through: str = "") -> int:
         return print_verdict(*runs, save_at)
 
 
-def steps_to_save(cfg, steps: int, parts: int, through: str) -> list[int]:
+def steps_to_save(cfg: Any, steps: int, parts: int, through: str) -> list[int]:
     """The steps after which a checkpoint is made, to continue from. [] for a run without
     checkpoints.
 
@@ -169,7 +172,9 @@ def steps_to_save(cfg, steps: int, parts: int, through: str) -> list[int]:
     return [part * n for n in range(1, parts)]
 
 
-def continue_half(saved: Half, step: int, flags=None, save_at=()) -> Half:
+def continue_half(
+    saved: Half, step: int, flags: dict | None = None, save_at: Collection[int] = ()
+) -> Half:
     """A run that continues `saved` from the checkpoint of a step. flags: of the new layout, if the
     run continues on another layout."""
     flags = dict(flags or saved.flags)
@@ -285,7 +290,9 @@ def print_comparison(one: Run, layout: Run, later: float) -> str:
     return first
 
 
-def limits_between(a, b, count: int, later: float, moved: bool, rounded: bool) -> Limits:
+def limits_between(
+    a: Step, b: Step, count: int, later: float, moved: bool, rounded: bool
+) -> Limits:
     """Limits of step number `count` of two layouts. moved: rounding has sent tokens to other
     experts, in this step or before. rounded: the model rounds to bfloat16 by hand."""
     limits = limits_of(count, later)
@@ -302,7 +309,7 @@ def limits_between(a, b, count: int, later: float, moved: bool, rounded: bool) -
     return limits
 
 
-def hint_of_rounding(worst: dict, a, b) -> str:
+def hint_of_rounding(worst: dict, a: Step, b: Step) -> str:
     """A hint if the losses are equal, and the largest error looks like rounding to few bits."""
     largest = max((error for _, error in worst.values()), default=0.0)
     low, high = HAND_ROUNDED
@@ -314,7 +321,9 @@ def hint_of_rounding(worst: dict, a, b) -> str:
     return ""
 
 
-def judge_continued(half: Half, step: int, status: int, straight: Run, own: Run, later) -> str:
+def judge_continued(
+    half: Half, step: int, status: int, straight: Run, own: Run, later: float | None
+) -> str:
     """A sentence on what is wrong with a run that was continued from a step, or "".
 
     straight: the run that never stopped, to compare with. own: the run that was saved, for the state

@@ -4,6 +4,7 @@ import glob
 import math
 import os
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -32,7 +33,7 @@ MOVED = {"loss": 1e-3, "norm": 0.02, "gradient": 0.1, "update": 0.2}
 BF16 = {"loss": 1e-3, "norm": 5e-3, "gradient": 0.01}
 
 
-def room_after_update(cfg) -> float:
+def room_after_update(cfg: Any) -> float:
     """The factor of the tolerances after the first update of a run, see LATER."""
     if not hasattr(cfg, "optimizer"):  # a fork with AdamW and no choice
         return LATER["adamw"]
@@ -139,7 +140,7 @@ def middle_distance(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def compare_tensors(
-    what: str, a: dict, b: dict, tolerance: float, most=0.0
+    what: str, a: dict, b: dict, tolerance: float, most: float = 0.0
 ) -> tuple[dict, list[str]]:
     """({fqn: relative error} of the tensors that a and b have, [] or a sentence on the first error
     above the tolerance).

@@ -18,6 +18,7 @@ import json
 import os
 import runpy
 import sys
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from pathlib import Path
 USUAL = ("parallel", "checkpoint", "data", "generate", "training.metrics", "training.optim")
 
 
-def main():
+def main() -> None:
     """Imitate `python recipe.py --flags`, and record."""
     mode = ""
     if sys.argv[1] in ("--where", "--runs"):
@@ -43,7 +44,9 @@ def main():
         run_recipe(recipe, flags, where_to, where=mode == "--where")
 
 
-def run_recipe(recipe: str, flags: list[str], folder: str, where=False, save_at=()):
+def run_recipe(
+    recipe: str, flags: list[str], folder: str, where: bool = False, save_at: Collection[int] = ()
+) -> None:
     """Run one recipe, and record into the folder. save_at: the steps after which --checkpoint_every
     may save."""
     import distributed.initial
@@ -91,7 +94,7 @@ def run_several(runs: list[dict], recipe: str, flags: list[str]):
             break
 
 
-def speak_into(folder: str):
+def speak_into(folder: str) -> None:
     """Let this process write into files in place of the terminal."""
     for number, name in ((1, "out"), (2, "err")):
         file = os.open(f"{folder}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

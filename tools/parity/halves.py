@@ -7,13 +7,17 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from types import FunctionType
+from typing import Any
 
 import torch
 
 from distributed.layout import AXES
 from distributed.refusals import collect_facts, runs_on_cuda
 from flags.config import FROM_FILE, no_effect, spell, unmet_needs
+from flags.progress import Progress
 from tools.parity.compare import RECORD
 from tools.reports.stop_main import stop_main
 
@@ -22,7 +26,7 @@ HALF = os.path.join(os.path.dirname(os.path.abspath(__file__)), "half.py")
 ONE = dict.fromkeys(AXES, 1) | dict(ep=1, etp=1, ac="none", compile=False, cpu_offload=False)
 
 
-def without_refused(cfg, flags: dict, model_config) -> dict:
+def without_refused(cfg: Any, flags: dict, model_config: Any) -> dict:
     """`flags` of a half, and the defaults of flags that have no effect beside them: with tp 1
     --async_tp would be refused, so the half gets --no-async_tp."""
     flags = {name: value for name, value in flags.items() if hasattr(cfg, name)}
@@ -37,7 +41,7 @@ def without_refused(cfg, flags: dict, model_config) -> dict:
         flags |= {name: getattr(defaults, name) for name in unmet}
 
 
-def degrees_of(cfg) -> dict[str, int]:
+def degrees_of(cfg: Any) -> dict[str, int]:
     """The degree of each axis. --dp_shard -1 becomes 1, or --ep: the experts share its ranks."""
     degrees = {axis: getattr(cfg, axis) for axis in AXES}
     if degrees["dp_shard"] == -1:
@@ -110,7 +114,7 @@ class Halves:
         return flags
 
 
-def choose_another_cut(cfg, n: int, data_ranks: int) -> int:
+def choose_another_cut(cfg: Any, n: int, data_ranks: int) -> int:
     """Sequences per forward of the one process, for a global batch of n.
 
     The one process must cut the batch in another way than the layout. Otherwise a wrong loss, such
@@ -197,9 +201,10 @@ def run_half(half: Half, where: bool = False, told: set | None = None) -> int:
         command = ["--where", half.record, *sys.argv, *run["flags"]]
     else:
         command = ["--runs", write_runs(half, [run]), *sys.argv]
-    done = subprocess.run(
-        [sys.executable, *torchrun, HALF, *command], capture_output=True, text=True
-    )
+    with Progress(f"check_parity: {half.name}"):
+        done = subprocess.run(
+            [sys.executable, *torchrun, HALF, *command], capture_output=True, text=True
+        )
     if half.processes > 1 or where:
         return report_half(half.processes, done.returncode, done.stdout, done.stderr, told)
     return report_run(half, done, told)
@@ -213,9 +218,10 @@ def run_on_one_process(halves: list[Half], told: set) -> list[int]:
     for half in halves:
         half.announce()
     file = write_runs(halves[0], [half.as_json() for half in halves])
-    done = subprocess.run(
-        [sys.executable, HALF, "--runs", file, *sys.argv], capture_output=True, text=True
-    )
+    with Progress("check_parity: one process"):
+        done = subprocess.run(
+            [sys.executable, HALF, "--runs", file, *sys.argv], capture_output=True, text=True
+        )
     statuses = []
     for half in halves:
         statuses.append(report_run(half, done, told))
@@ -224,7 +230,7 @@ def run_on_one_process(halves: list[Half], told: set) -> list[int]:
     return statuses
 
 
-def move_checkpoint(half: Half):
+def move_checkpoint(half: Half) -> None:
     """Move a checkpoint before the ranks start, so that no rank finds the folder half moved. For a
     run on one process half.py does the same."""
     if half.move and os.path.isdir(half.move[0]):
@@ -240,7 +246,7 @@ def write_runs(half: Half, runs: list[dict]) -> str:
     return file
 
 
-def report_run(half: Half, done, told) -> int:
+def report_run(half: Half, done: subprocess.CompletedProcess, told: set[str] | None) -> int:
     """The exit status of a run that half.py has made among several; prints as report_half does."""
     if not os.path.exists(f"{half.record}.status"):  # half.py itself has failed
         return report_half(1, done.returncode or 1, done.stdout, done.stderr, told)
@@ -251,7 +257,9 @@ def report_run(half: Half, done, told) -> int:
     return report_half(1, int(texts[0]), texts[1], texts[2], told)
 
 
-def report_half(processes: int, status: int, stdout: str, stderr: str, told) -> int:
+def report_half(
+    processes: int, status: int, stdout: str, stderr: str, told: set[str] | None
+) -> int:
     """Print the error of a failed run, or what no checkpoint holds; return the exit status."""
     if not status:
         for line in (stdout or "").splitlines():
@@ -273,7 +281,9 @@ def report_half(processes: int, status: int, stdout: str, stderr: str, told) -> 
     return 1  # torchrun's own status is always 1
 
 
-def run_both_halves(main, cfg, read, where=False, **common) -> tuple[int, list]:
+def run_both_halves(
+    main: FunctionType, cfg: Any, read: Callable[[str], Any], where: bool = False, **common: Any
+) -> tuple[int, list]:
     """Run the recipe on one process and on the layout. Returns (exit status of a failed run or 0,
     [read(out) of each half])."""
     found = []

@@ -5,7 +5,10 @@ import random
 import sys
 import zlib
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +27,7 @@ SAVED = "state"
 DEPTH = 4  # of objects in objects
 
 
-def digest(x, depth: int = DEPTH):
+def digest(x: Any, depth: int = DEPTH) -> Any:
     """A small value that changes whenever x changes. x may be a number, text, tensor, array or
     generator; a list, dict or set of these; or an object of a class of the recipe. None for any
     other x."""
@@ -61,7 +64,7 @@ def digest(x, depth: int = DEPTH):
     return None
 
 
-def digest_items(items, depth: int):
+def digest_items(items: Iterable[tuple], depth: int) -> tuple:
     """Digest of the values among (key, value) that have a digest, and of the number of all."""
     found = []
     n = 0
@@ -76,7 +79,7 @@ def digest_items(items, depth: int):
     return (n, *found)
 
 
-def is_own_object(x) -> bool:
+def is_own_object(x: Any) -> bool:
     """Whether the class of x is declared in the recipe or in a file beside the recipe, or is one of
     torch's schedules of the learning rate. Our own classes save their state by themselves."""
     if isinstance(x, nn.Module | torch.optim.Optimizer | type) or callable(x):
@@ -97,7 +100,7 @@ def is_local(file: str) -> bool:
     )
 
 
-def state_of_loop(stages) -> dict[str, int]:
+def state_of_loop(stages: list[nn.Module]) -> dict[str, int]:
     """{name in words: checksum} of the local variables of the recipe's main, of the global variables
     of all local modules, and of the attributes of the model that no checkpoint holds."""
     found = {}
@@ -123,7 +126,7 @@ def state_of_loop(stages) -> dict[str, int]:
     }
 
 
-def frame_of_main():
+def frame_of_main() -> FrameType | None:
     """The frame of the recipe's function that called parallel.forward_backward."""
     frame = sys._getframe(1)
     while frame is not None:

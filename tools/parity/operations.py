@@ -2,7 +2,7 @@
 half of --check_parity --where. (tools/parity/steps.py records all steps.)
 
 A seam is a place with the same numbers in every layout: the inputs of the model, the output of
-every module, the inputs and the output of attention, the gradients of all of these, the loss, every
+every module and what it is given, the inputs and the output of attention, the gradients, the loss, every
 parameter's finished gradient, the norm, and the weights and buffers before and after the step. A
 rank records its own part of each seam; tools/parity/where.py joins the parts.
 
@@ -14,17 +14,20 @@ import fnmatch
 import hashlib
 import inspect
 import os
+import sys
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from unittest import mock
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 import parallel
-from distributed.layout import all_blocks, local_slice, local_tensor
+from distributed.layout import Layout, all_blocks, local_slice, local_tensor
 from models.moe import Experts, in_forward
 from tools.reports.costs import tensors_in
 
@@ -53,6 +56,7 @@ class Seams:
         self.calls = Counter()
         self.hooks = ExitStack()
         self.gradients_seen = set()
+        self.outputs = WeakValueDictionary()  # {id: tensor} of recorded outputs that still exist
 
     def add(self, phase: str, name: str, tensor: Tensor, stage=0, call=0, rows=None, offset=None):
         value = local_tensor(tensor.detach())
@@ -65,6 +69,7 @@ class Seams:
         call = self.calls[name, stage, self.micro]  # the number of earlier calls in the micro-batch
         self.calls[name, stage, self.micro] += 1
         self.add("forward", name, tensor, stage, call, self.rows[self.micro])
+        self.outputs[id(tensor)] = tensor
         if tensor.requires_grad:
             tensor.register_hook(partial(self.note_gradient, name, stage, call, self.micro))
 
@@ -79,17 +84,27 @@ class Seams:
         travel to experts depends on the layout."""
         for name, module in model.named_modules():
             if name and not isinstance(module, (Experts, nn.ModuleList, nn.ModuleDict)):
-                self.hooks.callback(
-                    module.register_forward_pre_hook(partial(self.enter, name)).remove
-                )
+                # before the hooks of tensor_parallel: what the code around the module gives to it
+                given = partial(self.enter, name, stage)
+                self.hooks.callback(module.register_forward_pre_hook(given, prepend=True).remove)
                 self.hooks.callback(
                     module.register_forward_hook(partial(self.leave, name, stage)).remove
                 )
 
-    def enter(self, name, module, args):
+    def enter(self, name, stage, module, args):
         # not while activation checkpointing repeats a forward
         if in_forward() and torch.is_grad_enabled():
             self.path.append(name)
+            for tensor in tensors_in(args)[:1]:
+                self.note_input(f"{name} input", tensor, stage)
+
+    def note_input(self, name: str, tensor: Tensor, stage: int):
+        """Record what a module is given, unless it is the output of another, as it stands."""
+        is_known = self.outputs.get(id(tensor)) is tensor
+        call = self.calls[name, stage, self.micro]
+        self.calls[name, stage, self.micro] += 1
+        if tensor.is_floating_point() and not is_known:
+            self.add("forward", name, tensor, stage, call, self.rows[self.micro])
 
     def leave(self, name, stage, module, args, out):
         if in_forward() and torch.is_grad_enabled():
@@ -141,17 +156,20 @@ class Seams:
         return dict(records=self.records, rows=sum(self.rows, []), **self.about)
 
 
-def describe_layout(stages, layout) -> dict:
+def describe_layout(stages, layout: Layout) -> dict:
     """Facts about a rank for the report: the layout, and the styles of the modules that
     tensor_parallel has split."""
     plan = {}
     if layout.tp > 1 and hasattr(stages[0], "tp_plan"):
         plan = stages[0].tp_plan()
     names = []
+    classes = {}
     attends = []
     recomputes = False
     for stage in stages:
-        names += [name for name, _ in stage.named_modules()]
+        for name, module in stage.named_modules():
+            names.append(name)
+            classes[name] = code_of(type(module))
         if hasattr(stage, "make_attend") and isinstance(stage.make_attend, partial):
             attends.append(stage.make_attend.func.__name__)
         for block in all_blocks(stage).values():
@@ -170,11 +188,22 @@ def describe_layout(stages, layout) -> dict:
         styles=styles,
         attends=attends,
         recomputes=recomputes,
+        classes=classes,
     )
 
 
+def code_of(kind: type) -> tuple[str, str]:
+    """(name, file below the current folder) of a module's class; "" for the file of a class of torch.
+    FSDP makes a class with the same name in front of ours."""
+    for own in kind.__mro__:
+        module = sys.modules[own.__module__]
+        if not own.__module__.startswith("torch") and hasattr(module, "__file__"):
+            return own.__name__, os.path.relpath(module.__file__ or "")
+    return kind.__name__, ""
+
+
 @contextmanager
-def seams_of_a_step(folder: str = ""):
+def seams_of_a_step(folder: str = "") -> Iterator[Seams]:
     """Yield Seams into which parallel.forward_backward and clip_grad_norm write the first step.
     Enter after any change to parallel.py that the report shall show, and before a recipe imports
     from parallel. When the next step begins, a file FOLDER/seams-<rank>.pt is written: a recipe's

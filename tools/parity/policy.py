@@ -16,11 +16,13 @@ import tempfile
 import time
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import NamedTuple
+from types import FunctionType
+from typing import Any, NamedTuple
 
 from distributed.launch import usable_cores
 from distributed.layout import AXES
 from flags.config import given_flags, spell
+from flags.progress import Progress
 from tools.parity import original
 from tools.parity.compare_policy import (
     compare_cut,
@@ -55,13 +57,13 @@ class Cut(NamedTuple):
 
 
 # ---------------------------------------------------------------- which cuts
-def flags_known_to(cfg, flags: dict) -> dict:
+def flags_known_to(cfg: Any, flags: dict) -> dict:
     """`flags` without the flags that the recipe lacks."""
     names = {field.name for field in fields(cfg)}
     return {name: value for name, value in flags.items() if name in names}
 
 
-def common_flags(cfg, parts: int) -> dict:
+def common_flags(cfg: Any, parts: int) -> dict:
     """Flags of all cuts: a small step on the CPU in fp32, without checkpoints and evaluations.
     parts: --minibatches of one cut; the prompts of a step are a multiple of this number."""
     flags = dict(
@@ -116,12 +118,12 @@ def name_of(flags: dict) -> str:
     return " ".join(f"--{name} {spell(value)}" for name, value in flags.items())
 
 
-def one_process(cfg) -> dict:
+def one_process(cfg: Any) -> dict:
     """Flags of a plain process with a row for each sample."""
     return flags_known_to(cfg, PLAIN | dict.fromkeys(AXES, 1) | {"pack_tokens": 0})
 
 
-def layout_cuts(cfg) -> list[Cut]:
+def layout_cuts(cfg: Any) -> list[Cut]:
     """The layout of the command line; without one, two ranks of dp_shard, of tp and of cp."""
     degrees = {axis: max(getattr(cfg, axis), 1) for axis in AXES}
     ranks = 1
@@ -144,7 +146,7 @@ def layout_cuts(cfg) -> list[Cut]:
     return cuts
 
 
-def one_process_cuts(cfg, common: dict, longest: int) -> list[Cut]:
+def one_process_cuts(cfg: Any, common: dict, longest: int) -> list[Cut]:
     """The same samples on one process, in other forwards. longest: input tokens of the longest
     sample."""
     n = count_samples(common)
@@ -234,7 +236,9 @@ def error_of(beginning: str, code: int) -> str:
     return f"its process ended with {code}"
 
 
-def run_cuts(main, cfg, cuts: list[Cut], common: dict, folder: str, first: int) -> list[Running]:
+def run_cuts(
+    main: FunctionType, cfg: Any, cuts: list[Cut], common: dict, folder: str, first: int
+) -> list[Running]:
     """Run the cuts, as many at once as there are cores for their processes."""
     cores = max(usable_cores(), 2)
     waiting = list(enumerate(cuts, first))
@@ -263,7 +267,7 @@ def run_cuts(main, cfg, cuts: list[Cut], common: dict, folder: str, first: int) 
 
 
 # ---------------------------------------------------------------- the command
-def check_policy(main, cfg) -> int:
+def check_policy(main: FunctionType, cfg: Any) -> int:
     """Run the update in all cuts, compare, print, and return the exit status."""
     began = time.monotonic()
     common = common_flags(cfg, max(cfg.minibatches, 2))
@@ -271,7 +275,8 @@ def check_policy(main, cfg) -> int:
     # the base: the edited recipe draws the samples, and trains on all of them in one forward
     plain = one_process(cfg) | {"local_batch_size": n}
     with tempfile.TemporaryDirectory() as folder:
-        [whole] = run_cuts(main, cfg, [Cut("one forward", plain)], common, folder, 0)
+        with Progress(f"check_parity: {n} samples in one forward"):
+            [whole] = run_cuts(main, cfg, [Cut("one forward", plain)], common, folder, 0)
         if whole.status:
             print(f"error: {whole.error}", file=sys.stderr)
             return whole.status
@@ -282,7 +287,8 @@ def check_policy(main, cfg) -> int:
             if base.has_experts and not any(cut.typed for cut in cuts):
                 flags = one_process(cfg) | {"dp_shard": 2, "ep": 2}
                 cuts.append(Cut("--dp_shard 2 --ep 2", flags, 2))
-            found = run_cuts(main, cfg, cuts, common, folder, 1)
+            with Progress(f"check_parity: {len(cuts)} other cuts"):
+                found = run_cuts(main, cfg, cuts, common, folder, 1)
             for each in found:
                 if each.status == 2 and each.cut.typed:
                     print(f"error: {each.error}", file=sys.stderr)

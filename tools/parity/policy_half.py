@@ -16,11 +16,12 @@ import pickle
 import random
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import fields
 from functools import wraps
 from pathlib import Path
-from types import ModuleType
-from typing import Literal, get_args, get_origin, get_type_hints
+from types import FunctionType, ModuleType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 if __name__ == "__main__":
     # import from the checkout of this file, whatever the folder of the recipe
@@ -117,7 +118,7 @@ def modules() -> list[ModuleType]:
     return [module for module in sys.modules.values() if isinstance(module, ModuleType)]
 
 
-def replace_everywhere(real, stand_in) -> None:
+def replace_everywhere(real: Callable, stand_in: Callable) -> None:
     """Replace the function `real` by stand_in in every module, under any name."""
     for module in modules():
         names = [name for name, value in vars(module).items() if value is real]
@@ -187,7 +188,7 @@ def record_updates(folder: str) -> None:
     replace_everywhere(real, record_and_clip)
 
 
-def replace_beginnings(typed, samples: str) -> None:
+def replace_beginnings(typed: Any, samples: str) -> None:
     """Replace the functions of a start: sharper weights, another reference, samples of a file. And a
     flag of the command line that only this cut makes ineffective is not refused. typed: the flags of
     the command line."""
@@ -245,7 +246,9 @@ def say_error(error: BaseException, file: str) -> int:
     return 2 if refused else 1
 
 
-def run_rank(main, cfg, typed, samples: str, rank: int, ranks: int, port: int):
+def run_rank(
+    main: FunctionType, cfg: Any, typed: Any, samples: str, rank: int, ranks: int, port: int
+) -> None:
     """Run main(cfg) as one rank of a cut, and end this process. Output goes to <out>-<rank>.txt, the
     line of an error to <out>-<rank>.error."""
     status = 1
@@ -277,13 +280,13 @@ def run_rank(main, cfg, typed, samples: str, rank: int, ranks: int, port: int):
         os._exit(status)
 
 
-def not_a_choice(Config, name: str, value) -> bool:
+def not_a_choice(Config: type, name: str, value: Any) -> bool:
     """Whether a flag has named choices, and this is none of them: a loss that only the edit has."""
     kind = get_type_hints(Config)[name]
     return get_origin(kind) is Literal and value not in get_args(kind)
 
 
-def main():
+def main() -> None:
     """Run the recipe as committed, on the samples that the edited recipe has drawn."""
     spec = json.loads(Path(sys.argv[1]).read_text())
     sys.argv = [spec["recipe"]]

@@ -16,13 +16,15 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields, replace
-from types import SimpleNamespace
-from typing import NamedTuple
+from types import FunctionType, SimpleNamespace
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch.distributed as dist
+from torch import Tensor, nn
 
 import parallel
 from corpus.origins import files_of_parts
@@ -112,7 +114,7 @@ def open_run(out: str, step: int) -> Run:
     return Run(out, step, logged, path, start, first, identity, words, world_size)
 
 
-def check_step(out: str, step: int, logged: dict, flags: dict):
+def check_step(out: str, step: int, logged: dict, flags: dict) -> None:
     """Raises ValueError for a step that the run has not trained."""
     if not logged:
         raise ValueError(f"--replay {step}: {out}/metrics.jsonl has no step; has the run trained?")
@@ -162,7 +164,7 @@ def words_of_layout(flags: dict, world_size: int) -> str:
     return processes
 
 
-def computed_on(layout: Layout, cfg) -> str:
+def computed_on(layout: Layout, cfg: Any) -> str:
     """words_of_layout of this process."""
     degrees = layout.degrees | dict(ep=layout.ep, etp=layout.etp)
     sizes = dict(local_batch_size=layout.local_batch_size, ac=cfg.ac, compile=cfg.compile)
@@ -172,7 +174,7 @@ def computed_on(layout: Layout, cfg) -> str:
 # ---------------------------------------------------------------- its flags
 
 
-def flags_of_layout(Config) -> set[str]:
+def flags_of_layout(Config: type) -> set[str]:
     """The flags of the layout, which may differ from the run's."""
     groups = (ParallelConfig, ExpertConfig, PipelineConfig, LaunchConfig)
     names = {field.name for group in groups for field in fields(group)}
@@ -180,14 +182,14 @@ def flags_of_layout(Config) -> set[str]:
     return (names | {"local_batch_size"}) & known - NUMBERS
 
 
-def typed_names(Config, words: list[str]) -> set[str]:
+def typed_names(Config: type, words: list[str]) -> set[str]:
     """The fields of Config that a command line names."""
     given = {word.split("=")[0] for word in words if word.startswith("--")}
     names = {field.name for field in fields(Config)}
     return {name for name in names if {f"--{name}", f"--no-{name}"} & given}
 
 
-def run_flags(Config, WithReports, run: Run, argv: list[str] | None):
+def run_flags(Config: type, WithReports: type, run: Run, argv: list[str] | None) -> Any:
     """The flags of the run, replaced by the typed ones. Raises ValueError for a typed flag that
     would not repeat the run."""
     words = sys.argv[1:] if argv is None else argv
@@ -218,7 +220,7 @@ def run_flags(Config, WithReports, run: Run, argv: list[str] | None):
     return cfg
 
 
-def check_processes(run: Run, cfg, typed: set[str]):
+def check_processes(run: Run, cfg: Any, typed: set[str]) -> None:
     """Raises ValueError if the run's own layout does not fit the number of processes."""
     processes = int(os.environ.get("WORLD_SIZE", 1))
     degrees = [getattr(cfg, axis) for axis in AXES]
@@ -238,7 +240,7 @@ def check_processes(run: Run, cfg, typed: set[str]):
         )
 
 
-def quiet_flags(cfg, run: Run, folder: str):
+def quiet_flags(cfg: Any, run: Run, folder: str) -> Any:
     """The run's flags, to train in a temporary folder and keep nothing."""
     known = {field.name for field in fields(cfg)}
     values = {name: value for name, value in QUIET.items() if name in known}
@@ -249,7 +251,7 @@ def quiet_flags(cfg, run: Run, folder: str):
 
 
 @contextmanager
-def temporary_run(run: Run):
+def temporary_run(run: Run) -> Iterator[str]:
     """The name of a temporary run folder, the same for all processes of a start. The only checkpoint
     in the folder is a link to the run's checkpoint."""
     # a folder left by a killed replay belongs to the same step
@@ -276,7 +278,9 @@ def temporary_run(run: Run):
 # ---------------------------------------------------------------- the command
 
 
-def replay_step(main, Config, WithReports, options, argv=None) -> int:
+def replay_step(
+    main: FunctionType, Config: type, WithReports: type, options: Any, argv: list[str] | None = None
+) -> int:
     """--replay of the running recipe; returns the exit status. Raises ValueError."""
     words = sys.argv[1:] if argv is None else argv
     if any(word.split("=")[0] == "--config" for word in words):
@@ -310,7 +314,7 @@ def replay_step(main, Config, WithReports, options, argv=None) -> int:
 
 
 @contextmanager
-def check_identity(main, run: Run):
+def check_identity(main: FunctionType, run: Run) -> Iterator[None]:
     """While the recipe opens the data and claims the folder: raise ValueError if the run had another
     model or other data."""
     names = main.__globals__
@@ -342,7 +346,7 @@ def check_identity(main, run: Run):
 
 
 @contextmanager
-def stop_at(run: Run, cfg):
+def stop_at(run: Run, cfg: Any) -> Iterator[None]:
     """While the recipe trains: compare each logged step with the run's log; at the step of the run
     examine the sequences, then raise Stopped."""
     state = SimpleNamespace(step=0, data=None)
@@ -426,7 +430,16 @@ def compare_with_log(run: Run, step: int, loss: float, norm: float, layout: str 
 # ---------------------------------------------------------------- the step
 
 
-def examine(run, cfg, forward_backward, stages, batch, layout: Layout, loss, data) -> None:
+def examine(
+    run: Run,
+    cfg: Any,
+    forward_backward: Callable[..., Tensor],
+    stages: list[nn.Module],
+    batch: Any,
+    layout: Layout,
+    loss: Tensor,
+    data: Any,
+) -> None:
     """Compare the step with the log, compute each sequence alone, and print the report. Every rank
     calls. forward_backward: of parallel.py."""
     mean, _ = parallel.reduce_loss(loss, layout)

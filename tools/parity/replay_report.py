@@ -5,6 +5,7 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -29,7 +30,7 @@ class Document:
     products: list = field(default_factory=list)  # of its spans, with the gradient; None: not known
 
 
-def print_replay(sequences: list, facts, files: dict) -> None:
+def print_replay(sequences: list, facts: SimpleNamespace, files: dict) -> None:
     """sequences: of replay.Sequence. facts: loss, square (of the gradient norm), tokens with a loss,
     seconds. files: of files_of_parts."""
     documents = defaultdict(list)  # {row: [(span, document)]}
@@ -58,7 +59,7 @@ def percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f} %" if whole else "- %"
 
 
-def print_sequences(sequences: list, facts, documents: dict) -> None:
+def print_sequences(sequences: list, facts: SimpleNamespace, documents: dict) -> None:
     """A row for each sequence, the largest gradient first."""
     print("\nSequences, largest gradient norm first (cos: of the angle to the step's gradient)")
     print("  row    sample     loss  of loss  grad norm  of grad     cos  most of it is from")
@@ -100,7 +101,7 @@ def most_of_it(sequence, spans: list[tuple[Span, Origin]]) -> str:
     return origin.text
 
 
-def print_documents(sequences: list, facts, documents: dict) -> None:
+def print_documents(sequences: list, facts: SimpleNamespace, documents: dict) -> None:
     """Two tables: documents, and files, the largest part of the loss first."""
     found = {}
     files = {}
@@ -133,7 +134,7 @@ def add_span(document: Document, sequence, span: Span) -> None:
     document.products.append(None if part is None else part.product)
 
 
-def print_rows(found: dict, total: float, facts) -> None:
+def print_rows(found: dict, total: float, facts: SimpleNamespace) -> None:
     """total: the losses of all tokens."""
     ordered = sorted(found.values(), key=loss_order)
     for one in ordered[:MOST]:

@@ -74,7 +74,7 @@ def moved_tokens(one: Step, layout: Step) -> list[Moved]:
     return found
 
 
-def compare_choices(got, want) -> tuple[int, float]:
+def compare_choices(got: torch.Tensor, want: torch.Tensor) -> tuple[int, float]:
     """(tokens with other experts, largest margin) of (rows, T, 2E): scores and choices."""
     scores, chosen = want.chunk(2, -1)
     others = got.chunk(2, -1)[1]

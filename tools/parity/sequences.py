@@ -2,7 +2,7 @@
 the step."""
 
 import math
-import time
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import models.loss
 import parallel
@@ -20,6 +20,7 @@ from corpus.origins import Span, spans_of
 from data import Batch, TokenData
 from distributed.layout import Layout, local_tensor
 from distributed.pipeline import tied_copy
+from flags.progress import Progress
 from models.loss import IGNORE, token_logprobs
 
 CLOSER = 3  # sequences whose documents are computed alone, too
@@ -70,23 +71,20 @@ def gradient_order(sequence: Sequence) -> tuple[bool, float]:
 
 def compute_sequences(step: Step, data: TokenData) -> list[Sequence]:
     """All sequences of the global batch; of those with the largest gradients also the documents.
-    data: of the run, perhaps a mixture. Every rank calls; rank 0 prints the progress."""
+    data: of the run, perhaps a mixture. Every rank calls; rank 0 shows the progress."""
     n = step.batch.samples
     n_own = step.batch.tokens.shape[0] * step.batch.tokens.shape[1]
     first = step.batch.first - step.layout.data_rank * n_own
     sequences = []
-    began = time.perf_counter()
-    told = began
-    for row in range(n):
-        sequence = read_sequence(data, first + row, row)
-        compute_alone(sequence, step)
-        sequences.append(sequence)
-        if step.layout.rank == 0 and row + 1 < n and time.perf_counter() - told > 5:
-            told = time.perf_counter()
-            left = (told - began) / (row + 1) * (n - row - 1)
-            print(f"replay: {row + 1} of {n} sequences, about {left:.0f} s left", flush=True)
-    for sequence in sorted(sequences, key=gradient_order)[:CLOSER]:
-        compute_documents(sequence, step)
+    with Progress("replay", n, "sequences") as progress:
+        for row in range(n):
+            sequence = read_sequence(data, first + row, row)
+            compute_alone(sequence, step)
+            sequences.append(sequence)
+            progress()
+    with Progress("replay: documents of the sequences with the largest gradients"):
+        for sequence in sorted(sequences, key=gradient_order)[:CLOSER]:
+            compute_documents(sequence, step)
     return sequences
 
 
@@ -185,7 +183,7 @@ def batch_of_copies(sequence: Sequence, step: Step) -> Batch:
     return Batch(*tensors, batch.samples, batch.hash, first=sequence.cursor)
 
 
-def trained(stages) -> list[Tensor]:
+def trained(stages: Iterable[nn.Module]) -> list[Tensor]:
     """The parameters with a gradient. A weight on two stages counts once."""
     copies = {id(tied_copy(stage)) for stage in stages if hasattr(stage, "n_stages")}
     found = []
@@ -208,7 +206,7 @@ def inner_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 @contextmanager
-def token_losses():
+def token_losses() -> Iterator[list[Tensor]]:
     """Yields a list. Each loss of a forward adds a tensor, a number per token."""
     found = []
     real = models.loss.LinearCrossEntropy

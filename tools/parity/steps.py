@@ -9,8 +9,10 @@ optimizer. Neither model nor recipe is changed.
 import importlib
 import inspect
 import os
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
+from typing import Any
 from unittest import mock
 
 import torch
@@ -131,7 +133,7 @@ class Recorder:
         torch.save(after, os.path.join(self.folder, f"after-{self.layout.rank}.pt"))
 
 
-def casts(loss) -> bool:
+def casts(loss: torch.Tensor) -> bool:
     """Whether the graph behind a loss has tensors in bfloat16 or float16, though parameters and
     loss are in float32."""
     seen = set()
@@ -147,12 +149,12 @@ def casts(loss) -> bool:
     return False
 
 
-def whole(tensor):
+def whole(tensor: torch.Tensor) -> torch.Tensor:
     return whole_tensor(tensor).detach().cpu().clone()
 
 
 @contextmanager
-def all_steps(folder: str, save_at=()):
+def all_steps(folder: str, save_at: Collection[int] = ()) -> Iterator[Recorder]:
     """Let the functions of parallel.py, as the recipe calls them, record into the folder. A fork's
     parallel.py may lack some of them. save_at: the steps with a checkpoint."""
     recorder = Recorder(folder, save_at)
@@ -175,7 +177,7 @@ def all_steps(folder: str, save_at=()):
         yield recorder
 
 
-def find_module(name: str, attribute: str = ""):
+def find_module(name: str, attribute: str = "") -> Any:
     """A module of the recipe's house, or an attribute of it; None if it cannot be imported."""
     try:
         module = importlib.import_module(name)
@@ -186,7 +188,7 @@ def find_module(name: str, attribute: str = ""):
     return module
 
 
-def record_beginning(real, recorder):
+def record_beginning(real: Callable, recorder: Recorder) -> Callable:
     def forward_backward(stages, batch, layout, *args, **kwargs):
         recorder.begin(stages, batch, layout)
         return real(stages, batch, layout, *args, **kwargs)
@@ -194,7 +196,7 @@ def record_beginning(real, recorder):
     return forward_backward
 
 
-def record_microbatch(real, recorder):
+def record_microbatch(real: Callable, recorder: Recorder) -> Callable:
     def inputs(stage, batch, a, layout):
         recorder.micro = a or 0
         return real(stage, batch, a, layout)
@@ -202,7 +204,7 @@ def record_microbatch(real, recorder):
     return inputs
 
 
-def record_chunk(real, recorder):
+def record_chunk(real: Callable, recorder: Recorder) -> Callable:
     def forward_one_chunk(part, index, *args, **kwargs):
         recorder.micro = index
         return real(part, index, *args, **kwargs)
@@ -210,7 +212,7 @@ def record_chunk(real, recorder):
     return forward_one_chunk
 
 
-def record_end(real, recorder):
+def record_end(real: Callable, recorder: Recorder) -> Callable:
     def clip_grad_norm(*args, **kwargs):  # a fork's may take more
         given = inspect.signature(real).bind(*args, **kwargs).arguments
         recorder.end(given["stages"], given["layout"])
@@ -219,7 +221,7 @@ def record_end(real, recorder):
     return clip_grad_norm
 
 
-def record_choice(real, recorder):
+def record_choice(real: Callable, recorder: Recorder) -> Callable:
     def choose(balance, scores, *args, **kwargs):
         index = real(balance, scores, *args, **kwargs)
         if not torch.compiler.is_compiling():
@@ -229,7 +231,7 @@ def record_choice(real, recorder):
     return choose
 
 
-def record_casts(real, recorder):
+def record_casts(real: Callable, recorder: Recorder) -> Callable:
     def backward(loss, *args, **kwargs):
         if recorder.step == 0 and recorder.fp32 and not recorder.rounds:
             recorder.rounds = casts(loss)
@@ -238,7 +240,7 @@ def record_casts(real, recorder):
     return backward
 
 
-def save_some(real, recorder):
+def save_some(real: Callable, recorder: Recorder) -> Callable:
     """Saves only where a run is to be continued: nothing is compared with other checkpoints."""
 
     def save(checkpoints, step, state, *args, **kwargs):
@@ -247,7 +249,7 @@ def save_some(real, recorder):
     return save
 
 
-def record_after(real, recorder):
+def record_after(real: Callable, recorder: Recorder) -> Callable:
     def close(metrics):
         recorder.finish()
         return real(metrics)
@@ -255,5 +257,5 @@ def record_after(real, recorder):
     return close
 
 
-def leave_out(real, recorder):
+def leave_out(real: Callable, recorder: Recorder) -> Callable:
     return do_nothing

@@ -16,15 +16,18 @@ import json
 import os
 import runpy
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 from unittest import mock
 
 HERE = Path(__file__).resolve().parent
 TODAY = str(HERE.parents[1])
 
 
-def load_file(name: str, path: Path):
+def load_file(name: str, path: Path) -> ModuleType:
     """A file of today as a module of this name, whatever lies in the folders of sys.path."""
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
@@ -33,7 +36,7 @@ def load_file(name: str, path: Path):
     return module
 
 
-def record_seams(folder: str):
+def record_seams(folder: str) -> Any:
     """seams_of_a_step of today's tools/parity/operations.py, on top of the modules of the tree."""
     try:
         # an older tree has these functions in another file
@@ -43,7 +46,7 @@ def record_seams(folder: str):
         sys.modules.pop("tools.reports.costs", None)
 
 
-def record_gradients(folder: str):
+def record_gradients(folder: str) -> Any:
     """A context: parallel.clip_grad_norm first writes FOLDER/<step>-<rank>.pt with gradients, not yet
     scaled, and weights, whole, on one rank of each pipeline rank; and with every rank's buffers. In
     the format of tools/parity/compare.py."""
@@ -85,7 +88,7 @@ def record_gradients(folder: str):
 RECORDERS = {"seams": record_seams, "gradients": record_gradients}
 
 
-def write_loaded(folder: str, tree: str):
+def write_loaded(folder: str, tree: str) -> None:
     """FOLDER/loaded.json: the files of the tree that are imported now."""
     names = set()
     for module in list(sys.modules.values()):
@@ -100,7 +103,7 @@ def write_loaded(folder: str, tree: str):
 
 
 @contextmanager
-def loaded_at_end(folder: str, tree: str):
+def loaded_at_end(folder: str, tree: str) -> Iterator[None]:
     """Write loaded.json when the recipe ends: with a call of os._exit, and nothing else before."""
     end = os._exit
 
@@ -114,7 +117,7 @@ def loaded_at_end(folder: str, tree: str):
         write_loaded(folder, tree)
 
 
-def main():
+def main() -> None:
     kind, folder, tree, recipe, *flags = sys.argv[1:]
     tree = os.path.realpath(tree)
     recipe = os.path.realpath(recipe)

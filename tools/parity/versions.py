@@ -19,12 +19,13 @@ import tempfile
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 
 from distributed.agree import brief
 from flags.config import spell
+from flags.progress import Progress
 from tools.parity.advice import look_at
 from tools.parity.compare import RECORD, distance
 from tools.parity.halves import degrees_of, device_for
@@ -132,7 +133,7 @@ def changes_of_tree(root: str) -> list[str]:
 # ---------------------------------------------------------------- runs
 
 
-def training_words(options, argv: list[str]) -> list[str]:
+def training_words(options: Any, argv: list[str]) -> list[str]:
     """The words of a command line without the flags of reports."""
     kinds = get_type_hints(type(options))
     names = {field.name for field in fields(options)}
@@ -151,7 +152,7 @@ def training_words(options, argv: list[str]) -> list[str]:
     return kept
 
 
-def flags_of_version(cfg, out: str, steps: int) -> dict:
+def flags_of_version(cfg: Any, out: str, steps: int) -> dict:
     """The flags to append for a recorded run: short, in fp32, and nothing is kept."""
     flags = dict(
         steps=steps,
@@ -164,13 +165,13 @@ def flags_of_version(cfg, out: str, steps: int) -> dict:
     return flags | dict(device=device_for(degrees_of(cfg)), out=out)
 
 
-def processes_of(cfg) -> int:
+def processes_of(cfg: Any) -> int:
     """The number of processes of a layout."""
     return math.prod(degrees_of(cfg).values())
 
 
 def run_version(
-    version: Version, kind: str, words: list[str], cfg, out: str, steps: int
+    version: Version, kind: str, words: list[str], cfg: Any, out: str, steps: int
 ) -> Failure | None:
     """Train some steps of a version, and record them beside `out`. kind: of version_half.py."""
     n = processes_of(cfg)
@@ -182,7 +183,8 @@ def run_version(
     recipe = os.path.join(version.tree, version.recipe)
     command = [sys.executable, *torchrun, half, kind, out + RECORD]
     command += [version.tree, recipe, *words, *flags]
-    done = subprocess.run(command, capture_output=True, text=True)
+    with Progress(f"{steps} step{'s' * (steps > 1)} of {version.name}"):
+        done = subprocess.run(command, capture_output=True, text=True)
     if not done.returncode:
         return None
     lines = done.stderr.splitlines()
@@ -253,7 +255,7 @@ def names_commit(against: str) -> bool:
     return "@" in against and not os.path.lexists(against)
 
 
-def compare_versions(cfg, options) -> int:
+def compare_versions(cfg: Any, options: Any) -> int:
     """--check_parity --where --against RECIPE@COMMIT; returns the exit status: 0 equal, 1 different.
     Raises ValueError."""
     if cfg.compile:

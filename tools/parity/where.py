@@ -8,9 +8,11 @@ further away than rounding, with the function that computes the seam on the layo
 
 import math
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from functools import partial
 from itertools import product
-from typing import NamedTuple
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -216,7 +218,9 @@ def factor_of(pairs: list[tuple[Tensor, Tensor]]) -> float | None:
     return None
 
 
-def compare_parts(one: list[Piece], layout: list[Piece]):
+def compare_parts(
+    one: list[Piece], layout: list[Piece]
+) -> tuple[dict[int, float], list[tuple]] | None:
     """(error of each rank, pairs of parts) of pieces with an offset, such as parameters; None if
     shapes differ."""
     whole = one[0].tensor
@@ -230,7 +234,9 @@ def compare_parts(one: list[Piece], layout: list[Piece]):
     return errors_by_rank(pairs, layout, whole), pairs
 
 
-def compare_rows(one: list[Piece], layout: list[Piece], degrees: dict, T: int, is_gradient: bool):
+def compare_rows(
+    one: list[Piece], layout: list[Piece], degrees: dict, T: int, is_gradient: bool
+) -> tuple[dict[int, float], list[tuple]] | None:
     """(error of each rank, pairs of parts) of activations under the best placement; None if no
     placement fits the shapes."""
     parts = [as_rows(p) for p in one]
@@ -267,7 +273,7 @@ def same_rows(tensors: list[Tensor | None]) -> bool:
     return True
 
 
-def sum_over_tp(pairs, layout: list[Piece], tp: int):
+def sum_over_tp(pairs: list[tuple], layout: list[Piece], tp: int) -> list[tuple]:
     """If tp ranks hold a tensor whole, each rank's gradient may be an addend: replace them by the
     sum over tp."""
     sums = defaultdict(int)
@@ -279,7 +285,7 @@ def sum_over_tp(pairs, layout: list[Piece], tp: int):
     ]
 
 
-def errors_by_rank(pairs, layout: list[Piece], whole: Tensor) -> dict[int, float]:
+def errors_by_rank(pairs: list[tuple], layout: list[Piece], whole: Tensor) -> dict[int, float]:
     errors = defaultdict(float)
     for (got, want), piece in zip(pairs, layout, strict=True):
         errors[piece.rank] = max(errors[piece.rank], parity.distance(got, want, whole))
@@ -351,7 +357,15 @@ def sum_of(pieces: list[Piece]) -> Piece:
     return Piece(0, None, None, sum(p.tensor for p in pieces))
 
 
-def seam_of(phase, name, call, errors: dict[int, float], pairs, degrees, note="") -> Seam:
+def seam_of(
+    phase: str,
+    name: str,
+    call: int,
+    errors: dict[int, float],
+    pairs: list[tuple],
+    degrees: dict,
+    note: str = "",
+) -> Seam:
     """The comparison in one Seam. errors: of each rank; pairs: of parts."""
     tolerance = TOLERANCES[phase]
     seam = Seam(phase, name, call, max(errors.values()), tolerance, note=note)
@@ -376,7 +390,7 @@ def which_ranks(ranks: list[int], holders: list[int], degrees: dict[str, int]) -
     return f" (rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))})"
 
 
-def report_seams(found: list[Seam], than: str, look) -> tuple[str, int]:
+def report_seams(found: list[Seam], than: str, look: Callable[[Seam], str]) -> tuple[str, int]:
     """(text, exit status): the first difference with its neighbours, or the largest error if there
     is no difference.
 
@@ -429,7 +443,7 @@ def first_difference_of(one: list[dict], layout: list[dict]) -> tuple[str, int]:
 # ---------------------------------------------------------------- the command
 
 
-def check_where(main, cfg, advice: bool) -> int:
+def check_where(main: FunctionType, cfg: Any, advice: bool) -> int:
     """--check_parity --where of the running recipe: compare a step on one process with the layout;
     return the exit status.
     advice: print which functions to look at. Two steps run, because only the beginning of the

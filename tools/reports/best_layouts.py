@@ -16,10 +16,13 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from itertools import product
+from types import FunctionType
+from typing import Any
 
 from distributed.layout import AXES, ExpertConfig, n_experts_of
 from distributed.refusals import check_layout, plural
 from flags.config import given_flags, spell_flag
+from flags.progress import Progress
 from tools.parity.halves import without_refused
 from tools.reports.dryrun import format_bytes, make_report, table
 from tools.reports.schedule import bubble, simulate
@@ -37,7 +40,7 @@ STATE = ("parameters", "gradients", "optimizer")
 BESIDE = ("fsdp", "efsdp", "dp_replicate")
 
 
-def legal_layouts(cfg, n: int, model_config, options: dict) -> list:
+def legal_layouts(cfg: Any, n: int, model_config: Any, options: dict) -> list:
     """A Config for each legal layout of n devices with the same global batch. Degrees that the user
     gave are kept. options: of check_layout."""
     total = cfg.global_batch_size
@@ -86,14 +89,14 @@ def bound_of(parts: dict[str, float]) -> str:
     return max((name for name in parts if (name in BESIDE) == is_beside), key=parts.get)
 
 
-def ep_of(cfg) -> int:
+def ep_of(cfg: Any) -> int:
     """--ep; 1 for a recipe without experts."""
     if isinstance(cfg, ExpertConfig):
         return cfg.ep
     return 1
 
 
-def seconds_per_byte(c, machine: str) -> dict[str, float]:
+def seconds_per_byte(c: Any, machine: str) -> dict[str, float]:
     """{axis: seconds per byte of a gathered tensor}: each of n ranks receives (n - 1) / n of it."""
     data = c.dp_shard * c.cp
     ep = ep_of(c)
@@ -116,7 +119,7 @@ def seconds_per_byte(c, machine: str) -> dict[str, float]:
     return seconds
 
 
-def measured(report, c, machine: str) -> Counter:
+def measured(report, c: Any, machine: str) -> Counter:
     """The parts of a dry run."""
     compute = report.least_flops / peak_flops(machine)
     waits = bubble(simulate(report.rows, report.cost))
@@ -134,7 +137,7 @@ def measured(report, c, machine: str) -> Counter:
     return parts
 
 
-def estimated(c, model_config, plain, machine: str) -> tuple[float, dict[str, float]]:
+def estimated(c: Any, model_config: Any, plain, machine: str) -> tuple[float, dict[str, float]]:
     """(bytes, parts) of a layout. plain: dry run of FSDP over all devices, with one sequence each."""
     rank = plain.ranks[0]
     split = c.cp * c.tp * c.pp
@@ -180,12 +183,13 @@ def estimated(c, model_config, plain, machine: str) -> tuple[float, dict[str, fl
     return state + whole + rank.activations * at_once / split + other, parts
 
 
-def print_best(main, cfg, n: int, machine: str) -> int:
+def print_best(main: FunctionType, cfg: Any, n: int, machine: str) -> int:
     """Prints the table, and returns the exit status. Raises ValueError if no layout is legal, or
     none fits."""
     given, options = stop_main(main, replace(cfg), "check_layout")
     model_config = given[1]
-    found = legal_layouts(cfg, n, model_config, options)
+    with Progress(f"legal layouts of {plural(n, 'device')}"):
+        found = legal_layouts(cfg, n, model_config, options)
     limit = MACHINES[machine][0] * 1e9
     if not found:
         raise ValueError(
@@ -203,7 +207,8 @@ def print_best(main, cfg, n: int, machine: str) -> int:
     plain = make_report(main, replace(cfg, **without_refused(cfg, flags, model_config)))
     rows = []
     peaks = []
-    guesses = [(*estimated(c, model_config, plain, machine), c) for c in found]
+    with Progress(f"estimates of {len(found)} layouts"):
+        guesses = [(*estimated(c, model_config, plain, machine), c) for c in found]
     guesses.sort(
         key=lambda guess: (guess[0] > limit, least(guess[1]) if guess[0] <= limit else guess[0])
     )
@@ -240,7 +245,7 @@ def print_best(main, cfg, n: int, machine: str) -> int:
     return 0
 
 
-def cells_of_layout(c, parts: dict[str, float], peak: float) -> tuple[str, ...]:
+def cells_of_layout(c: Any, parts: dict[str, float], peak: float) -> tuple[str, ...]:
     """The cells of a row: seconds of a step, share of the arithmetic, memory, bound, flags."""
     given = []
     degrees = {axis: getattr(c, axis) for axis in AXES} | {"ep": ep_of(c)}

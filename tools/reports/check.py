@@ -8,17 +8,19 @@ start does. Nothing is built, nothing is written to --out, and an earlier run th
 import json
 import tempfile
 from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 import torch
 
+from distributed.layout import Layout
 from tools.reports.stop_main import stop_main
 
 # flags that ablate.py compares between runs; null if a recipe lacks the flag
 COMPARED = ("steps", "val_every", "data", "val_data", "val_batches", "seq_len")
 
 
-def check(main, cfg) -> None:
+def check(main: FunctionType, cfg: Any) -> None:
     """Print one line of JSON. Errors of main, such as a ValueError for a wrong flag, are passed on."""
     found: dict[str, Any] = dict.fromkeys(COMPARED)
     for name in found.keys() & vars(cfg).keys():
@@ -30,13 +32,13 @@ def check(main, cfg) -> None:
     print(json.dumps(found), flush=True)
 
 
-def check_in_new_folder(main, cfg) -> None:
+def check_in_new_folder(main: FunctionType, cfg: Any) -> None:
     """check() for grpo.py and its forks, whose main writes a tokenizer to --out before connect()."""
     with tempfile.TemporaryDirectory() as out:
         check(main, replace(cfg, out=out))
 
 
-def layout_and_model(main, cfg) -> tuple:
+def layout_and_model(main: FunctionType, cfg: Any) -> tuple:
     """(layout, the model's shapes) of a command line; no model for a recipe without claim_run, such
     as grpo.py."""
     claims = []
@@ -57,7 +59,7 @@ def layout_and_model(main, cfg) -> tuple:
         return layout, Model(model_config)
 
 
-def costs_of_step(layout, model, seq_len) -> dict:
+def costs_of_step(layout: Layout, model: Any, seq_len: int) -> dict:
     """parameters: active, without the lookup table; flops and tokens: of one step. All None without
     a model."""
     if not hasattr(model, "flops_per_token"):

@@ -3,7 +3,9 @@
 import traceback
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any
 from unittest import mock
 
 import torch
@@ -17,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "recv")
 
 
-def sdpa_flops(q, k, v, *rest, **kwargs) -> int:
+def sdpa_flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **kwargs: Any) -> int:
     # q k^T, and the probabilities times v; the mask saves nothing
     return 4 * q.shape[:3].numel() * k.shape[2] * q.shape[3]
 
@@ -32,7 +34,7 @@ FLOPS = {  # of operations that torch's flop_registry lacks, called as its funct
 }
 
 
-def tensors_in(tree) -> list[torch.Tensor]:
+def tensors_in(tree: Any) -> list[torch.Tensor]:
     """The tensors in arguments or results: a tensor, or a tuple, list or dict with tensors."""
     if isinstance(tree, torch.Tensor):
         return [tree]
@@ -46,7 +48,7 @@ def tensors_in(tree) -> list[torch.Tensor]:
     return found
 
 
-def unwatched(function):
+def unwatched(function: Callable) -> Callable:
     """Return the function, made to run outside of all dispatch modes: on real values, and counted
     by no Watch."""
     return _disable_current_modes()(function)
@@ -201,7 +203,7 @@ class Watch(TorchDispatchMode):
         return peak
 
 
-def totals(moved) -> dict:
+def totals(moved: dict) -> dict:
     """{(axis, op): [number, bytes]}"""
     counts = {}
     for (_, axis, op, size), n in moved.items():

@@ -9,11 +9,14 @@ weights are counted: its forward keeps nothing.
 
 import tempfile
 from dataclasses import replace
-from typing import NamedTuple
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
-from distributed.layout import AXES
+from distributed.layout import AXES, Layout
+from flags.progress import Progress
 from rl.decoding import KEY_BUCKET, RowCache, draw, next_logits, read_prompts
 from rl.packing import token_step
 from rl.rollouts import whole_weights
@@ -45,7 +48,9 @@ class Phase(NamedTuple):
     moved: dict  # see Watch
 
 
-def observe_update(model, optimizer, layout, cfg, held: int) -> Phase:
+def observe_update(
+    model, optimizer: torch.optim.Optimizer, layout: Layout, cfg: Any, held: int
+) -> Phase:
     """Two forwards and backwards of this rank, and the optimizer's first step, which makes its
     state. In a pipeline as many forwards wait for their backwards as there are stages from this one
     on."""
@@ -75,7 +80,7 @@ def observe_update(model, optimizer, layout, cfg, held: int) -> Phase:
 
 
 @torch.no_grad()
-def observe_rollout(model, layout, cfg, beside: int, samplers: int) -> Phase:
+def observe_rollout(model: nn.Module, layout, cfg: Any, beside: int, samplers: int) -> Phase:
     """Whole weights, as many rows as run at once, and their prompts: the longest that leave room
     for --max_new_tokens.
     beside: bytes held beside the parameters. samplers: ranks that share the prompts of a step."""
@@ -105,7 +110,7 @@ def observe_rollout(model, layout, cfg, beside: int, samplers: int) -> Phase:
     )
 
 
-def observe_phases(main, cfg) -> tuple:
+def observe_phases(main: FunctionType, cfg: Any) -> tuple:
     """(layout, parameters of the whole model, bytes of a trainer's parameters, reference and
     optimizer, {name: Phase}). Of a pipeline the bytes are those of the first stage, and each stage
     has an update."""
@@ -157,9 +162,10 @@ def observe_phases(main, cfg) -> tuple:
     return layout, sum(numel.values()), held[0], phases
 
 
-def dry_run(main, cfg) -> None:
+def dry_run(main: FunctionType, cfg: Any) -> None:
     """Print the report."""
-    layout, n_params, (parameters, reference, state), phases = observe_phases(main, cfg)
+    with Progress("dry run of an update and a rollout"):
+        layout, n_params, (parameters, reference, state), phases = observe_phases(main, cfg)
     holders = "on each trainer"
     if layout.pp > 1:
         holders = "on each trainer of the first stage"

@@ -9,17 +9,18 @@ first device of each pipeline rank. --plot and --explain start from the same num
 import math
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from types import SimpleNamespace
-from typing import get_args
+from types import FunctionType, SimpleNamespace
+from typing import Any, get_args
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, schedules
@@ -30,8 +31,9 @@ import distributed.layout
 import parallel
 from distributed import checks, refusals
 from distributed.experts import PARTS, balance_experts
-from distributed.layout import AXES, all_blocks, local_tensor
+from distributed.layout import AXES, Layout, all_blocks, local_tensor
 from distributed.pipeline import ZERO_BUBBLE, Schedule, n_microbatches
+from flags.progress import Progress
 from models.loss import CHUNK_ELEMENTS
 from tools.reports.costs import Watch, totals, unwatched
 from tools.reports.schedule import bubble, duration, in_flight, rows_of, simulate
@@ -88,7 +90,7 @@ class DryWatch(Watch):
 
 
 # ------------------------------------------------------ building the recipe's model without devices
-def build(main, cfg, connect, **stand_ins):
+def build(main: FunctionType, cfg: Any, connect: Callable, **stand_ins: Any) -> tuple:
     """(stages, optimizers, layout) from the recipe's own main, stopped at the first call of
     Checkpoints.
 
@@ -142,7 +144,7 @@ SIMPLE_ORDER = {"1F1B": "GPipe", "DualPipeV": "ZBVZeroBubble"}
 
 
 @contextmanager
-def dry_world(main, cfg, pp_rank: int):
+def dry_world(main: FunctionType, cfg: Any, pp_rank: int) -> Iterator[tuple]:
     """(stages, optimizers, layout) of a pipeline rank's first device, in a world of fake processes
     and fake tensors.
 
@@ -220,7 +222,7 @@ def dry_world(main, cfg, pp_rank: int):
             _clear_sharding_prop_cache()
 
 
-def forget_silu(stages) -> None:
+def forget_silu(stages: Sequence[nn.Module]) -> None:
     """Drop the results of silu from the activations of compiled blocks: the compiler recomputes
     silu from its input, and keeps everything else that eager code keeps. Blocks under activation
     checkpointing keep neither, so they are left alone."""
@@ -254,11 +256,11 @@ def forget_silu(stages) -> None:
 
 
 # ---------------------------------------------------------------- one step, measured
-def size_of(tensors) -> int:
+def size_of(tensors: Iterable[Any]) -> int:
     return sum(local_tensor(t).nbytes for t in tensors if isinstance(t, torch.Tensor))
 
 
-def optimizer_state(optimizers) -> int:
+def optimizer_state(optimizers: list[torch.optim.Optimizer]) -> int:
     total = 0
     for optimizer in optimizers:
         for state in optimizer.state.values():
@@ -267,13 +269,13 @@ def optimizer_state(optimizers) -> int:
 
 
 @torch.no_grad()
-def storages_of(parameters) -> dict:
+def storages_of(parameters: Iterable[torch.Tensor]) -> dict:
     """{key of a storage: its bytes} of this rank's parts."""
     storages = [local_tensor(p).untyped_storage() for p in parameters]
     return {s._cdata: s.nbytes() for s in storages}
 
 
-def gathered_bytes(stage, own: dict) -> int:
+def gathered_bytes(stage: nn.Module, own: dict) -> int:
     """Bytes of gathered or cast weights at the moment: storages of the stage's parameters other
     than those of `own`, the parameters between steps. A cast to a parameter's own dtype shares the
     parameter's storage."""
@@ -281,7 +283,9 @@ def gathered_bytes(stage, own: dict) -> int:
 
 
 @contextmanager
-def stages_followed(stages, layout, watch: Watch, out: Counter):
+def stages_followed(
+    stages: Sequence[nn.Module], layout: Layout, watch: Watch, out: Counter
+) -> Iterator[tuple]:
     """Follow each micro-batch through the stages of a rank, counted from 0.
 
     Writes (activations, stage) and (flops, stage) into out: see observe. Yields (peaks, mark):
@@ -334,7 +338,7 @@ def stages_followed(stages, layout, watch: Watch, out: Counter):
         yield peaks, mark
 
 
-def observe(stages, optimizers, layout, seq_len: int, n: int, watch: Watch) -> Counter:
+def observe(stages, optimizers, layout: Layout, seq_len: int, n: int, watch: Watch) -> Counter:
     """Run a training step of n micro-batches pipeline or accumulation steps, and measure memory,
     FLOPs and collectives.
 
@@ -392,12 +396,18 @@ def observe(stages, optimizers, layout, seq_len: int, n: int, watch: Watch) -> C
     return out
 
 
-def add_scaled(a, factor, b) -> Counter:
+def add_scaled(a: Counter, factor: int, b: Counter) -> Counter:
     # Counter's own + and - drop negative numbers
     return Counter({key: a[key] + factor * b[key] for key in {**a, **b}})
 
 
-def measure(stages, optimizers, layout, seq_len: int, n: int) -> Counter:
+def measure(
+    stages: Sequence[nn.Module],
+    optimizers: list[torch.optim.Optimizer],
+    layout: Layout,
+    seq_len: int,
+    n: int,
+) -> Counter:
     """A step of n micro-batches or accumulation steps, extrapolated from a step of 2 and a step of
     1: each further micro-batch costs the difference. Zero-bubble schedules do not run with 1, so 3
     take the place of 1."""
@@ -429,7 +439,7 @@ def measure(stages, optimizers, layout, seq_len: int, n: int) -> Counter:
     return step
 
 
-def rank_kind(stages):
+def rank_kind(stages) -> tuple:
     """A tuple, equal for pipeline ranks that do the same work."""
     # nothing travels between neighbours on one rank
     kind = [b.index - a.index == 1 for a, b in pairwise(stages)]
@@ -487,21 +497,23 @@ class Report:
         return (1 - attention * (1 - self.causal)) * duration(simulate(self.rows, self.cost))
 
 
-def make_report(main, cfg) -> Report:
+def make_report(main: FunctionType, cfg: Any) -> Report:
     ranks = []
     first = {}
-    for pp_rank in range(max(1, cfg.pp)):
-        with dry_world(main, cfg, pp_rank) as (stages, optimizers, layout):
-            if layout.pp > 1:
-                n = n_microbatches(layout)
-            else:
-                n = layout.accumulation
-            same = first.setdefault(rank_kind(stages), pp_rank)
-            if same < pp_rank:
-                step = ranks[same].step
-            else:
-                step = measure(stages, optimizers, layout, cfg.seq_len, n)
-            ranks.append(Rank(stages, [stage.index for stage in stages], step, same))
+    with Progress("dry run", max(1, cfg.pp), "pipeline ranks") as progress:
+        for pp_rank in range(max(1, cfg.pp)):
+            with dry_world(main, cfg, pp_rank) as (stages, optimizers, layout):
+                if layout.pp > 1:
+                    n = n_microbatches(layout)
+                else:
+                    n = layout.accumulation
+                same = first.setdefault(rank_kind(stages), pp_rank)
+                if same < pp_rank:
+                    step = ranks[same].step
+                else:
+                    step = measure(stages, optimizers, layout, cfg.seq_len, n)
+                ranks.append(Rank(stages, [stage.index for stage in stages], step, same))
+            progress()
     rows = rows_of(cfg, layout.pp, n, stages[0].n_stages)
     for row, rank in zip(rows, ranks, strict=True):
         rank.activations = in_flight(row, rank.ids, rank.step)
@@ -528,7 +540,7 @@ def make_report(main, cfg) -> Report:
     return Report(layout, ranks, n, rows, sum(p.numel() for p in model.parameters()), cost, causal)
 
 
-def table(rows: list[list], right=True) -> str:
+def table(rows: list[list], right: bool = True) -> str:
     """Text with columns as wide as the widest cell. right: align all columns but the first to the
     right."""
     widths = [max(len(str(row[i])) for row in rows) for i in range(len(rows[0]))]
@@ -552,7 +564,7 @@ def format_bytes(n: float) -> str:
     return f"{n:.3g} TiB"
 
 
-def print_report(cfg, report: Report, machine: str) -> None:
+def print_report(cfg: Any, report: Report, machine: str) -> None:
     layout = report.layout
     devices = "devices"
     if layout.world_size == 1:
@@ -634,7 +646,7 @@ def collective_rows(ranks: list[Rank]) -> list[list[str]]:
     return rows
 
 
-def print_bounds(cfg, report: Report, machine: str) -> None:
+def print_bounds(cfg: Any, report: Report, machine: str) -> None:
     """What the pipeline, recomputation and arithmetic leave of the peak."""
     layout = report.layout
     ranks = report.ranks
@@ -684,7 +696,7 @@ def gathered_again(report: Report) -> tuple[int, int]:
     return number, size
 
 
-def print_peak(cfg, report: Report) -> None:
+def print_peak(cfg: Any, report: Report) -> None:
     """The rank with the highest peak, and what the numbers leave out."""
     worst = max(report.ranks, key=lambda r: r.peak)
     verdict = []

@@ -6,9 +6,13 @@ page cannot differ from the program. parts.py has the part of every rank, for pi
 """
 
 import json
+from collections import Counter
 from pathlib import Path
+from types import FunctionType
+from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -41,7 +45,7 @@ def shown_block(stages) -> tuple[str, torch.nn.Module]:
     return name, blocks[name]
 
 
-def describe_split(p) -> str:
+def describe_split(p: torch.Tensor) -> str:
     """Describe how a parameter is split: 'tp: rows, fsdp: rows'. Dims of tensors larger than
     matrices are named by number."""
     if not isinstance(p, DTensor):
@@ -60,7 +64,7 @@ def describe_split(p) -> str:
     return ", ".join(reversed(said)) or "whole"
 
 
-def count_block(main, cfg):
+def count_block(main: FunctionType, cfg: Any) -> tuple | None:
     """(layout, name, parameters, step) of a block: run the first stage with three blocks and with
     two; a block costs the difference. parameters: [name, shape, how it is split, this device's
     part]; step: see dryrun.observe. Returns None if a rank has fewer than three layers."""
@@ -86,7 +90,7 @@ def count_block(main, cfg):
     return layout, name, params, add_scaled(steps[0], -1, steps[1])
 
 
-def forget_neighbours(stage) -> None:
+def forget_neighbours(stage: nn.Module) -> None:
     """With --ep, blocks name their neighbours, and count_block has deleted some."""
     for module in stage.modules():
         if isinstance(module, FSDPModule):
@@ -94,7 +98,7 @@ def forget_neighbours(stage) -> None:
             module.set_modules_to_backward_prefetch([])
 
 
-def list_collectives(step) -> list[tuple]:
+def list_collectives(step: Counter) -> list[tuple]:
     """(phase, axis, operation, number, bytes, why) of all collectives of a block, in the order of
     the phases."""
     moved = {key[1:]: n for key, n in step.items() if key[0] == "moved" and n}
@@ -109,7 +113,7 @@ def list_collectives(step) -> list[tuple]:
     return found
 
 
-def explain(cfg, counted) -> None:
+def explain(cfg: Any, counted: tuple | None) -> None:
     """Print the counts of count_block."""
     if counted is None:
         raise ValueError(

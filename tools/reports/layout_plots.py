@@ -1,9 +1,13 @@
 """--plot of a layout: the mesh and the schedule as SVG files."""
 
 from pathlib import Path
+from typing import Any
 
+from distributed.layout import Layout
 from distributed.pipeline import embeds_at_both_ends
+from flags.files import write_file
 from tools.reports import svg
+from tools.reports.dryrun import Report
 from tools.reports.explain import AXIS_WORDS
 from tools.reports.parts import axis_groups, shown_ranks
 from tools.reports.schedule import bubble, duration, simulate
@@ -11,7 +15,7 @@ from tools.reports.schedule import bubble, duration, simulate
 SIDE = 25  # of a device's cell in the picture
 
 
-def draw_schedule(times, title: str) -> str:
+def draw_schedule(times: list[list[tuple]], title: str) -> str:
     width = round(min(4000, max(860, 18 * duration(times))))
     drawn, height = svg.schedule(times, width - 20)
     body = svg.label(10, 24, title, "bold") + f'<g transform="translate(10 40)">{drawn}</g>'
@@ -20,7 +24,7 @@ def draw_schedule(times, title: str) -> str:
     )
 
 
-def pipeline_peers(report) -> list[int]:
+def pipeline_peers(report: Report) -> list[int]:
     """Pipeline ranks that exchange activations or gradients with pipeline rank 0: the owners of
     neighbouring stages, and the last rank if both ends need the embedding."""
     owner = {i: rank for rank, held in enumerate(report.ranks) for i in held.ids}
@@ -32,7 +36,7 @@ def pipeline_peers(report) -> list[int]:
     return sorted(peers - {0})
 
 
-def draw_mesh(layout, peers: list[int]) -> str:
+def draw_mesh(layout: Layout, peers: list[int]) -> str:
     """Draw a cell per device. A cell has a coloured stripe for each axis on which the device
     exchanges with device 0. Of a large mesh, draw only the beginning. peers: see pipeline_peers."""
     ranks, cut = shown_ranks(layout)
@@ -83,7 +87,7 @@ def draw_mesh(layout, peers: list[int]) -> str:
     )
 
 
-def plot(cfg, report) -> None:
+def plot(cfg: Any, report) -> None:
     layout = report.layout
     pictures = {"mesh.svg": draw_mesh(layout, pipeline_peers(report))}
     if layout.pp > 1:
@@ -93,5 +97,5 @@ def plot(cfg, report) -> None:
         print(title)
         pictures["pipeline.svg"] = draw_schedule(times, title)
     for name, drawn in pictures.items():
-        Path(cfg.out, name).write_text(drawn)
+        write_file(Path(cfg.out, name), drawn.encode())
         print(Path(cfg.out, name))

@@ -9,15 +9,14 @@ import os
 import shlex
 import sys
 from dataclasses import dataclass, fields
-from types import SimpleNamespace
-from typing import Literal
+from types import FunctionType, SimpleNamespace
+from typing import Any, Literal
 
 from distributed.layout import AXES
 from distributed.refusals import refuse
 from flags.config import Need, default_of, flag, no_effect, own_rank, parse_config, say_flags
 from flags.files import check_writable
-from tools.study.report import draw_curves
-from training.metrics import MetricsConfig, points_of, read_lines
+from training.metrics import MetricsConfig
 
 DRY_RUN = Need("without --dry_run", lambda c: c.dry_run)
 PARITY = Need("without --check_parity", lambda c: c.check_parity)
@@ -91,14 +90,14 @@ class ReportConfig(PlotConfig):
     replay: int = 0
 
 
-def with_report_flags(Config, Reports=ReportConfig) -> type:
+def with_report_flags(Config: type, Reports: type = ReportConfig) -> type:
     """Config with the flags of Reports after its own."""
     return dataclass(kw_only=True)(
         type("Config", (Config, Reports), {"__module__": Config.__module__})
     )
 
 
-def run_report(main, Config, argv=None) -> int:
+def run_report(main: FunctionType, Config: type, argv: list[str] | None = None) -> int:
     """Parse a command line with the flags of Config and of reports, report or train, and return the
     exit status."""
     # a program that trains in another way has no layouts to report on
@@ -124,7 +123,7 @@ def run_report(main, Config, argv=None) -> int:
     return report(main, cfg, options)
 
 
-def trains_a_policy(main) -> bool:
+def trains_a_policy(main: FunctionType) -> bool:
     """Whether the recipe has a Trainer, as grpo.py and its forks have."""
     for x in main.__globals__.values():
         if isinstance(x, type) and hasattr(x, "train_on"):
@@ -132,20 +131,24 @@ def trains_a_policy(main) -> bool:
     return False
 
 
-def train(main, cfg, options: PlotConfig) -> int:
+def train(main: FunctionType, cfg: Any, options: PlotConfig) -> int:
     """Train, and draw the curves of the run if --plot asks for a picture. Returns the exit status."""
     say_flags(cfg)
     status = main(cfg) or 0
     if options.plot and own_rank() == 0:
+        from tools.reports.curves import draw_runs, read_curves
+
         try:
-            panels = panels_of(read_lines(f"{cfg.out}/metrics.jsonl"))
-            print(draw_curves(panels, f"{cfg.out}/loss.png"), flush=True)
+            run = read_curves(cfg.out, cfg.out)
+            print(draw_runs([run], f"{cfg.out}/loss.png"), flush=True)
         except OSError as error:  # the training is done, and must not look as if it had failed
             print(f"--plot: no {cfg.out}/loss.png: {error.strerror}", flush=True)
     return status
 
 
-def report_policy_or_train(main, cfg, options: PolicyReports | GrpoReports) -> int:
+def report_policy_or_train(
+    main: FunctionType, cfg: Any, options: PolicyReports | GrpoReports
+) -> int:
     """The reports of a recipe with a grpo.Trainer."""
     asked = [name for name, value in vars(options).items() if value]
     reports = [name for name in asked if name != "plot"]
@@ -183,19 +186,7 @@ def report_policy_or_train(main, cfg, options: PolicyReports | GrpoReports) -> i
     return 0
 
 
-def panels_of(lines) -> list[tuple[str, dict]]:
-    """Curves of losses, and of rewards if there are any, see draw_curves."""
-    units = {"nats per token": ("loss", "val_loss"), "reward": ("reward_mean", "eval_reward")}
-    points = points_of(lines, *sum(units.values(), ()))
-    panels = []
-    for unit, names in units.items():
-        curves = {name: [tuple(zip(*points[name]))] for name in names if points[name]}
-        if curves:
-            panels.append((unit, curves))
-    return panels
-
-
-def report_or_train(main, cfg, options: ReportConfig) -> int:
+def report_or_train(main: FunctionType, cfg: Any, options: ReportConfig) -> int:
     """Run the reports of the options, or train if there are none. Returns the exit status. Raises
     ValueError."""
     launched = "RANK" in os.environ
@@ -273,7 +264,13 @@ def report_or_train(main, cfg, options: ReportConfig) -> int:
     return train(main, cfg, options)
 
 
-def replay_alone(main, Config, WithReports, options: ReportConfig, argv) -> int:
+def replay_alone(
+    main: FunctionType,
+    Config: type,
+    WithReports: type,
+    options: ReportConfig,
+    argv: list[str] | None,
+) -> int:
     """--replay, and no other report; returns the exit status."""
     others = [
         f"--{field.name}"
@@ -296,8 +293,9 @@ def make_folder(out: str) -> None:
     check_writable(os.path.join(out, "mesh.svg"), "--plot:")
 
 
-def report_layout(main, cfg, options: ReportConfig) -> int:
+def report_layout(main: FunctionType, cfg: Any, options: ReportConfig) -> int:
     """--dry_run, --explain and --plot of a recipe; returns the exit status."""
+    from flags.progress import Progress
     from tools.reports.best_layouts import print_best
     from tools.reports.dryrun import make_report, print_report
     from tools.reports.explain import count_block, explain
@@ -319,17 +317,15 @@ def report_layout(main, cfg, options: ReportConfig) -> int:
     if options.dry_run:
         print_report(cfg, found, options.machine)
     if options.explain:
-        counted = count_block(main, cfg)
+        with Progress("one block, in two dry runs"):
+            counted = count_block(main, cfg)
         if counted or not options.html:
             explain(cfg, counted)
         if options.html:
-            write_page(
-                options.html,
-                cfg,
-                found,
-                counted,
-                shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
-            )
+            command = shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]])
+            with Progress(f"drawing {options.html}"):
+                write_page(options.html, cfg, found, counted, command)
     if options.plot:
-        plot(cfg, found)
+        with Progress("drawing"):
+            plot(cfg, found)
     return 0

@@ -11,9 +11,11 @@ from html import escape
 from itertools import chain
 from pathlib import Path
 from string import Template
+from typing import Any
 
+from distributed.layout import Layout
 from tools.reports import explain, parts, svg
-from tools.reports.dryrun import format_bytes
+from tools.reports.dryrun import Report, format_bytes
 from tools.reports.schedule import DOES, bubble, duration, simulate
 
 # width and height of a tensor's cell in the picture, and the picture's width
@@ -22,7 +24,7 @@ PITCH = 190
 WIDTH = 860
 
 
-def draw_grid(layout, ranks) -> str:
+def draw_grid(layout: Layout, ranks: list[list[list[int]]]) -> str:
     """HTML with a button per rank and a panel per pipeline rank."""
     out = ""
     for pp, columns in enumerate(ranks):
@@ -38,7 +40,7 @@ def draw_grid(layout, ranks) -> str:
 
 
 # ---------------------------------------------------------------- what a rank holds
-def draw_holding(shapes: dict, parameters: dict, layout, place: dict, seq_len: int) -> str:
+def draw_holding(shapes: dict, parameters: dict, layout: Layout, place: dict, seq_len: int) -> str:
     """The boxes of all tensors, in each the part of the rank at the place, and the rank's tokens of
     the global batch.
 
@@ -107,7 +109,9 @@ def spans(parts: list[tuple[int, int]]) -> str:
     return " and ".join(f"{first:,}-{end - 1:,}" for first, end in parts)
 
 
-def rank_sections(layout, report, ranks, seq_len: int) -> str:
+def rank_sections(
+    layout: Layout, report: Report, ranks: list[list[list[int]]], seq_len: int
+) -> str:
     """HTML: for each shown rank a hidden section with place, memory and holding."""
     out = ""
     parameters = [parts.shown_parameters(rank.stages) for rank in report.ranks]
@@ -133,7 +137,7 @@ def rank_sections(layout, report, ranks, seq_len: int) -> str:
 
 
 # ---------------------------------------------------------------- the schedule
-def list_ticks(times, owner: dict[int, int], size: str) -> list[dict]:
+def list_ticks(times: list[list[tuple]], owner: dict[int, int], size: str) -> list[dict]:
     """Per unit of time: the work of each pipeline rank, and the sends at the end. owner: stage ->
     pipeline rank."""
     found = []
@@ -163,7 +167,7 @@ def figure(body: str, height: float, says: str) -> str:
     return f'<svg class="text" {size} role="img" aria-label="{says}">{body}</svg>'
 
 
-def make_page(cfg, report, counted, command: str) -> str:
+def make_page(cfg: Any, report, counted: tuple | None, command: str) -> str:
     """The page as text. counted: see explain.count_block."""
     layout = report.layout
     ranks, cut = parts.shown_ranks(layout)
@@ -227,7 +231,7 @@ def make_page(cfg, report, counted, command: str) -> str:
     return Template(Path(__file__).with_name("page.html").read_text()).substitute(values)
 
 
-def write_page(path: str, cfg, report, counted, command: str) -> None:
+def write_page(path: str, cfg: Any, report: Report, counted: tuple | None, command: str) -> None:
     page = make_page(cfg, report, counted, command)
     try:
         Path(path).write_text(page)

@@ -5,10 +5,14 @@ All of this is read from the objects that the recipe made: places from the meshe
 DTensors, tokens from parallel.sequence_index. So a picture cannot differ from the program.
 """
 
+from collections.abc import Sequence
+
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
+from distributed.layout import Layout
 from parallel import sequence_index
 from tools.reports.explain import shown_block
 
@@ -55,7 +59,9 @@ def place_of(layout, rank: int) -> dict[str, int]:
     return place
 
 
-def held_part(p, place: dict[str, int], gathered=False) -> list[tuple[int, int]]:
+def held_part(
+    p: torch.Tensor, place: dict[str, int], gathered: bool = False
+) -> list[tuple[int, int]]:
     """[(first, end) per dim]: a rank's part of a parameter, and of the gradient and the optimizer's state. gathered: the part
     while the block runs, after FSDP has gathered the shards."""
     if not isinstance(p, DTensor):
@@ -72,7 +78,7 @@ def held_part(p, place: dict[str, int], gathered=False) -> list[tuple[int, int]]
     return [(a, a + n) for a, n in zip(first, shape, strict=True)]
 
 
-def ranges(index) -> list[tuple[int, int]]:
+def ranges(index: torch.Tensor | list[int]) -> list[tuple[int, int]]:
     """[0 1 2 6 7] -> [(0, 3), (6, 8)]"""
     index = torch.as_tensor(index)
     breaks = (index.diff() != 1).nonzero().flatten() + 1
@@ -80,7 +86,7 @@ def ranges(index) -> list[tuple[int, int]]:
     return [(int(run[0]), int(run[-1]) + 1) for run in runs if len(run)]
 
 
-def tokens_of(layout, place: dict[str, int], seq_len: int) -> dict:
+def tokens_of(layout: Layout, place: dict[str, int], seq_len: int) -> dict:
     """The tokens of a rank: rows of the global batch, and positions [(first, end)] in the rank's
     order: inside of attention and FFN (equal on all tp ranks), and between them (each tp rank has a
     part)."""
@@ -97,7 +103,7 @@ def tokens_of(layout, place: dict[str, int], seq_len: int) -> dict:
     }
 
 
-def shown_parameters(stages) -> dict:
+def shown_parameters(stages: Sequence[nn.Module]) -> dict:
     """{name: parameter} of the shown block, without the block's number in the names, and of the
     rank's other modules."""
     found = {f"block {name}": p for name, p in shown_block(stages)[1].named_parameters()}

@@ -1,7 +1,9 @@
 """The pipeline's schedule: the order of each rank's work, the duration, and the time spent waiting."""
 
 from collections import Counter
+from collections.abc import Callable
 from itertools import chain
+from typing import Any
 
 from distributed.stages import ONE_STAGE_PER_RANK, csv_rows
 
@@ -14,7 +16,7 @@ DOES = {
 }
 
 
-def rows_of(cfg, pp: int, n: int, n_stages: int) -> list[list[tuple[str, int, int]]]:
+def rows_of(cfg: Any, pp: int, n: int, n_stages: int) -> list[list[tuple[str, int, int]]]:
     """Per pipeline rank the actions in order: (F forward | B backward | I, W halves of a backward,
     stage, micro-batch)."""
     if pp == 1:
@@ -70,7 +72,7 @@ def inputs_of(action: tuple[str, int, int], last: int) -> list[tuple[str, int, i
     return [("F", stage, m), ("B", stage + 1, m)]
 
 
-def simulate(rows, cost=usual_cost) -> list[list[tuple]]:
+def simulate(rows: list[list[tuple]], cost: Callable = usual_cost) -> list[list[tuple]]:
     """Per rank (start, end, kind, stage, micro-batch): an action starts after the previous action
     of the row and after its inputs."""
     last = max(stage for _, stage, _ in chain(*rows))
@@ -97,17 +99,17 @@ def simulate(rows, cost=usual_cost) -> list[list[tuple]]:
     return times
 
 
-def duration(times) -> float:
+def duration(times: list[list[tuple]]) -> float:
     return max(row[-1][1] for row in times)
 
 
-def bubble(times) -> float:
+def bubble(times: list[list[tuple]]) -> float:
     """Share of the ranks' time spent waiting."""
     busy = sum(end - start for start, end, *_ in chain(*times))
     return 1 - busy / (len(times) * duration(times))
 
 
-def in_flight(row, ids: list[int], step: Counter) -> int:
+def in_flight(row: list[tuple], ids: list[int], step: Counter) -> int:
     """Most bytes of activations on a rank with the stages `ids`, which keeps them from forward to
     the end of backward."""
     now = most = 0

@@ -2,8 +2,10 @@
 through which a report enters a recipe."""
 
 import os
+from collections.abc import Callable
 from functools import partial
-from types import ModuleType
+from types import FunctionType, ModuleType
+from typing import Any
 from unittest import mock
 
 from storage import resume
@@ -17,7 +19,7 @@ class Stopped(BaseException):
     lets it pass."""
 
 
-def do_nothing(*args, **kwargs):
+def do_nothing(*args: Any, **kwargs: Any) -> None:
     """Stand-in for functions without use in a report."""
 
 
@@ -26,7 +28,7 @@ def do_nothing(*args, **kwargs):
 no_earlier_run = partial(mock.patch.multiple, resume, **dict.fromkeys(LOOKS_AT_RUN, do_nothing))
 
 
-def names_of_loop(main, last: str) -> dict:
+def names_of_loop(main: FunctionType, last: str) -> dict:
     """The names of the file whose main calls `last`: main's own, or of a recipe that main hands over
     to, as forks/train_distill.py hands over to grpo.main."""
     names = main.__globals__
@@ -38,7 +40,7 @@ def names_of_loop(main, last: str) -> dict:
     return names
 
 
-def stop_main(main, cfg, last: str, **stand_ins) -> tuple[tuple, dict]:
+def stop_main(main: FunctionType, cfg: Any, last: str, **stand_ins: Callable) -> tuple[tuple, dict]:
     """Run main(cfg) up to the call of the function `last`; return the call's (args, kwargs).
 
     last, stand_ins: functions to replace, by their names in the recipe; stand-ins for names unknown

@@ -9,9 +9,11 @@ because viewers outside of browsers know no style rules.
 
 import json
 import re
+from collections.abc import Iterable
 from html import escape
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from tools.reports.dryrun import format_bytes
 from tools.reports.explain import MOVES
@@ -79,25 +81,32 @@ def decimals(x: float) -> str:
     return f"{x:.2f}".rstrip("0").rstrip(".")
 
 
-def rect(x, y, w, h, look: str, **others) -> str:
+def rect(x: float, y: float, w: float, h: float, look: str, **others: Any) -> str:
     place = f'x="{decimals(x)}" y="{decimals(y)}" width="{decimals(w)}" height="{decimals(h)}"'
     return f'<rect class="{look}" {place}{attributes(others)}/>\n'
 
 
-def label(x, y, text, look="", anchor="start") -> str:
+def label(x: float, y: float, text: Any, look: str = "", anchor: str = "start") -> str:
     return f'<text class="{look}" x="{decimals(x)}" y="{decimals(y)}" text-anchor="{anchor}">{escape(str(text))}</text>\n'
 
 
-def lines(x, y, texts, look="", anchor="start", step=15) -> str:
+def lines(
+    x: float,
+    y: float,
+    texts: Iterable[Any],
+    look: str = "",
+    anchor: str = "start",
+    step: float = 15,
+) -> str:
     return "".join(label(x, y + i * step, text, look, anchor) for i, text in enumerate(texts))
 
 
-def arrow(x1, y1, x2, y2, look="line") -> str:
+def arrow(x1: float, y1: float, x2: float, y2: float, look: str = "line") -> str:
     ends = f'x1="{decimals(x1)}" y1="{decimals(y1)}" x2="{decimals(x2)}" y2="{decimals(y2)}"'
     return f'<line class="{look}" {ends} marker-end="url(#tip)"/>\n'
 
 
-def legend(x, y, entries) -> str:
+def legend(x: float, y: float, entries: Iterable[tuple[str, str]]) -> str:
     """A line of coloured boxes with text. entries: [(class, text)]."""
     out = ""
     for look, text in entries:
@@ -107,7 +116,7 @@ def legend(x, y, entries) -> str:
 
 
 # ---------------------------------------------------------------- tensors
-def box_size(shape, longest: int, most=112) -> tuple[float, float]:
+def box_size(shape: tuple, longest: int, most: int = 112) -> tuple[float, float]:
     """Width and height of a tensor's box, proportional to the root of the sizes, so that short
     sides stay visible. longest: the size that is drawn with `most` pixels. A stack of experts (E,
     out, in) is drawn as E x out, a vector as a stripe."""
@@ -121,7 +130,9 @@ def box_size(shape, longest: int, most=112) -> tuple[float, float]:
     return side(columns), side(rows)
 
 
-def inside(part, shape, x, y, w, h) -> tuple[float, float, float, float]:
+def inside(
+    part: list[tuple], shape: tuple, x: float, y: float, w: float, h: float
+) -> tuple[float, float, float, float]:
     """(x, y, width, height) of a part [(first, end) per dim] in the box of the whole. A part that
     is not empty is at least 2 wide and high."""
     (a, b), (c, d) = (*part, (0, 1))[:2]
@@ -134,7 +145,15 @@ def inside(part, shape, x, y, w, h) -> tuple[float, float, float, float]:
     return min(x + c / columns * w, x + w - wide), min(y + a / rows * h, y + h - high), wide, high
 
 
-def tensor(x, y, w, h, shape, kept, gathered=None) -> str:
+def tensor(
+    x: float,
+    y: float,
+    w: float,
+    h: float,
+    shape: tuple,
+    kept: list[tuple],
+    gathered: list[tuple] | None = None,
+) -> str:
     """A tensor: the whole as an outline, in it the gathered part pale and the kept part."""
     pale = ""
     if gathered is not None:
@@ -147,7 +166,7 @@ def tensor(x, y, w, h, shape, kept, gathered=None) -> str:
     )
 
 
-def tokens(x, y, w, h, held, shape) -> str:
+def tokens(x: float, y: float, w: float, h: float, held: dict, shape: tuple) -> str:
     """The global batch, a row per sequence, and a rank's tokens: inside of attention and FFN
     (pale), and between the blocks.
     held: see explain.tokens_of; shape: (sequences, tokens)."""
@@ -158,7 +177,7 @@ def tokens(x, y, w, h, held, shape) -> str:
     return out + rect(x, y, w, h, "frame")
 
 
-def words_for(part, shape) -> str:
+def words_for(part: list[tuple], shape: tuple) -> str:
     """A part in words: 'rows 0-511', 'expert 4, columns 0-2,047', 'whole'."""
     names = {1: ["rows"], 2: ["rows", "columns"]}.get(len(shape), ["experts", "rows", "columns"])
     words = []
@@ -198,7 +217,7 @@ BACKWARD = [
 ORDER = ["fsdp", "efsdp", "dp_replicate", "tp", "cp", "etp", "ep"]
 
 
-def timeline(moved, names: tuple[str, str], width=860) -> tuple[str, int]:
+def timeline(moved: list[tuple], names: tuple[str, str], width: int = 860) -> tuple[str, int]:
     """(SVG, height): a band for each phase, time from left to right, a row for each axis. moved:
     from list_collectives;
     names: for the two halves of a block."""
@@ -245,7 +264,9 @@ def timeline(moved, names: tuple[str, str], width=860) -> tuple[str, int]:
 
 
 # ---------------------------------------------------------------- the schedule
-def schedule(times, width=860, left=58, height=26) -> tuple[str, int]:
+def schedule(
+    times: list[list[tuple]], width: int = 860, left: int = 58, height: int = 26
+) -> tuple[str, int]:
     """(SVG, height): a row per pipeline rank, a box with the micro-batch's number per forward or
     backward. Boxes with a thick edge belong to a rank's second stage."""
     end = duration(times)
@@ -278,7 +299,7 @@ def schedule(times, width=860, left=58, height=26) -> tuple[str, int]:
     return out, n * (height + 4)
 
 
-def schedule_legend(x, y, times) -> str:
+def schedule_legend(x: float, y: float, times: list[list[tuple]]) -> str:
     kinds = {kind for *_, kind, _, _ in chain(*times)}
     texts = [(kind, f"{kind} {does}") for kind, does in DOES.items() if kind in kinds]
     return legend(x, y, [*texts, ("idle", "idle: the bubble")])

@@ -19,7 +19,7 @@ from tools.study.significance import ALPHA, t_quantile
 from tools.study.study import pairs_of, read_runs, read_study, values_of
 
 
-def report_ladder(folder, sizes: list[str], to: float | None) -> None:
+def report_ladder(folder: str | Path, sizes: list[str], to: float | None) -> None:
     """Print, and write to ladder.md and ladder.json, the differences at each size, at the size `to`
     (parameters; None: 10 times the largest), and a law L = E + A / N^a for each variant, if there
     are four sizes or more."""

@@ -2,6 +2,7 @@
 repeat the study."""
 
 import difflib
+import io
 import json
 import math
 import platform
@@ -268,7 +269,7 @@ def curves_of(study: dict, runs: dict) -> list[tuple[str, dict]]:
 
 
 # ---------------------------------------------------------------- the report
-def draw_curves(panels: list[tuple[str, dict]], path) -> str:
+def draw_curves(panels: list[tuple[str, dict]], path: str | Path) -> str:
     """Draw [(unit, {name: [(steps, values) of each run]})] side by side, each band from the lowest
     run to the highest, with a dot at the end of each run. Returns a line to print: the path, or the
     package to install."""
@@ -292,7 +293,9 @@ def draw_curves(panels: list[tuple[str, dict]], path) -> str:
         axis.set(xlabel="step", ylabel=unit)
         axis.grid(alpha=0.3)
         axis.legend()
-    figure.savefig(path, dpi=120)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=120, format="png")
+    write_file(path, picture.getvalue())
     return f"picture: {path}"
 
 
@@ -322,7 +325,7 @@ def costs_of(variants: dict[str, dict], runs: dict | None = None) -> list[list[s
     return rows
 
 
-def known(text: str, number) -> str:
+def known(text: str, number: float | None) -> str:
     """The text with the number; "" for none and 0."""
     if not number:
         return ""
@@ -401,7 +404,7 @@ def lines_as_trained(path: Path, sha256: str | None) -> list[str]:
     return [f"(unknown: {sha256})"]
 
 
-def report_study(folder) -> bool:
+def report_study(folder: str | Path) -> bool:
     """Print the report of a study, and write verdicts.json, report.md, report.html and curves.png.
     Returns whether no run has failed."""
     folder = Path(folder)

@@ -7,11 +7,15 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 
 from flags.files import write_file
+from flags.progress import Progress
 from tools.study.study import FAILED, folder_of, has_died, is_finished, lines_of
+
+LOOK = 2.0  # seconds between two looks at the numbers of the runs
 
 
 def start_run(
@@ -69,6 +73,42 @@ def last_line(folder: Path) -> str:
     return said[-1].strip()
 
 
+def steps_so_far(folder: Path, runs: list[tuple]) -> dict[tuple, int]:
+    """{run: its last logged step}"""
+    return {run: last_step_of(folder, run)["step"] for run in runs}
+
+
+def last_step_of(folder: Path, run: tuple) -> dict:
+    """The last line with a loss that a run has logged; of step 0 if there is none."""
+    last = {"step": 0}
+    for line in lines_of(folder, *run):
+        if "loss" in line:
+            last = line
+    return last
+
+
+def describe_running(folder: Path, running: dict) -> str:
+    """ "llama3, seed 1: loss 3.214; mine, seed 1: starts" """
+    said = []
+    for name, seed in running:
+        line = last_step_of(folder, (name, seed))
+        state = "starts"
+        if "loss" in line:
+            state = f"step {line['step']}, loss {line['loss']:.3f}"
+        said.append(f"{name}, seed {seed}: {state}")
+    return "; ".join(said)
+
+
+def check_metric(metric: str, lines: list[dict]) -> None:
+    """Raises ValueError if a run that ended well has not logged the metric."""
+    numbers = set()
+    for line in lines:
+        numbers |= {key for key, value in line.items() if isinstance(value, int | float)}
+    if metric not in numbers and not has_died(lines, metric):
+        known = ", ".join(sorted(numbers))
+        raise ValueError(f"--metric {metric}: no run logs it; there are {known}")
+
+
 def run_all(study: dict, folder: Path, todo: list[tuple], stopping: list) -> None:
     """Make the unfinished runs (variant, seed) in this order, --jobs at once, until all are done or a
     signal came.
@@ -94,12 +134,18 @@ def run_all(study: dict, folder: Path, todo: list[tuple], stopping: list) -> Non
     running = {}
     slots = list(range(study["jobs"]))
     began = time.monotonic()
+    looked = began
     if todo:
         counted = f"{len(todo)} runs"
         if len(todo) == 1:
             counted = "1 run"
         print(f"{folder}: {counted}, {study['jobs']} at once", flush=True)
+    trained = steps_so_far(folder, todo)
+    total = sum(study["variants"][name]["steps"] for name, _ in todo) - sum(trained.values())
+    progress = Progress(f"{folder}", total, "steps")
+    stack = ExitStack()
     try:
+        stack.enter_context(progress)
         while (waiting or running) and not stopping:
             while waiting and slots:
                 name, seed = key = waiting.pop(0)
@@ -110,6 +156,11 @@ def run_all(study: dict, folder: Path, todo: list[tuple], stopping: list) -> Non
                     gpus = range(slot * study["nproc"], (slot + 1) * study["nproc"])
                 running[key] = start_run(study, name, seed, place, gpus), place, slot
             time.sleep(0.2)
+            if time.monotonic() - looked > LOOK:
+                looked = time.monotonic()
+                now = steps_so_far(folder, todo)
+                progress.done = sum(now.values()) - sum(trained.values())
+                progress.text = f"{folder}: {describe_running(folder, running)}"
             for key, (process, place, slot) in list(running.items()):
                 if process.poll() is None:
                     continue
@@ -125,26 +176,14 @@ def run_all(study: dict, folder: Path, todo: list[tuple], stopping: list) -> Non
                     end = f"failed: {last_line(place)}"
                     if "is in use by process" not in end:  # another --only makes the same run
                         write_file(place / FAILED, last_line(place).encode())
-                print(
+                progress.say(
                     f"{key[0]}, seed {key[1]}: {end} ({rest} of {len(todo)} runs to go, about "
-                    f"{left})",
-                    flush=True,
+                    f"{left})"
                 )
-                numbers = set()
-                for line in lines:
-                    numbers |= {
-                        key for key, value in line.items() if isinstance(value, int | float)
-                    }
-                known = sorted(numbers)
-                if (
-                    end == "done"
-                    and not has_died(lines, study["metric"])
-                    and study["metric"] not in known
-                ):
-                    raise ValueError(
-                        f"--metric {study['metric']}: no run logs it; there are {', '.join(known)}"
-                    )
+                if end == "done":
+                    check_metric(study["metric"], lines)
     finally:
+        stack.close()
         for process, *_ in running.values():
             process.terminate()  # a recipe then finishes its step, saves and exits
         for process, *_ in running.values():

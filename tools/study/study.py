@@ -6,6 +6,7 @@ variant and seed. Everything here is computed from the folder, so a report can b
 time.
 """
 
+import argparse
 import math
 import re
 from itertools import product
@@ -39,7 +40,7 @@ NOT_TRAINING = re.compile(r"_s$|per_second|mfu|memory|time|slowest")
 
 
 # ---------------------------------------------------------------- one run
-def read_study(folder) -> dict:
+def read_study(folder: str | Path) -> dict:
     """study.json of a folder. Raises ValueError if there is none."""
     if not Path(folder, "study.json").exists():
         raise ValueError(f"{folder} has no study.json; give the --out of a study")
@@ -52,7 +53,7 @@ def read_study(folder) -> dict:
     return study | {"variants": variants}
 
 
-def folder_of(study_folder, name: str, seed: int) -> Path:
+def folder_of(study_folder: str | Path, name: str, seed: int) -> Path:
     return Path(study_folder, re.sub(r"[^\w.=,+-]+|^\.+", "_", name), f"seed-{seed}")
 
 
@@ -65,7 +66,7 @@ def locate(recipe: Path, file: str) -> Path:
     return recipe.parent / file
 
 
-def lines_of(folder, name: str, seed: int) -> list[dict]:
+def lines_of(folder: str | Path, name: str, seed: int) -> list[dict]:
     return list(read_lines(str(folder_of(folder, name, seed) / "metrics.jsonl")))
 
 
@@ -80,7 +81,7 @@ def is_finished(lines: list[dict], variant: dict) -> bool:
     return "loss" in logged
 
 
-def read_runs(study: dict, folder) -> dict[tuple[str, int], list[dict]]:
+def read_runs(study: dict, folder: str | Path) -> dict[tuple[str, int], list[dict]]:
     """{(variant, seed): lines of metrics.jsonl} of the finished runs; no lines for a run that
     failed.
 
@@ -301,7 +302,7 @@ def look_at_all(study: dict, runs: dict) -> dict[str, tuple]:
     return found
 
 
-def next_runs(study: dict, folder, tried: set) -> list[tuple[str, int]]:
+def next_runs(study: dict, folder: str | Path, tried: set) -> list[tuple[str, int]]:
     """The (variant, seed) to run now, in the order of seeds. tried: runs that, if they have failed,
     are not tried again."""
     runs = {run: lines for run, lines in read_runs(study, folder).items() if lines or run in tried}
@@ -313,7 +314,7 @@ def next_runs(study: dict, folder, tried: set) -> list[tuple[str, int]]:
 
 # ---------------------------------------------------------------- before a comparison
 def winners_of(
-    study: dict, folder, names: list[str], cells: list[str]
+    study: dict, folder: str | Path, names: list[str], cells: list[str]
 ) -> tuple[dict[str, str], list[str]]:
     """({variant: its best cell}, lines for the report), from the finished runs "VARIANT CELL" of
     --tune.
@@ -356,7 +357,7 @@ def winners_of(
     return best, said
 
 
-def noise_of(folder: str, args, baseline: dict) -> dict:
+def noise_of(folder: str, args: argparse.Namespace, baseline: dict) -> dict:
     """{"sd", "df"}: the standard deviation of paired differences in a finished study, over all its
     variants, and the degrees of freedom. Raises ValueError for another metric, and for another
     recipe or size than `baseline`, a variant, has. Other flags are not compared."""

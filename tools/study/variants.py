@@ -64,7 +64,7 @@ def named_variants(items: list[str], recipes: list[str]) -> list[tuple[str, str,
     return named
 
 
-def variants_of(args, common: list[str]) -> dict[str, dict]:
+def variants_of(args: argparse.Namespace, common: list[str]) -> dict[str, dict]:
     """{name: {"recipe", "flags"}}, the baseline first. common: flags of every run."""
     found = {}
     folders = set()
@@ -193,7 +193,7 @@ def sources_of(recipe: Path) -> dict[str, str]:
     return found
 
 
-def check_variants(variants: dict[str, dict], args) -> None:
+def check_variants(variants: dict[str, dict], args: argparse.Namespace) -> None:
     """Check all command lines, and add to each variant: what its recipe answers to --check, the
     recipe's "file", and "files", the sources of its training. Raises ValueError."""
     sources = {}
