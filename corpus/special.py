@@ -9,7 +9,7 @@ themselves often, so an end is here an id that any of these files calls an end.
 
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from corpus.beside import files_beside, read_beside, read_special_tokens
 from corpus.tokenizer import encoding_of, load_tokenizer, tokenizer_path
@@ -65,12 +65,20 @@ class SpecialIds(NamedTuple):
         return {"bos_token_id": self.bos, "eos_token_id": eos, "pad_token_id": self.pad}
 
 
-def listed_ids(value: Any) -> list[int]:
-    """The ids in a value of generation_config.json: an id, a list of ids, or null."""
-    values = [value]
-    if isinstance(value, list):
-        values = value
-    return [i for i in values if type(i) is int and i >= 0]
+def listed_ids(folder: str, file: dict, name: str) -> list[int]:
+    """The ids of a file's eos_token_id and the like: an id, a list of ids, or null; some files say -1
+    for none. Raises ValueError: an end that is overlooked lets texts run on."""
+    values = file.get(name)
+    if values is None:
+        return []
+    if not isinstance(values, list):
+        values = [values]
+    for i in values:
+        if type(i) is not int or not -1 <= i < 2**31:
+            raise ValueError(
+                f"{folder}: {name} is {str(values)[:60]}; need an id, a list of ids, or null"
+            )
+    return [i for i in values if i >= 0]
 
 
 def config_of(folder: str) -> dict:
@@ -92,15 +100,16 @@ def special_ids(folder: str, is_ours: bool = False) -> SpecialIds:
     names an end."""
     names = read_special_tokens(folder)
     files = [read_beside(folder, "generation_config.json"), config_of(folder)]
-    files.append(files[1].get("text_config") or {})
+    of_text = files[1].get("text_config")  # of a model that reads pictures, too
+    if isinstance(of_text, dict):
+        files.append(of_text)
     tokenizer = load_tokenizer(tokenizer_path(folder))
 
     def id_of(name: str) -> int | None:
-        of_files = [i for file in files for i in listed_ids(file.get(f"{name}_token_id"))]
-        of_tokenizer = tokenizer.token_to_id(names.get(f"{name}_token", ""))
-        if of_files:
-            return of_files[0]
-        return of_tokenizer
+        for file in files:
+            for i in listed_ids(folder, file, f"{name}_token_id"):
+                return i
+        return tokenizer.token_to_id(names.get(f"{name}_token", ""))
 
     ends = []
     if is_ours:
@@ -109,12 +118,12 @@ def special_ids(folder: str, is_ours: bool = False) -> SpecialIds:
     if eos is not None:
         ends.append(eos)
     markers = tokenizer.get_added_tokens_decoder()
-    in_generation = listed_ids(files[0].get("eos_token_id"))
+    in_generation = listed_ids(folder, files[0], "eos_token_id")
     ends += in_generation
     for file in files[1:]:
         # generate() reads config.json only without the other file. config.json often holds a default
         # of transformers, such as 2, perhaps the id of a letter.
-        more = listed_ids(file.get("eos_token_id"))
+        more = listed_ids(folder, file, "eos_token_id")
         ends += [i for i in more if i in markers or not in_generation]
     if not ends:
         try:

@@ -22,7 +22,12 @@ def json_bytes(value: Any) -> bytes:
 
 
 def read_json(*path: str | Path) -> Any:
-    return json.loads(Path(*path).read_bytes())
+    """Raises ValueError for a file that is no JSON."""
+    file = Path(*path)
+    try:
+        return json.loads(file.read_bytes())
+    except RecursionError:  # thousands of brackets
+        raise ValueError(f"RecursionError in {file}") from None
 
 
 def printable(text: str) -> str:

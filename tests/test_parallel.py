@@ -630,3 +630,26 @@ def test_an_error_names_the_module_in_which_it_happened():
     assert 'a "head" is given to self.token_loss(..., kernel=YOURS), not called' in failed_module(
         found.value
     )
+
+
+def where_a_style_is_wrong(flags: dict) -> str:
+    """A matrix whose input is split is given the style of one whose input is whole."""
+    plan = llama3.Llama3.tp_plan
+
+    def wrong(self):
+        return plan(self) | {"blocks.*.attn.wo": "colwise"}
+
+    with mock.patch.object(llama3.Llama3, "tp_plan", wrong):
+        stages, layout = build(config(), flags, 4, 4)
+        try:
+            parallel.forward_backward(
+                stages, local_batch(global_batch(0, 4, False), layout), layout
+            )
+        except RuntimeError as error:
+            return failed_module(error)
+
+
+def test_an_error_of_shapes_under_tp_names_the_styles():
+    for said in pool(2).run(where_a_style_is_wrong, dict(tp=2)):
+        assert said.startswith(" (in blocks.0.attn.wo, a Linear); under tp the styles in tp_plan")
+        assert said.endswith('one may be wrong: "blocks.*.attn.wo": "colwise"')

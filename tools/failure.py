@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from distributed.agree import brief
 from distributed.launch import host_of, is_gone, name_rank
@@ -42,6 +43,11 @@ OF_FILES = {
     errno.ELOOP,
     errno.ENAMETOOLONG,
 }
+
+# what torch says where two shapes do not fit
+UNFIT = re.compile(
+    "must match the size|reduction dim|normalized_shape|cannot be multiplied|is invalid for input"
+)
 
 # what gloo and NCCL say when another process is gone
 LOST = re.compile(r"closed by peer|reset by peer|broken pipe|remote process exited", re.I)
@@ -208,7 +214,26 @@ def failed_module(error: BaseException) -> str:
             f'; under tp the input of "{pattern_of(fqn)}" is whole already, gathered by the module '
             'around it: its style in tp_plan must be "colwise", which splits the output'
         )
+    if UNFIT.search(str(error)):
+        place += styles_of(modules[0], fqn)
     return place
+
+
+def styles_of(model: Any, fqn: str) -> str:
+    """Under tp: the styles of a module and of those inside of it, one of which may be wrong; else ""."""
+    meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
+    if not any("tp" in (mesh.mesh_dim_names or ()) for mesh in meshes):
+        return ""
+    styles = []
+    for pattern, style in model.tp_plan().items():
+        if f"{pattern}.".startswith(f"{pattern_of(fqn)}."):
+            styles.append(f'"{pattern}": "{style}"')
+    if not styles:
+        return ""
+    return (
+        "; under tp the styles in tp_plan decide the shapes there, and one may be wrong: "
+        f"{', '.join(styles)}"
+    )
 
 
 def silent_ranks(message: str) -> str:

@@ -36,7 +36,7 @@ from corpus.answer_ends import before_blanks, find_ends
 from corpus.cache import cached_corpus
 from corpus.chat import chat_tokenizer, parse_conversation, read_template, tokens_and_mask
 from corpus.shards import FIRST, LOSS, read_index
-from corpus.special import TextSource, ids_of
+from corpus.special import NoEnds, TextSource, ids_of, special_ids
 from corpus.tokenizer import bytes_of_tokens, load_tokenizer
 from generate import generate
 from storage import commands
@@ -496,3 +496,19 @@ def test_an_end_of_earlier_answers_that_is_rare_inside(tmp_path):
     ids = np.array([a, end, a, end, a, a, last])
     bits = np.array([FIRST, LOSS, LOSS, LOSS, 0, LOSS, LOSS], np.uint8)
     assert find_ends([(ids, bits)], file).ends == [last]
+
+
+def test_ends_that_cannot_be_read_are_refused(tmp_path):
+    """An end that is overlooked lets texts run on. Only a folder that names none has none."""
+    Tokenizer(models.WordLevel({"a": 0, "b": 1}, "a")).save(str(tmp_path / "tokenizer.json"))
+    file = tmp_path / "generation_config.json"
+    for value in ("x", 1.5, {}, True, [0, "1"], 2**40):
+        file.write_text(json.dumps({"eos_token_id": value}))
+        refuses("eos_token_id is .*; need an id", special_ids, str(tmp_path))
+    file.write_text("{")
+    refuses("generation_config.json is not JSON", special_ids, str(tmp_path))
+    file.write_text('{"eos_token_id": [1, -1]}')
+    assert special_ids(str(tmp_path)).ends == [1]
+    file.write_text('{"eos_token_id": -1}')
+    with pytest.raises(NoEnds):
+        special_ids(str(tmp_path))
