@@ -531,6 +531,14 @@ def judge(lines, samples, answers="auto") -> Measured:
     return evaluate.exact_match(lines, [], [[sample] for sample in samples], answers)
 
 
+@pytest.mark.parametrize(
+    "choices, fine",
+    [(["a"], True), ([], False), ("ab", False), (None, False), (["a", ""], False), ([1], False)],
+)
+def test_choices_are_texts(choices, fine):
+    assert questions.is_list_of_texts(choices) == fine
+
+
 def test_every_kind_of_line_is_a_task():
     assert evaluate.TASKS.keys() == questions.KINDS.keys()
 
