@@ -6,6 +6,8 @@ compares them in pairs.
     python ablate.py --variant "old: train_llama3.py@v1.0" --variant "new: train_mine.py --alpha 0.1" --until 0.02
     python ablate.py train_llama3.py --vary optimizer=adamw,muon --tune lr=1e-3,3e-3,1e-2     # each at its own best rate
     python ablate.py --report runs/ablate                                     # the report again, without any run
+    python ablate.py train_llama3.py --steps 300 --campaign runs/search       # many ideas, one error rate: begin,
+    python ablate.py --campaign runs/search --candidate mine.py               # then a command for each; one line of JSON
     python ablate.py --watch runs/llama3 runs/mine                            # curves of runs in the terminal, while they train
     python ablate.py --watch runs/llama3 runs/mine --picture curves.png       # all their curves on one page
 
@@ -18,6 +20,7 @@ missing runs. docs/ablations.md has worked examples.
 import flags.interrupt  # noqa: F401  Ctrl-C ends in one line, from here on
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -63,6 +66,25 @@ HIGH_IS_GOOD = "reward|acc|pass_at_k|eval_greedy|score|exact_match|solved|per_se
 LOW_IS_GOOD = "loss|bits_per_byte|memory_gib|time_s"
 
 
+# flags of a study that a campaign does not have
+CAMPAIGN_HAS_NOT = (
+    "vary",
+    "baseline",
+    "tune",
+    "tune_seeds",
+    "budget",
+    "ladder",
+    "until",
+    "noise",
+    "reach",
+    "out",
+    "only",
+    "report",
+    "watch",
+    "picture",
+)
+
+
 # ---------------------------------------------------------------- the command line
 def add_variant_flags(add: Callable) -> None:
     """What is compared. add: add_argument of a parser."""
@@ -103,9 +125,11 @@ def add_variant_flags(add: Callable) -> None:
     )
     add(
         "--tokens_per_parameter",
-        type=float,
-        default=20,
-        help="sets --steps of --ladder's sizes [default: 20]",
+        type=ratios_of,
+        default=(20.0,),
+        metavar="R,R",
+        help="sets --steps of --ladder's sizes; several numbers: each size with each, so that the "
+        "exponents of sizes and of tokens can be told apart [default: 20]",
     )
     add(
         "--ladder_to",
@@ -117,14 +141,23 @@ def add_variant_flags(add: Callable) -> None:
 
 def add_study_flags(add: Callable) -> None:
     """How variants are compared, and where the runs are made. add: add_argument of a parser."""
-    add("--seeds", type=int, default=3, help="runs of each variant [default: 3]")
+    add(
+        "--seeds",
+        type=int,
+        help="runs of each variant [default: 3], of --campaign --final [default: 10]",
+    )
     add(
         "--until",
         type=float,
         metavar="D",
         help="add seeds until each interval excludes 0, or all differences as large as D",
     )
-    add("--max_seeds", type=int, default=12, help="the most that --until may take [default: 12]")
+    add(
+        "--max_seeds",
+        type=int,
+        help="the most that --until may take [default: 12], or a comparison of --campaign "
+        "[default: as many as find a difference of the noise's size in 80 %% of cases]",
+    )
     add(
         "--noise",
         metavar="STUDY",
@@ -184,11 +217,36 @@ def add_study_flags(add: Callable) -> None:
     )
 
 
+def add_campaign_flags(add: Callable) -> None:
+    """Many candidates, one after the other. add: add_argument of a parser."""
+    add(
+        "--campaign",
+        metavar="FOLDER",
+        help="a search with one error rate: RECIPE FLAGS begins it, then a command for each "
+        "candidate, compared with the best so far; alone it goes on, or says where it stands",
+    )
+    add("--candidate", metavar="COPY.py", help="a changed copy of the best of --campaign")
+    add(
+        "--layouts",
+        default="tp=2;dp_shard=2",
+        metavar="'AXIS=N;AXIS=N'",
+        help="layouts on which each candidate must pass --check_parity; '' for none "
+        "[default: tp=2;dp_shard=2]",
+    )
+    add(
+        "--final",
+        metavar="TEXT",
+        help="judge the last best of --campaign against its start, once, on seeds and a text that "
+        "nothing was chosen by",
+    )
+
+
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """(our flags and `recipes`, the words before the first flag; the flags for every run)."""
     parser = Parser(usage=argparse.SUPPRESS, description=__doc__)
     add_variant_flags(parser.add_argument)
     add_study_flags(parser.add_argument)
+    add_campaign_flags(parser.add_argument)
     recipes = []
     for word in argv:
         if word.startswith("-"):
@@ -199,7 +257,44 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     if not args.best:
         args.best = good_direction(args.metric)
+    if args.max_seeds is None and not args.campaign:
+        args.max_seeds = 12
+    if args.seeds is None:
+        args.seeds = 3
+        if args.final:
+            args.seeds = 10
     return args, common
+
+
+def check_campaign(args: argparse.Namespace) -> None:
+    """Refuse flags of a study beside those of a campaign."""
+    for name in ("campaign", "candidate", "final"):
+        if getattr(args, name) == "":
+            raise ValueError(f"--{name} needs a name")
+    if not args.campaign:
+        for name in ("candidate", "final"):
+            if getattr(args, name):
+                raise ValueError(f"--{name} has no effect without --campaign; leave it out")
+        if args.layouts != "tp=2;dp_shard=2":
+            raise ValueError("--layouts has no effect without --campaign; leave it out")
+        return
+    check_range(args, 1, math.inf, "nproc")
+    check_range(args, 0, math.inf, "jobs")
+    if args.max_seeds is not None:
+        check_range(args, 3, APART - 2, "max_seeds")
+    usual, _ = parse([])
+    for name in CAMPAIGN_HAS_NOT:
+        if getattr(args, name) != getattr(usual, name):
+            raise ValueError(
+                f"--campaign compares one candidate at a time with the best so far; leave out --{name}"
+            )
+    if args.seeds != usual.seeds and not args.final:
+        raise ValueError(
+            "--seeds: a campaign finds out how many each comparison needs; leave it out"
+        )
+    if args.final and (args.candidate or args.variant):
+        raise ValueError("--final judges the last best; leave out --candidate and --variant")
+    check_range(args, 2, APART - 1, "seeds")
 
 
 def good_direction(metric: str) -> str:
@@ -221,14 +316,17 @@ def check_numbers(args: argparse.Namespace) -> None:
     for name, needed, usual in (
         ("max_seeds", "until", 12),
         ("tune_seeds", "tune", 2),
-        ("tokens_per_parameter", "ladder", 20),
+        ("tokens_per_parameter", "ladder", (20.0,)),
         ("ladder_to", "ladder", None),
     ):
         value = getattr(args, name)
         if value != usual and not getattr(args, needed):
-            raise ValueError(f"--{name} {value:g} has no effect without --{needed}; leave it out")
+            if name == "tokens_per_parameter":
+                typed = ",".join(f"{number:g}" for number in value)
+            else:
+                typed = f"{value:g}"
+            raise ValueError(f"--{name} {typed} has no effect without --{needed}; leave it out")
     check_range(args, 0, math.inf, "jobs")
-    gpus = max(args.jobs, 1) * args.nproc
     own_noise = args.noise and os.path.realpath(args.noise) == os.path.realpath(args.out)
     refuse(
         [
@@ -264,36 +362,62 @@ def check_numbers(args: argparse.Namespace) -> None:
                 "--ladder sets the tokens of each size by --tokens_per_parameter; leave --budget "
                 "out",
             ),
-            (
-                args.gpus and gpus > args.gpus,
-                f"--jobs {args.jobs} x --nproc {args.nproc} needs {gpus} GPUs, and there are "
-                f"{args.gpus}",
-            ),
         ]
     )
+    fill_jobs(args)
+
+
+def fill_jobs(args: argparse.Namespace) -> None:
+    """As many runs at once as there are devices, unless --jobs says how many. Raises ValueError for
+    more than there are GPUs."""
+    gpus = max(args.jobs, 1) * args.nproc
+    if args.gpus and gpus > args.gpus:
+        raise ValueError(
+            f"--jobs {args.jobs} x --nproc {args.nproc} needs {gpus} GPUs, and there are {args.gpus}"
+        )
     if not args.jobs:
         devices = args.gpus or os.cpu_count() or 1
         args.jobs = max(1, devices // args.nproc)
 
 
+def ratios_of(text: str) -> tuple[float, ...]:
+    """ "5,20" -> (5.0, 20.0)"""
+    found = tuple(float(word) for word in text.split(","))
+    if min(found) <= 0 or len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"{text!r}: need different numbers above 0")
+    return found
+
+
 def check_all(args: argparse.Namespace, common: list[str]) -> dict[str, dict]:
-    """{size: checked variants}; without --ladder a single size, "". Prints what the runs cost."""
+    """{size: checked variants}; without --ladder a single size, "". With several numbers of
+    --tokens_per_parameter a size is "SIZE@NUMBER". Prints what the runs cost."""
     variants = variants_of(args, common)
     if not args.ladder:
         check_size(args, "", variants)
         return {"": variants}
     sizes = {}
+    points = []  # (parameters, tokens) of each study
     for size in args.ladder.replace(" ", "").split(";"):
-        if size:
-            sizes[size] = at_size(variants, size)
-    for size, found in sizes.items():
-        check_size(args, size, found)
+        for ratio in args.tokens_per_parameter:
+            name = size
+            if len(args.tokens_per_parameter) > 1:
+                name = f"{size}@{ratio:g}"
+            if size:
+                sizes[name] = at_size(variants, size)
+                check_size(args, name, sizes[name], ratio)
+                parameters = next(iter(sizes[name].values()))["parameters"]
+                points.append((parameters, ratio * parameters))
+    from tools.study.ladder import describe_design
+
+    print(describe_design(points), flush=True)
     return sizes
 
 
-def check_size(args: argparse.Namespace, size: str, variants: dict[str, dict]) -> None:
+def check_size(
+    args: argparse.Namespace, size: str, variants: dict[str, dict], ratio: float = 0
+) -> None:
     """Check the variants of one size, with every value of --tune, and set their steps. Prints what
-    the runs cost."""
+    the runs cost. ratio: tokens per parameter, of --ladder."""
     check_variants(variants, args)
     of_variant = args.seeds
     if args.tune:
@@ -310,7 +434,7 @@ def check_size(args: argparse.Namespace, size: str, variants: dict[str, dict]) -
     unit, _, amount = (args.budget or "").partition("=")
     if args.ladder:  # all variants of a size get the baseline's tokens
         baseline = next(iter(variants.values()))
-        tokens = args.tokens_per_parameter * (baseline["parameters"] or 0)
+        tokens = ratio * (baseline["parameters"] or 0)
         set_steps(variants, "tokens", tokens)
     elif unit in ("tokens", "flops"):
         set_steps(variants, unit, float(amount))
@@ -433,6 +557,39 @@ def run_study(
     return False
 
 
+def stop_signals() -> list[int]:
+    """A list that gets the number of a signal that asks to stop."""
+    stopping = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: stopping.append(number))
+    return stopping
+
+
+def run_campaign(args: argparse.Namespace, common: list[str]) -> int:
+    """One command of a campaign. stdout gets one line of JSON; everything else goes to stderr.
+    Returns the exit status, by the kind of answer."""
+    from tools.study.campaign import STATUS, Stopped, answer, check_new
+
+    check_local(args.campaign, "--campaign")
+    check_new(args.campaign, args)
+    fill_jobs(args)
+    stopping = stop_signals()
+    status = 0
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            lock_run(args.campaign)
+        except ValueError as error:
+            raise ValueError(str(error).replace("--out", "--campaign")) from None
+        try:
+            found = answer(args.campaign, args, common, stopping)
+            status = STATUS[found["verdict"]]
+        except Stopped:
+            found = {"verdict": "stopped", "why": "the same command continues"}
+            status = 128 + stopping[0]
+    print(json.dumps({"campaign": args.campaign} | found), flush=True)
+    return status
+
+
 def show_runs(args: argparse.Namespace, common: list[str]) -> int:
     """--watch, and --picture: of runs that are there. Returns the exit status."""
     from tools.reports.curves import draw_runs, find_runs, read_curves, watch_runs
@@ -464,11 +621,14 @@ def show_runs(args: argparse.Namespace, common: list[str]) -> int:
 
 def main(argv: list[str]) -> int:
     args, common = parse(argv)
+    check_campaign(args)
     if args.report:
         return int(not report_study(args.report))
     if args.watch or args.picture:
         return show_runs(args, common)
     args.gpus = torch.cuda.device_count()
+    if args.campaign:
+        return run_campaign(args, common)
     check_numbers(args)
     if args.noise:
         read_study(args.noise)  # refuses a folder without a study
@@ -476,9 +636,7 @@ def main(argv: list[str]) -> int:
     sizes = check_all(args, common)
     if not args.only:
         lock_run(args.out)
-    stopping = []  # the signal that ends the study, once there is one
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: stopping.append(number))
+    stopping = stop_signals()
     shares = len(sizes)
     if args.ladder:
         shares += 1

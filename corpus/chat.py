@@ -22,6 +22,7 @@ import jinja2.meta
 import jinja2.nodes
 
 from corpus.beside import read_beside, read_special_tokens
+from corpus.parts import in_parts, knows_parts, text_of_parts
 from corpus.sandbox import BEGIN, END, Endless, Sandbox, limits
 from corpus.tokenizer import encoding_of, load_tokenizer
 from flags.files import HF_LIMIT, hf_file
@@ -59,9 +60,6 @@ NEEDED = '{"messages": [{"role": ..., "content": ...}]} or ShareGPT\'s {"convers
 CHAT_ROLES = ("system", "user", "assistant", "tool", "developer")
 # keys of a line for a system message beside the others
 SYSTEM = ("system", "system_prompt", "system_message")
-# keys and types of a part of a content
-PART = ("type", "text", "cache_control")
-TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 class Conversation(NamedTuple):
@@ -204,7 +202,7 @@ def parse_conversation(line: bytes) -> Conversation:
         text.encode()  # "\ud800" is JSON, but no text
         if BEGIN in text or END in text:
             raise ValueError("it has U+FDD0 or U+FDD1, which are no characters")
-        check_line(record)
+        check_keys_beside(record)
         if record.get("messages") is not None:
             messages = record["messages"]
         else:
@@ -223,7 +221,7 @@ def parse_conversation(line: bytes) -> Conversation:
         raise ValueError(f"need a conversation like {NEEDED} ({reason})") from None
 
 
-def check_line(record: dict) -> None:
+def check_keys_beside(record: dict) -> None:
     """Raises an error for keys of a line that would change what is trained, and that nobody reads."""
     if record.get("messages") and record.get("conversations"):
         raise ValueError("messages and conversations in one line: take one of them out")
@@ -303,32 +301,14 @@ def prepare_message(message: dict) -> dict:
     check_keys(message)
     # most templates know no parts, and would write nothing, or a Python list
     if isinstance(content, list):
-        for part in content:
-            check_part(part)
-        message["content"] = "".join(part["text"] for part in content)
+        message["content"] = text_of_parts(content)
+        message["content_parts"] = content
     thoughts = [message[name] for name in THOUGHTS if name in message]
     if not thoughts:
         return message
     if (message["content"] or "").lstrip().startswith("<think>"):
         raise ValueError("a message has thoughts in its content and beside it: give them once")
     return {"thinking": thoughts[0]} | message | {"reasoning_content": thoughts[0]}
-
-
-def check_part(part: dict) -> None:
-    """Raises an error for a part of a content that is no plain text."""
-    if not isinstance(part, dict):
-        raise TypeError(f"a part of a content is {part!r:.40}, not an object with a text")
-    kind = part.get("type", "nameless")
-    is_text = kind in (None, "nameless", *TEXT_PARTS)
-    if not isinstance(part.get("text"), str) or not is_text:
-        raise ValueError(
-            f"a part of a content is {kind}, and only text is trained; take such conversations out"
-        )
-    for key, value in part.items():
-        if key not in PART and value not in (None, [], {}):
-            raise ValueError(
-                f"{key} in a part of a content is unknown, and would be lost; take it out"
-            )
 
 
 def check_keys(message: dict) -> None:
@@ -424,6 +404,7 @@ def assistant_spans(
             f"{', '.join(CHAT_ROLES)}"
         )
     full = template.render(messages, tools)
+    check_joined(conversation, template)
     if template.has_marks:
         full, spans = find_marks(full)
         if full != template.render_plain(messages, tools):
@@ -468,6 +449,19 @@ def with_values(template: ChatTemplate, values: str) -> ChatTemplate:
         render=partial(template.render, **given),
         render_plain=partial(template.render_plain, **given),
     )
+
+
+def check_joined(conversation: Conversation, template: ChatTemplate) -> None:
+    """Raises ValueError if the template writes the parts of a content in another way than joined,
+    as we write them: with lines between, or each part trimmed."""
+    messages, tools, _ = conversation
+    listed = in_parts(messages)
+    if listed == messages or not knows_parts(template.render_plain):
+        return
+    if template.render_plain(listed, tools) != template.render_plain(messages, tools):
+        raise ValueError(
+            f"{template.name} does not join the parts of a content; give each content as one text"
+        )
 
 
 def check_rendered(conversation: Conversation, template: ChatTemplate) -> None:

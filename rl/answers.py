@@ -157,7 +157,7 @@ def by_library(text: str, answer: str) -> bool:
 def never_right(kind: str, answer: Any) -> str:
     """The reason why no text can be right with this answer, any value of a JSON line; "" if a text
     can be."""
-    text = text_of(answer)
+    text = answer_text(answer)
     if kind == "math_verify" and not find_spec("math_verify"):
         raise ValueError("math_verify needs a library: pip install math-verify")
     is_finite = type(answer) is not float or math.isfinite(answer)
@@ -170,7 +170,7 @@ def never_right(kind: str, answer: Any) -> str:
     return ""
 
 
-def text_of(answer) -> str:
+def answer_text(answer) -> str:
     """An answer of a JSON line as a text: 0.00001, not 1e-05 as Python writes it."""
     if type(answer) is float and math.isfinite(answer):
         return format(Decimal(repr(answer)), "f")

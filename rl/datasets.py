@@ -41,7 +41,7 @@ from flags.config import Need, flag
 from flags.escapes import unescape
 from flags.files import step_folders, write_file
 from flags.hints import tokenizer_hint
-from rl.answers import KINDS, is_right, never_right, text_of
+from rl.answers import KINDS, answer_text, is_right, never_right
 from rl.calls import WATCH
 from rl.environments import ask_for_two, load_own, open_env
 from rl.prompts import Line, check_template, fill_template
@@ -152,6 +152,8 @@ def read_problems(
                     f"{line.where}: --prompt_template fills in a text, and {asked} is a list of "
                     "messages"
                 )
+        if isinstance(line.fields[asked], list):
+            check_messages(line, asked)
         if whole in known:
             continue
         known[whole] = line
@@ -179,6 +181,25 @@ def read_question(line: Line, asked: str, kind: str) -> Line:
         )
     text = "\n\n".join(message["content"] for message in messages)
     return Line(line.where, with_answer(line, kind).fields | {asked: text})
+
+
+def check_messages(line: Line, asked: str) -> None:
+    """Raises ValueError for messages that a prompt would show in another way than their line says."""
+    last = line.fields[asked][-1]["role"]
+    refuse(
+        [
+            (
+                last == "assistant",
+                f"{line.where}: the last message of {asked} is the assistant's, and the model would "
+                "answer after its end; let a question be the last",
+            ),
+            (
+                line.fields.get("tools"),
+                f"{line.where}: tools are not written into a prompt; write them into its system "
+                "message, or take the key out",
+            ),
+        ]
+    )
 
 
 def check_problem(line: Line, prompt: str, kind: str, first: Line) -> None:
@@ -309,7 +330,7 @@ def tasks_with_answers(problems: dict[str, Problem]) -> list[tuple[str, str]]:
 
 
 def answer_of(line: Line) -> str:
-    return text_of(line.fields["answer"])
+    return answer_text(line.fields["answer"])
 
 
 def built_in(kind: str) -> Callable[..., float]:

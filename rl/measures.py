@@ -8,7 +8,7 @@ answer), and --answers: a kind of rl/answers.py, or auto.
 import math
 from typing import NamedTuple
 
-from rl.answers import cut_thoughts, final_number, is_ordinary_number, is_right, text_of
+from rl.answers import answer_text, cut_thoughts, final_number, is_ordinary_number, is_right
 from rl.datasets import Line
 from rl.evaluation import ratio
 from rl.sample import Sample
@@ -80,7 +80,7 @@ def exact_match(
     kinds = []
     n_in_thought = 0
     for line, (s,) in zip(lines, samples):
-        answer = text_of(line.fields["answer"])
+        answer = answer_text(line.fields["answer"])
         kind = kind_of(answers, answer)
         kinds.append(kind)
         said = cut_thoughts(s.text, s.opened)

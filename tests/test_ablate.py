@@ -16,7 +16,8 @@ import pytest
 from runs import ENV, REPO, ended, fork, metrics, run
 
 import ablate
-from tools.study.ladder import fit_sizes, line_at
+from tools.study.ladder import describe_design, fit_sizes, line_at, report_ladder
+from tools.study.laws import WORST, condition_of, fit_sizes_and_tokens
 from tools.study.report import report_study
 from tools.study.significance import add_looks, interval, t_quantile
 from tools.study.study import (
@@ -251,6 +252,99 @@ def test_fit_sizes():
     assert max(map(abs, found["residuals"])) < 1e-3
 
 
+LADDER = [1e5, 3e5, 1e6, 3e6]
+
+
+def design(sizes, ratios, runs=1):
+    """(N, D) of each run."""
+    points = [(n, n * ratio) for n in sizes for ratio in ratios for _ in range(runs)]
+    return np.array(points).T
+
+
+def synthetic(rng, N, D, a=0.5, b=0.2, noise=0.01):
+    """Losses of a law with known exponents."""
+    return 1.7 + 2 * (N / N.min()) ** -a + 1.5 * (D / D.min()) ** -b + rng.normal(0, noise, len(N))
+
+
+def test_two_axes_tell_both_exponents():
+    """95 % intervals cover the true exponents in 95 % of 100 ladders, of sizes and of tokens, and
+    are narrow."""
+    rng = np.random.default_rng(7)
+    N, D = design(LADDER, (5, 20, 80), runs=3)
+    covered = np.zeros(2)
+    for _ in range(60):
+        law = fit_sizes_and_tokens(N, D, synthetic(rng, N, D))
+        covered += [law.a_low <= 0.5 <= law.a_high, law.b_low <= 0.2 <= law.b_high]
+        assert law.a_high - law.a_low < 0.2
+    # two standard errors of 60 ladders
+    assert (covered >= 60 * 0.95 - 2 * (60 * 0.95 * 0.05) ** 0.5).all(), covered
+
+
+def test_a_ray_does_not():
+    """The design with one number of tokens per parameter: the one exponent's interval misses the
+    true exponents, of sizes and of tokens, and both axes' intervals exclude nothing."""
+    rng = np.random.default_rng(8)
+    N, D = design(LADDER, (20,), runs=9)
+    for _ in range(10):
+        losses = synthetic(rng, N, D)
+        found = fit_sizes(N, losses)
+        assert 0.2 < found["low"] < found["high"] < 0.5
+    law = fit_sizes_and_tokens(N, D, losses)
+    assert (law.a_low, law.a_high, law.b_low, law.b_high) == (0, np.inf, 0, np.inf)
+
+
+def test_the_constants_of_a_law_without_noise():
+    N, D = design(LADDER, (5, 20, 80))
+    law = fit_sizes_and_tokens(N, D, 1.7 + 400 * N**-0.34 + 300 * D**-0.28)
+    assert (law.a, law.b) == pytest.approx((0.34, 0.28), rel=0.01)
+    assert law.E == pytest.approx(1.7, rel=0.02)
+    assert (law.A, law.B) == pytest.approx((400, 300), rel=0.1)
+
+
+def test_a_design_that_cannot_tell_is_refused_or_named():
+    assert condition_of(*design(LADDER, (5, 20, 80))) < 500
+    assert condition_of(*design([1e5, 2e5, 4e5, 8e5, 16e5, 32e5], (20,))) > 1e6
+    assert "cannot be told apart" in describe_design([*zip(*design(LADDER, (20,)))])
+    assert "condition number of the design: 2" in describe_design(
+        [*zip(*design(LADDER, (5, 20, 80)))]
+    )
+    for sizes, ratios in (([1e5, 1e6], (5, 20, 80)), (LADDER, (20, 25))):
+        points = design(sizes, ratios)
+        assert condition_of(*points) > WORST
+        with pytest.raises(ValueError, match="cannot tell the exponents"):
+            describe_design([*zip(*points)])
+
+
+def test_a_ladder_over_two_axes(tmp_path, capsys):
+    """Written studies: both exponents in the report, and a plane through the differences."""
+    rng = np.random.default_rng(9)
+    folders = []
+    for n in LADDER:
+        for ratio in (5, 80):
+            settings = study(seeds=3)
+            for variant in settings["variants"].values():
+                variant |= {"parameters": n, "tokens": n * ratio / 20}
+            [loss] = 1.7 + 3 * (n / 1e5) ** -0.5 + 2 * np.array([n * ratio / 5e5]) ** -0.2
+            better = 0.01 * np.log(n) - 0.02 * np.log(n * ratio)
+            runs = {}
+            for i in range(3):
+                noise = rng.normal(0, 0.003, 3)
+                runs[BASE, i] = lines(loss + noise[0] + noise[1])
+                runs[OTHER, i] = lines(loss + noise[0] + better + noise[2])
+            folders.append(f"n={n:g}@{ratio}")
+            report_study(write(tmp_path / folders[-1], settings, runs))
+    report_ladder(tmp_path, folders, 3e7)
+    rows = json.loads((tmp_path / "ladder.json").read_text())
+    assert len(rows) == 9
+    expected = 0.01 * np.log(3e7) - 0.02 * np.log(3e7 * 80)
+    assert rows[-1]["low"] < expected < rows[-1]["high"]
+    assert rows[-1]["high"] - rows[-1]["low"] < 0.05
+    said = capsys.readouterr().out
+    [law] = re.findall(r"base: L = .*", said)
+    low, high = map(float, re.findall(r"exponents (\S+) to (\S+) \(sizes", law)[0])
+    assert 0.4 < low < high < 0.6
+
+
 # ---------------------------------------------------------------- the report
 NAN = lines(1.5) + [{"step": 20, "val_loss": None}]
 
@@ -384,6 +478,25 @@ def test_report(tmp_path, capsys, settings, base, other, expected, text):
     assert text in capsys.readouterr().out
 
 
+def test_the_table_has_speed_mfu_and_memory(tmp_path, capsys):
+    """MFU is the median over all lines with a number; without any there is no column."""
+    fast = lines(1.9, speed=200.0)
+    for line in fast:
+        if "mfu" in line:
+            line["mfu"] = 0.412
+    runs = {(BASE, 0): lines(2.0), (OTHER, 0): fast}
+    report_study(write(tmp_path / "known", study(seeds=1), runs))
+    head, _, base, other = capsys.readouterr().out.strip().splitlines()[:4]
+    columns = [cell.strip() for cell in head.split("|")]
+    cells = [cell.strip() for cell in other.split("|")]
+    assert dict(zip(columns, cells))["MFU"] == "41.2 %"
+    assert dict(zip(columns, cells))["tokens/s"] == "200"
+    assert dict(zip(columns, cells))["GiB"] == "0.50"
+    assert "41.2" not in base
+    report_study(write(tmp_path / "unknown", study(seeds=1), {(BASE, 0): lines(2.0)}))
+    assert "MFU" not in capsys.readouterr().out.splitlines()[1]
+
+
 def test_sources_of_a_recipe_in_forks_are_those_of_the_whole_checkout():
     found = sources_of(REPO / "forks/train_llama3_mup.py")
     assert found.keys() >= {
@@ -393,6 +506,13 @@ def test_sources_of_a_recipe_in_forks_are_those_of_the_whole_checkout():
         "parallel.py",
         "training/optim.py",
     }
+
+
+def test_sources_of_a_recipe_with_a_dot_in_its_name(tmp_path):
+    copy = tmp_path / "idea_0.9.py"
+    copy.write_text("import helper\n")
+    (tmp_path / "helper.py").touch()
+    assert sources_of(copy).keys() == {"torch", "idea_0.9.py", "helper.py"}
 
 
 def test_a_text_that_was_replaced_is_refused(tmp_path):

@@ -185,7 +185,8 @@ class Metrics:
             self.job_flops = peak and peak * layout.world_size
         if self.rank0:
             print(self.describe_device(), flush=True)
-            if hasattr(cfg, "compile") and cfg.compile:
+            recipe: Any = cfg  # with the flags of all groups
+            if hasattr(recipe, "compile") and recipe.compile:
                 print("compiling: the first step takes longer, up to minutes", flush=True)
         self.reset_interval()
         self.out = out

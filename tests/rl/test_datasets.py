@@ -94,7 +94,7 @@ def test_long_numbers_are_compared_exactly():
     [(0.00001, "0.00001"), (1e22, "1" + "0" * 22), (5.0, "5.0"), (7, "7"), ("1e-05", "1e-05")],
 )
 def test_numbers_of_json_are_written_without_exponents(tmp_path, answer, text):
-    assert answers.text_of(answer) == text
+    assert answers.answer_text(answer) == text
     path = write_problems(tmp_path / "a.jsonl", {"question": "q", "answer": answer})
     assert open_problems(path).reward("q", text) == 1.0
 
@@ -386,6 +386,16 @@ UNUSABLE = [
     ([{"question": "1", "answer": 2}, [3]], {}, "a.jsonl:2 is a JSON list, not an object"),
     ([{"question": 1, "answer": 2}], {}, "a.jsonl:1: question is no text"),
     ([{"question": " ", "answer": 2}], {}, "a.jsonl:1: the prompt is empty"),
+    (
+        [{"prompt": [{"role": "assistant", "content": "It is"}], "answer": 2}],
+        {},
+        "a.jsonl:1: the last message of prompt is the assistant's",
+    ),
+    (
+        [{"prompt": [{"role": "user", "content": "1"}], "answer": 2, "tools": [{"name": "a"}]}],
+        {},
+        "a.jsonl:1: tools are not written into a prompt",
+    ),
     (
         [{"question": "1", "answer": [2]}],
         {},

@@ -821,6 +821,23 @@ def test_a_header_has_no_loss_where_only_a_question_asks_for_it(tmp_path):
     assert told(folder, {"messages": literal}, asked)[0] == "<assistant>a<end>"
 
 
+def test_a_template_that_writes_parts_in_its_own_way(tmp_path):
+    folder = chat_folder(tmp_path / "simple", "qwen3")
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    record = {"messages": [FOUR[0] | {"content": parts}, FOUR[1]]}
+    joined = {"messages": [FOUR[0] | {"content": "one two"}, FOUR[1]]}
+    of_list = (
+        "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+        "{{ p.text }}{% endfor %}{% endif %}"
+    )
+    reads_parts = PROMPTED.replace("{{ m.content }}", of_list)
+    for template in (PROMPTED, reads_parts):
+        assert told(folder, record, template) == told(folder, joined, template)
+    trimmed = reads_parts.replace("p.text", "p.text | trim")
+    refuses("does not join the parts of a content", ours, folder, record, trimmed)
+    assert told(folder, joined, trimmed)[0] == "a<end>"
+
+
 def test_marks_that_would_change_the_text_are_refused(tmp_path):
     folder = chat_folder(tmp_path / "simple", "qwen3")
     trimmed = "{% set text %}{% generation %} {{ m.content }} {% endgeneration %}{% endset %}"

@@ -51,6 +51,9 @@ ABLATE = {
     ),
     "tests/test_ablate.py::test_what_is_good_follows_from_the_metric": "best",
     "tests/test_ablate.py::test_report": "reach report collect",
+    "tests/tools/test_campaign.py::test_a_campaign_and_again_from_its_folder": (
+        "campaign candidate layouts final"
+    ),
     "tests/tools/test_curves.py::test_the_command_line": "watch picture",
     "tests/test_ablate.py::test_more_runs_at_once_than_gpus_are_refused": "jobs",
 }

@@ -331,6 +331,7 @@ def test_data(folder):
     _, error = seen(folder, "data.py", "tokenizer", *words)
     assert "training a tokenizer of 300 ids on " in error
     words = ["--input", text, "--out", f"{folder}/shards", "--tokenizer", f"{folder}/own.json"]
+    words += ["--workers", "1"]
     _, error = seen(folder, "data.py", "prepare", *words)
     assert "looking for places to cut 1 file" in error
     assert "tokenizing: 0 of 0.084 MB" in error

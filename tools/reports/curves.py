@@ -6,6 +6,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -226,7 +227,7 @@ def draw_runs(runs: list[RunCurves], path: str) -> str:
         handles.append(Line2D([], [], color=colour_of(i), lw=2, label=run.name))
     if any(curve.is_held_out for panel in panels for run in panel.curves for curve in run):
         handles.append(Line2D([], [], color="gray", lw=1.2, label="training"))
-        held_out = dict(color="gray", ls="--", lw=1.2, marker="o", ms=3.5)
+        held_out: dict[str, Any] = dict(color="gray", ls="--", lw=1.2, marker="o", ms=3.5)
         handles.append(Line2D([], [], label="held out", **held_out))
     figure.legend(handles=handles, loc="outside upper left", ncols=min(4, len(handles)), fontsize=9)
     figure.savefig(path, dpi=150)

@@ -154,7 +154,7 @@ def comparison(study: dict, runs: dict, rows: list[dict]) -> list[list[str]]:
     by_name = {row["variant"]: row for row in rows}
     lines = [
         ["variant", study["metric"], "difference", "interval", "level"]
-        + ["pairs", "noise", "tokens/s", "GiB", "batches"]
+        + ["pairs", "noise", "tokens/s", "MFU", "GiB", "batches"]
     ]
     for name in study["variants"]:
         of_seeds = [value for (n, _), value in values.items() if n == name]
@@ -203,18 +203,25 @@ def noise_of_pairs(pairs: list[tuple[float, float]]) -> str:
     return f"{statistics.stdev(value - base for value, base in pairs):.2g}"
 
 
-def speed_and_memory(runs: dict, name: str) -> tuple[str, str]:
-    """Tokens per second and GiB of a variant, over all its runs; "" if nothing was logged."""
+def speed_and_memory(runs: dict, name: str) -> tuple[str, str, str]:
+    """Tokens per second, MFU and GiB of a variant, over all its runs; "" for what was not logged,
+    such as MFU on a device whose peak nobody knows."""
     speeds = []
+    mfus = []
     memory = []
     for (n, _), lines in runs.items():
         for line in lines:
             if n == name and "tokens_per_second" in line:
                 speeds.append(line["tokens_per_second"])
                 memory.append(line["memory_gib"])
+            if n == name and line.get("mfu") is not None:
+                mfus.append(line["mfu"])
     if not speeds:
-        return "", ""
-    return f"{statistics.median(speeds):,.0f}", f"{max(memory):.2f}"
+        return "", "", ""
+    mfu = ""
+    if mfus:
+        mfu = f"{100 * statistics.median(mfus):.1f} %"
+    return f"{statistics.median(speeds):,.0f}", mfu, f"{max(memory):.2f}"
 
 
 def batches(study: dict, runs: dict, name: str) -> str:

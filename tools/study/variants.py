@@ -177,9 +177,11 @@ def sources_of(recipe: Path) -> dict[str, str]:
     """{file: sha256} of the recipe and of all files of its checkout that training may import, and
     the version of torch. tools/ has reports, which training never runs."""
     found = {"torch": str(torch.__version__)}
-    waiting = [recipe.stem]
+    waiting = [recipe.name]  # its name may have dots, such as idea_0.9.py
     while waiting:
-        file = waiting.pop().replace(".", "/") + ".py"
+        file = waiting.pop()
+        if file != recipe.name:
+            file = file.replace(".", "/") + ".py"
         path = locate(recipe, file)
         if file in found or file.startswith("tools/") or not path.is_file():
             continue
