@@ -37,7 +37,7 @@ import torch
 
 from distributed.refusals import refuse
 from flags.config import Parser, check_range, usage_error
-from flags.files import check_local, check_writable, read_json, write_file
+from flags.files import check_local, read_json, write_file
 from storage.resume import lock_run
 from tools.study.report import costs_of, markdown, report_study
 from tools.study.runs import run_all
@@ -590,42 +590,15 @@ def run_campaign(args: argparse.Namespace, common: list[str]) -> int:
     return status
 
 
-def show_runs(args: argparse.Namespace, common: list[str]) -> int:
-    """--watch, and --picture: of runs that are there. Returns the exit status."""
-    from tools.reports.curves import draw_runs, find_runs, read_curves, watch_runs
-
-    others = [*args.recipes, *common]
-    refuse(
-        [
-            (
-                not args.watch,
-                f"--picture {args.picture} draws the runs of --watch: add --watch RUN RUN",
-            ),
-            (bool(others), f"--watch shows runs and starts none: leave out {' '.join(others)}"),
-        ]
-    )
-    if args.picture:
-        check_writable(args.picture, "--picture")
-        if Path(args.picture).suffix not in (".png", ".svg", ".pdf"):
-            raise ValueError(f"--picture {args.picture}: need a .png, .svg or .pdf")
-        runs = [read_curves(name, path) for name, path in find_runs(args.watch).items()]
-        said = draw_runs(runs, args.picture)
-        print(said)
-        return int(not os.path.exists(args.picture))
-    try:
-        watch_runs(args.watch)
-    except KeyboardInterrupt:
-        print()
-    return 0
-
-
 def main(argv: list[str]) -> int:
     args, common = parse(argv)
     check_campaign(args)
     if args.report:
         return int(not report_study(args.report))
     if args.watch or args.picture:
-        return show_runs(args, common)
+        from tools.reports.curves import show_runs
+
+        return show_runs(args.watch, args.picture, [*args.recipes, *common])
     args.gpus = torch.cuda.device_count()
     if args.campaign:
         return run_campaign(args, common)

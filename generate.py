@@ -205,7 +205,7 @@ def continue_texts(
 
     if stream:
         stream.said = said
-        options |= dict(heard=stream.hear, ended=stream.end_row)
+        options |= dict(heard=stream.print_new, ended=stream.end_row)
     found = generate(model, prompts, max_new_tokens, eot=ends, **options)
     return [said(row, ids) for row, ids in enumerate(found)]
 

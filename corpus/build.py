@@ -1,5 +1,4 @@
-"""Text -> token shards: documents of text files, tokenizers trained on the text, and tokenization
-piece by piece."""
+"""Text -> token shards: documents of text files, and their tokenization piece by piece."""
 
 import contextlib
 import hashlib
@@ -23,7 +22,6 @@ from corpus.files import CONVERSATION, bad_byte, check_beginning, check_nuls, un
 from corpus.mixture import PACKED, format_of, prepare_column
 from corpus.shard_damage import changed_files
 from corpus.shards import FIRST, LOSS, cache_name, read_index, token_dtype
-from corpus.special import EOT_NAMES
 from corpus.spelling import (
     MOST,
     SEGMENT,
@@ -35,7 +33,7 @@ from corpus.spelling import (
     spelling_rules,
     traits_of,
 )
-from corpus.tokenizer import BPE_VOCAB, load_tokenizer, token_text
+from corpus.tokenizer import load_tokenizer, token_text
 from corpus.write_shards import share_shards, write_index, write_shard
 from distributed.agree import brief
 from distributed.refusals import plural
@@ -48,7 +46,6 @@ MANY_DOCUMENTS = 100  # a .jsonl with at least so many lines is split by hash
 # the most null lines at the beginning of a file, when we look for the kind of its contents
 NULLS_AT_MOST = 1000
 LINE_LIMIT = 1 << 28  # bytes of a line; text8, the longest that is known, has 100 MB
-BPE_BYTES = 10_000_000  # bytes of text for a tokenizer of our own
 
 
 # --------------------------------------------------------------------------------------------------
@@ -465,44 +462,7 @@ def tokenize_documents(
 
 
 # --------------------------------------------------------------------------------------------------
-# Documents -> tokenizer, documents -> token shards
-def train_tokenizer(
-    paths: list, file: Path, vocab_size: int = BPE_VOCAB, text_column: str = "text"
-) -> int:
-    """Train a byte-level BPE on the beginning of each text. Returns the number of ids, smaller than
-    vocab_size if no more pairs occur twice in the text."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    texts = []
-    enough = BPE_BYTES * vocab_size // BPE_VOCAB // len(paths)
-    for path in paths:
-        size = 0
-        pieces = cut_file(path, EOT_NAMES[0], text_column, piece_size([path]))
-        documents = chain.from_iterable(read_documents(piece, EOT_NAMES[0]) for piece in pieces)
-        for split, text, _ in documents:
-            if split == "train":
-                texts.append(text)
-                size += len(text)
-            if size >= enough:
-                break
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()  # all 256 bytes: no text is unknown
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[EOT_NAMES[0]],
-        initial_alphabet=alphabet,
-        min_frequency=2,
-        show_progress=False,
-    )
-    megabytes = sum(map(len, texts)) / 1e6
-    with Progress(f"training a tokenizer of {vocab_size:,} ids on {megabytes:.1f} MB of text"):
-        tokenizer.train_from_iterator(texts, trainer)
-    write_file(file, tokenizer.to_str().encode())
-    return tokenizer.get_vocab_size()
-
-
+# Documents -> token shards
 def tokenize_group(
     pieces: list[Piece], number: int, folder: Path, tokenizer: tuple, source: dict, skip_bad: int
 ) -> dict:

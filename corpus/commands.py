@@ -8,18 +8,12 @@ from collections.abc import Iterator
 from itertools import chain, groupby, islice
 from pathlib import Path
 
-from corpus.build import (
-    Findings,
-    build_shards,
-    cut_file,
-    piece_size,
-    tokenize_documents,
-    train_tokenizer,
-)
+from corpus.build import Findings, build_shards, cut_file, piece_size, tokenize_documents
 from corpus.cache import cached_corpus
 from corpus.chat import chat_tokenizer
 from corpus.files import describe_left_out, leave_out_known, text_files
 from corpus.mixture import FORMATS
+from corpus.own_tokenizer import train_tokenizer
 from corpus.shard_damage import find_damage
 from corpus.shards import is_shards, read_index
 from corpus.special import EOT_NAMES, TextSource, find_tokenizer, prefix_ids

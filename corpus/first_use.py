@@ -10,8 +10,9 @@ import time
 from pathlib import Path
 from shlex import quote
 
-from corpus.build import build_shards, is_chat, train_tokenizer
+from corpus.build import build_shards, is_chat
 from corpus.files import describe_left_out
+from corpus.own_tokenizer import train_tokenizer
 from corpus.special import find_tokenizer
 from flags.config import own_rank
 from flags.files import write_file

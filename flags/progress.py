@@ -1,5 +1,5 @@
-"""Long work that is seen: one line that is rewritten on a terminal, elsewhere a line every 30 s; and
-a model's text while it comes.
+"""Progress of long work: one line, rewritten on a terminal, elsewhere a line every 30 s; and a model's
+text while the model draws more.
 
 with Progress("tokenizing", 12, "files") as progress:
     for file in files:
@@ -85,7 +85,7 @@ class Progress:
             if self.on_terminal:
                 pause = EVERY
             with self.writing:
-                # else a part of this work has a line of its own
+                # else a part of the work has a line of its own
                 is_innermost = OPEN[-1] is self
                 if is_innermost and time.monotonic() - self.began >= FIRST:
                     self.write()
@@ -96,7 +96,7 @@ class Progress:
         line = describe_progress(self.text, self.done, self.total, seconds, unit)
         self.has_line = self.on_terminal
         if self.on_terminal:
-            # the cursor goes back: a line that another part of the program prints takes our place
+            # the cursor goes back: a line from another part of the program takes our place
             send(f"{ERASE}{line[: columns() - 1]}\r")
         else:
             send(f"{line}\n")
@@ -107,7 +107,7 @@ class Progress:
             self.has_line = False
 
     def say(self, line: str, file=None) -> None:
-        """Print a line that stays, above the one that moves. file: None for stdout."""
+        """Print a line to stay, above the line of progress. file: None for stdout."""
         with self.writing:
             self.erase()
             if self.shows:
@@ -115,7 +115,7 @@ class Progress:
 
 
 def stop_all() -> None:
-    """Erase the line of work that has failed, before its error is printed."""
+    """Erase the line of failed work, before the error is printed."""
     for progress in reversed(list(OPEN)):
         progress.stop()
 
@@ -179,21 +179,21 @@ def duration_text(seconds: float) -> str:
 
 
 class Stream:
-    """Prints texts on stdout while they are sampled, one below the other: a text that is sampled
-    beside another appears when the other has ended."""
+    """Prints texts on stdout during sampling, one below the other: of several rows the first is shown
+    while growing, and the next when the first has ended."""
 
     PAUSE = 0.1  # seconds between two writes: decoding a long text for each token would take time
 
     def __init__(self, heads: list[str]):
-        self.heads = heads  # what stands before each continuation
+        self.heads = heads  # printed before each continuation
         self.said = lambda row, ids: ""  # the text of ids, see continue_texts()
-        self.row = 0  # the one that is being printed
-        self.shown = ""  # of its continuation
+        self.row = 0  # being printed
+        self.shown = ""  # of the continuation, so far
         self.has_head = False
         self.ended: set[int] = set()
         self.wrote = 0.0
 
-    def hear(self, samples: list) -> None:
+    def print_new(self, samples: list) -> None:
         if time.monotonic() - self.wrote < self.PAUSE:
             return
         self.wrote = time.monotonic()
@@ -202,7 +202,7 @@ class Stream:
             if self.row in self.ended:
                 self.finish(text)
                 continue
-            # the bytes of a letter may come one by one, and half a letter decodes to this mark
+            # the bytes of a letter may come one by one, and half a letter decodes to U+FFFD
             self.show(text.rstrip("\ufffd"))
             return
 
@@ -210,8 +210,8 @@ class Stream:
         self.ended.add(row)
 
     def show(self, text: str) -> None:
-        """Print what is new in the continuation. Some tokenizers change the end of a text when more
-        comes: such a text waits for its end."""
+        """Print the new part of the continuation. Some tokenizers change the end of a text when more
+        comes: then the text waits for its end."""
         if not self.has_head:
             self.has_head = True
             self.write(self.heads[self.row])
@@ -221,7 +221,7 @@ class Stream:
 
     def finish(self, text: str) -> None:
         self.show(text)
-        if self.shown != text:  # it has become another text: all of it, once more
+        if self.shown != text:  # changed by later tokens: all once more
             self.write(f"\n{self.heads[self.row]}{text}")
         self.write("\n")
         self.row += 1
@@ -229,7 +229,7 @@ class Stream:
         self.has_head = False
 
     def close(self, texts: list[str]) -> None:
-        """Print what is left of the texts."""
+        """Print the rest of the texts."""
         for text in texts[self.row :]:
             self.finish(text)
 

@@ -25,7 +25,7 @@ def write_boards(boards: list[Board], step: int, line: dict) -> list[Board]:
             board.write(step, line)
             working.append(board)
         except Exception as error:  # each package has errors of its own
-            say_board_is_off(board.name, step, error)
+            turn_off(board.name, step, error)
     return working
 
 
@@ -34,10 +34,10 @@ def close_boards(boards: list[Board], step: int) -> None:
         try:
             board.close()
         except Exception as error:
-            say_board_is_off(board.name, step, error)
+            turn_off(board.name, step, error)
 
 
-def say_board_is_off(name: str, step: int, error: Exception) -> None:
+def turn_off(name: str, step: int, error: Exception) -> None:
     print(
         f"step {step}: --{name} failed and is off from here on ({reason(error)}); metrics.jsonl "
         "has all numbers",
@@ -52,7 +52,7 @@ def open_boards(out: str, cfg: Any, first_step: int) -> list[Board]:
         try:
             boards.append(open_tensorboard(out, first_step))
         except OSError as error:
-            say_board_is_off("tensorboard", first_step, error)
+            turn_off("tensorboard", first_step, error)
     if cfg.wandb:
         boards.append(open_wandb(out, cfg, first_step))
     return boards

@@ -201,7 +201,7 @@ def fed(stream: Stream, rows: list[list[int]], capsys) -> list[str]:
                 samples[number].ids.append(row[n])
             if n == len(row):
                 stream.end_row(number, row, False)
-        stream.hear(samples)
+        stream.print_new(samples)
         seen.append(capsys.readouterr().out)
     stream.close([tokenizer.decode(row) for row in rows])
     return [*seen, capsys.readouterr().out]
@@ -225,7 +225,7 @@ def test_a_text_that_changes_is_printed_anew(capsys):
     stream.said = lambda row, ids: next(texts)
     stream.PAUSE = 0
     for _ in range(3):
-        stream.hear([SimpleNamespace(ids=[])])
+        stream.print_new([SimpleNamespace(ids=[])])
     stream.close(["a b, c"])
     assert capsys.readouterr().out == "> a b ,\n> a b, c\n"
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from flags.files import read_json
+from distributed.refusals import refuse
+from flags.files import check_writable, read_json
 from flags.progress import duration_text
 from training.metrics import read_lines
 
@@ -388,3 +389,30 @@ def watch_runs(folders: list[str]) -> None:
 
 def is_over(run: RunCurves) -> bool:
     return bool(run.last) and bool(run.steps) and run.steps[-1] >= run.last
+
+
+def show_runs(folders: list[str], picture: str | None, others: list[str]) -> int:
+    """ablate.py --watch, and --picture: of runs that are there. others: words of the command line that
+    start runs. Returns the exit status."""
+    refuse(
+        [
+            (
+                not folders,
+                f"--picture {picture} draws the runs of --watch: add --watch RUN RUN",
+            ),
+            (bool(others), f"--watch shows runs and starts none: leave out {' '.join(others)}"),
+        ]
+    )
+    if picture:
+        check_writable(picture, "--picture")
+        if Path(picture).suffix not in (".png", ".svg", ".pdf"):
+            raise ValueError(f"--picture {picture}: need a .png, .svg or .pdf")
+        runs = [read_curves(name, path) for name, path in find_runs(folders).items()]
+        said = draw_runs(runs, picture)
+        print(said)
+        return int(not os.path.exists(picture))
+    try:
+        watch_runs(folders)
+    except KeyboardInterrupt:
+        print()
+    return 0
