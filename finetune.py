@@ -79,7 +79,8 @@ class Config(
     local_batch_size: int = 8  # sequences per forward of a data rank
     # sequences per optimizer step; -1 = local_batch_size x data ranks; a resumed run keeps its own
     global_batch_size: int = -1
-    # muon: Muon for the blocks' matrices; adamw_sr: rounds bf16 weights by chance
+    # muon: Muon for the blocks' matrices; adamw_sr: rounds bf16 weights by chance;
+    # adamw_bf16_moments: half of AdamW's memory
     optimizer: Optimizer = "adamw"
     # finetune: for all weights; adapters take 1e-4 to 5e-4
     lr: float = 1e-5  # peak learning rate, reached after warmup_steps

@@ -44,6 +44,7 @@ ROWS = {
     "--ac op": "--ac op",
     "--ac selective": "--ac selective",
     "--ac full": "--ac full",
+    "--optimizer adamw_bf16_moments": "--optimizer adamw_bf16_moments",
     "--param_dtype bfloat16": "--param_dtype bfloat16",
     "the same, --optimizer adamw_sr": "--param_dtype bfloat16 --optimizer adamw_sr",
     "--cpu_offload": "--cpu_offload",  # GPU

@@ -86,6 +86,12 @@ def grouped_flops(a: tuple, b: tuple, *others, out_shape=None, **options) -> int
     return 2 * a[0] * a[1] * b[-1]
 
 
+def arguments_of(op, args, kwargs) -> dict:
+    """The arguments of an operator by their names."""
+    names = [a.name for a in op._schema.arguments]
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
 def size(x) -> int:
     return sum(
         t.numel() * t.element_size()
@@ -121,9 +127,12 @@ class Traffic(TorchDispatchMode):
             # count
             plain = packet in (ATEN.mm, ATEN.addmm)
             factors = [a for a in args if isinstance(a, torch.Tensor) or not plain]
-            self.flops += flop_registry[packet](*factors, **({} if plain else kwargs), out_val=out)
+            flops = flop_registry[packet](*factors, **({} if plain else kwargs), out_val=out)
+            if arguments_of(op, args, kwargs).get("is_causal"):
+                flops //= 2  # a causal kernel leaves out the tiles above the diagonal
+            self.flops += flops
         elif self.launches(op, packet, types) and "adamw" not in str(op):
-            given = dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | kwargs
+            given = arguments_of(op, args, kwargs)
             written = [
                 given.get(a.name)
                 for a in op._schema.arguments
@@ -137,11 +146,15 @@ class Traffic(TorchDispatchMode):
                 reads = {}
                 written = [args[0], args[0]]
                 new = []
-            self.add(
-                str(op),
-                size([reads, written, new])
-                - (size(written) if "fill" in str(op) or "zero" in str(op) else 0),
-            )
+            total = size([reads, written, new])
+            # the target is among the arguments, and is only written
+            if (
+                packet in (ATEN.copy_, ATEN._foreach_copy_)
+                or "fill" in str(op)
+                or "zero" in str(op)
+            ):
+                total -= size(written)
+            self.add(str(op), total)
         return out
 
     def launches(self, op, packet, types) -> bool:

@@ -5,8 +5,10 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from difflib import get_close_matches
 from itertools import chain, groupby, islice
 from pathlib import Path
+from typing import NoReturn
 
 from corpus.build import Findings, build_shards, cut_file, piece_size, tokenize_documents
 from corpus.cache import cached_corpus
@@ -169,6 +171,14 @@ def read_dataset(args, folder: Path) -> list[Path]:
     return paths
 
 
+def refuse_unknown(words: list[str], flags: list[str]) -> NoReturn:
+    hint = ""
+    near = get_close_matches(words[0], flags, 1)
+    if near:
+        hint = f"; did you mean {near[0]}?"
+    usage_error(f"unrecognized arguments: {' '.join(words)}{hint}")
+
+
 def check_sources(args) -> None:
     """Raises ValueError unless a command that reads text is given some, from one place."""
     if args.command not in ("tokenizer", "prepare"):
@@ -284,7 +294,9 @@ def prepare(args: argparse.Namespace, paths: list[Path], folder: Path) -> bool:
 
 
 def main(about: str | None = None) -> None:
-    args = define_commands(about).parse_args()
+    args, unknown = define_commands(about).parse_known_args()
+    if unknown:
+        refuse_unknown(unknown, [f"--{name}" for name in vars(args) if name != "command"])
     try:
         if args.command == "show" and is_shards(args.input[0]):
             raise ValueError(

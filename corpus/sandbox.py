@@ -44,7 +44,7 @@ class Generation(jinja2.ext.Extension):
     def parse(self, parser: Any) -> list:
         next(parser.stream)
         inside = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        begin, end = (jinja2.nodes.TemplateData(mark) for mark in self.environment.marks)
+        begin, end = (jinja2.nodes.TemplateData(mark) for mark in parser.environment.marks)
         return [
             jinja2.nodes.Output([begin]),
             jinja2.nodes.Scope(inside),

@@ -165,7 +165,10 @@ def check_memory(model: nn.Module, layout: Layout, param_dtype: str, optimizer: 
             continue
         total["parameters"] += p.numel() * size
         total["gradients"] += p.numel() * size
-        total["moments"] += p.numel() * size * moments_of(optimizer, fqn, p)
+        moment_size = size
+        if optimizer == "adamw_bf16_moments":
+            moment_size = 2
+        total["moments"] += p.numel() * moment_size * moments_of(optimizer, fqn, p)
     sharers = 1
     if layout.device.type == "cpu" or layout.offload:
         where = "a host"
@@ -192,7 +195,7 @@ def moments_of(optimizer: str, fqn: str, p: Tensor) -> int:
     """How many numbers the optimizer keeps for each number of a parameter; 0 if unknown."""
     if optimizer == "muon" and p.dim() > 1 and fqn.startswith("blocks."):
         return 1
-    if optimizer in ("adamw", "adamw_sr", "muon"):
+    if optimizer in ("adamw", "adamw_sr", "adamw_bf16_moments", "muon"):
         return 2
     return 0
 

@@ -303,7 +303,8 @@ ANSWERS = [
     Answer(
         "exp_avg_dtype exp_avg_sq_dtype use_precision_aware_optimizer main_params_dtype "
         "state_dtype",
-        "no counterpart: moments have the dtype of the weights, --param_dtype",
+        "--optimizer adamw_bf16_moments keeps moments in bfloat16; else they have the dtype of the "
+        "weights, --param_dtype",
     ),
     Answer(
         "cross_entropy_loss_fusion use_liger_kernel use_liger use_fused_kernels "

@@ -123,8 +123,8 @@ GONE = [
         "adamw_moments",
         "train finetune",
         "0.5.0",
-        "AdamW with small moments was dropped",
-        "--optimizer adamw_sr --param_dtype bfloat16",
+        "moments in bfloat16 are a value of --optimizer, smaller ones were dropped",
+        "--optimizer adamw_bf16_moments",
     ),
     Gone(
         "stochastic_rounding",

@@ -3,8 +3,8 @@ docs/speedrun.md has the gains.
 
 Against models/llama3.py: a norm of each head's queries and keys, which is Qwen3's; an FFN of two
 matrices with a squared ReLU, where SwiGLU has three; the head begins at 0, and so do the matrices
-that write into the residual stream; the loss is computed in pieces. The learning rates are in
-train_speedrun.py, all else is inherited.
+that write into the residual stream. The learning rates are in train_speedrun.py, all else is
+inherited.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import torch.nn.functional as F
 
-from models import loss, qwen3
+from models import qwen3
 
 
 @dataclass(kw_only=True)
@@ -42,11 +42,6 @@ class FeedForward(qwen3.FeedForward):
 
     def forward(self, x):
         return self.w2(F.relu(self.w1(x)).square())  # (B, T/cp, F/tp) inside
-
-
-# The loss of 256 tokens at a time: their logits, 4 MiB in fp32, stay in a core's cache. The same
-# loss, in fewer CPU seconds.
-loss.CHUNK_ELEMENTS["cpu"] = 2**20
 
 
 class Speedrun(qwen3.Qwen3):

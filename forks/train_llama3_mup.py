@@ -56,7 +56,7 @@ class Config(
     # sequences per optimizer step; -1 = local_batch_size x data ranks; a resumed run keeps its own
     global_batch_size: int = -1
     # mup: Muon's updates have a size of their own, which these learning rates are not for
-    optimizer: Literal["adamw", "adamw_sr"] = "adamw"  # see optim.py
+    optimizer: Literal["adamw", "adamw_sr", "adamw_bf16_moments"] = "adamw"  # see optim.py
     lr: float = 3e-3  # peak learning rate, reached after warmup_steps
     min_lr_ratio: float = 0.1  # the learning rate ends at this share of its peak
     warmup_steps: int = 20  # steps of linear warmup

@@ -60,7 +60,8 @@ class Config(
     global_batch_size: int = -1
     # speedrun: Muon, and higher rates, which fall to 0 in a straight line
     #
-    # muon: Muon for the blocks' matrices; adamw_sr: rounds bf16 weights by chance
+    # muon: Muon for the blocks' matrices; adamw_sr: rounds bf16 weights by chance;
+    # adamw_bf16_moments: half of AdamW's memory
     optimizer: Optimizer = "muon"
     lr: float = 2e-2  # peak learning rate, reached after warmup_steps
     embed_lr: float = 15.0  # learning rate of the embedding, as a multiple of lr

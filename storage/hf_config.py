@@ -87,7 +87,7 @@ def read_hf_config(folder: str, Config: type | None = None) -> Any:
     hints = get_type_hints(Config)
     for field in fields(Config):
         name = field.name
-        value = getattr(config, name)
+        value: Any = getattr(config, name)
         kind, optional = unwrap(hints[name])
         if not has_type(value, kind) and not (optional and value is None):
             if kind is int and type(value) is int:

@@ -109,7 +109,9 @@ def results(capsys, folder, task, **flags) -> tuple[list[dict], dict]:
     assert 0 <= last["summary"]["seconds"] < 3600
     assert [item["index"] for item in items] == list(range(len(items)))
     assert last["summary"]["n"] == len(items)
-    assert f"({len(items)} line" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert re.search(rf"^{re.escape(str(task))}: \d+ .* tokens at once \|", said, re.M), said
+    assert f"({len(items)} line" in said
     return items, last["summary"]
 
 
@@ -527,6 +529,14 @@ def test_stops():
 
 def judge(lines, samples, answers="auto") -> Measured:
     return evaluate.exact_match(lines, [], [[sample] for sample in samples], answers)
+
+
+@pytest.mark.parametrize(
+    "choices, fine",
+    [(["a"], True), ([], False), ("ab", False), (None, False), (["a", ""], False), ([1], False)],
+)
+def test_choices_are_texts(choices, fine):
+    assert questions.is_list_of_texts(choices) == fine
 
 
 def test_every_kind_of_line_is_a_task():

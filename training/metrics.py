@@ -292,9 +292,11 @@ class Metrics:
         """Write the trace of the steps since the first of --profile; the file's name has the
         numbers of the steps."""
         steps = "-".join(map(str, dict.fromkeys((self.profiled[0], self.step))))
-        self.profiler.stop()
+        profiler = self.profiler
+        assert profiler is not None  # write_trace() is called while one runs
+        profiler.stop()
         name = f"steps-{steps}-rank-{self.rank}.json.gz"
-        self.try_to_write(lambda: self.profiler.export_chrome_trace(self.trace_file(name)))
+        self.try_to_write(lambda: profiler.export_chrome_trace(self.trace_file(name)))
         self.profiler = None
         self.profiled = range(0)
 

@@ -20,7 +20,8 @@ from distributed.layout import Layout, local_tensor
 from flags.config import check_range
 from flags.files import step_folders
 
-Optimizer = Literal["adamw", "adamw_sr", "muon"]  # a run may change between the two kinds of AdamW
+# a run may change between the kinds of AdamW
+Optimizer = Literal["adamw", "adamw_sr", "adamw_bf16_moments", "muon"]
 
 
 def check_optimizer(cfg: Any) -> None:
@@ -37,6 +38,17 @@ def check_optimizer(cfg: Any) -> None:
         raise ValueError(
             f"--optimizer adamw_sr needs --param_dtype bfloat16, not {cfg.param_dtype}"
         )
+    if cfg.optimizer == "adamw_bf16_moments":
+        if cfg.param_dtype != "float32":
+            raise ValueError(
+                f"--optimizer adamw_bf16_moments needs --param_dtype float32, not "
+                f"{cfg.param_dtype}: moments of bfloat16 weights are bfloat16 with --optimizer adamw"
+            )
+        if max(cfg.beta1, cfg.beta2) > 0.99:
+            raise ValueError(
+                f"--optimizer adamw_bf16_moments needs --beta1 {cfg.beta1} and --beta2 {cfg.beta2} "
+                "of at most 0.99: a mean in bfloat16, which has 8 bits, would stand still"
+            )
 
 
 def set_lr(optimizers: Iterable[torch.optim.Optimizer], lr: float) -> float:
@@ -62,7 +74,11 @@ def adamw(
 ) -> torch.optim.Optimizer:
     """torch's fused AdamW, also for the parameters beside Muon's or a fork's. adamw_sr: torchao's,
     compiled for each shape of a parameter; bfloat16 weights are rounded up or down by chance, so
-    that small steps survive."""
+    that small steps survive. adamw_bf16_moments: see training/bf16_moments.py."""
+    if kind == "adamw_bf16_moments":
+        from training.bf16_moments import AdamWBf16Moments
+
+        return AdamWBf16Moments(groups, lr, betas, eps)
     if kind != "adamw_sr":
         return torch.optim.AdamW(groups, lr, betas, eps, fused=True)
     for group in groups:

@@ -25,6 +25,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 import distributed.checks
+import models.attention
 import models.loss
 import parallel
 import train_llama3
@@ -522,6 +523,35 @@ def test_documents_of_many_lengths_are_all_compiled(monkeypatch):
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("sizes", [(2, 8, 4, 150, 32), (3, 4, 4, 64, 16), (1, 4, 1, 1, 16)])
+@pytest.mark.parametrize("scale", [None, 0.7])
+def test_gradient_of_short_attention_in_bf16_on_a_cpu(monkeypatch, sizes, scale):
+    """At least as near to the truth as the gradient of torch's kernel, from the same output."""
+    B, H, G, T, K = sizes
+    torch.manual_seed(0)
+    shapes = [(B, H, T, K), (B, G, T, K), (B, G, T, K)]
+    qkv = [torch.randn(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    grad = torch.randn(B, H, T, K, dtype=torch.bfloat16)
+
+    out = sdpa(*qkv, is_causal=True, scale=scale)
+    assert type(out.grad_fn).__name__ == "CausalOnCPUBackward"
+    plain = torch.autograd.grad(out, qkv, grad)
+    exact = [x.detach().float().requires_grad_() for x in qkv]
+    truth = torch.autograd.grad(sdpa(*exact, is_causal=True, scale=scale), exact, grad.float())
+    monkeypatch.setattr(models.attention, "SHORT_ON_CPU", 0)
+    kernel_out = sdpa(*qkv, is_causal=True, scale=scale)
+    kernel = torch.autograd.grad(kernel_out, qkv, grad)
+
+    assert torch.equal(out, kernel_out)
+    for got, torchs, wanted in zip(plain, kernel, truth, strict=True):
+        assert got.dtype == torch.bfloat16
+        if T == 1:  # a single key has all the weight, whatever its score
+            assert (got - wanted).abs().max() < 1e-2
+        else:
+            assert off(got, wanted) < 5e-3
+            assert off(got, wanted) < 1.3 * off(torchs, wanted)
+
+
 def test_row_cache_against_slow_attention():
     """The second row has two tokens and three columns of padding in the first forward; its next
     tokens overwrite these."""
@@ -831,7 +861,7 @@ def test_loss_equals_cross_entropy(monkeypatch, N, denom):
         ("meta", 64128, 8192, [4096] * 2),  # --tp 2
         ("meta", 128256, 8300, [1792] * 4 + [1132]),
         ("meta", 4096, 2048, [2048]),
-        ("cpu", 4096, 2048, [2048]),
+        ("cpu", 4096, 2048, [256] * 8),  # 4 MiB in fp32, which stay in a CPU's caches
         ("cpu", 331, 700, [700]),
         ("cpu", 2**20, 600, [256, 256, 88]),
     ],

@@ -668,6 +668,11 @@ def _(new, old):
     assert getattr(new.optimizer, "bf16_stochastic_round", False)
 
 
+@row("optimizer", "adamw_bf16_moments", built)
+def _(new, old):
+    assert type(new.optimizer).__name__ == "AdamWBf16Moments"
+
+
 @row("max_norm", 0.01)
 def _(new, old):
     assert abs(sum(g.square().sum() for g in new.grads[0].values()) ** 0.5 - 0.01) < 1e-5

@@ -1,14 +1,15 @@
 """Optimizers, against training/optim.py: Muon equals torch's, on shards as on whole matrices; AdamW
-that rounds by chance."""
+that rounds by chance, or keeps its moments in bfloat16."""
 
 from functools import partial
 from unittest import mock
 
 import pytest
 import torch
-from layouts import build, config, global_batch, local_batch, on_meta, relative
+from layouts import build, config, full, global_batch, local_batch, on_meta, relative
 from muon import EXPERTS, OPTIONS, steps
 from pool import pool
+from saves import saver
 
 import parallel
 import train_qwen3
@@ -144,6 +145,87 @@ def test_stochastic_rounding_keeps_small_updates():
     assert moved("adamw_sr") == pytest.approx(0.02, rel=0.1)
 
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def adamw_steps(flags, n, kind="adamw_bf16_moments", out=None, first=0, last=4):
+    """(weights and moments by name, bytes of the moments) after steps of AdamW with gradients that
+    are the same in every layout: the sine of the weights. out: see steps() in tests/muon.py."""
+    local_batch_size = 2 if flags.get("pp", 1) > 1 else 1
+    stages, layout = build(config(**MODEL), flags, n, local_batch_size)
+    named = [pair for s in stages for pair in s.named_parameters()]
+    optimizer = adamw([{"params": [p for _, p in named]}], 1e-2, (0.9, 0.95), 1e-8, kind)
+    parallel.forward_backward(stages, local_batch(global_batch(0, n, False), layout), layout)
+    checkpoints = None
+    if out:
+        checkpoints = saver(stages, [optimizer], out)
+    if first:
+        checkpoints.load()
+    for _ in range(first, last):
+        for _, p in named:
+            p.grad = p.detach().sin()
+        optimizer.step()
+    if out and not first:
+        checkpoints.save(last, {}, last=True)
+    found = {}
+    size = 0
+    for fqn, p in named:
+        found[fqn] = full(p)
+        for name in MOMENTS:
+            moment = optimizer.state[p][name]
+            found[f"{fqn} {name}"] = full(moment)
+            size += local_tensor(moment).nbytes
+    return found, size
+
+
+def test_moments_in_bfloat16_take_half_of_the_memory_and_follow_adamw():
+    found, size = pool(1).run(adamw_steps, {}, 4)[0]
+    wanted, usual_size = pool(1).run(adamw_steps, {}, 4, "adamw")[0]
+    first, _ = pool(1).run(adamw_steps, {}, 4, "adamw", None, 0, 1)[0]
+    assert size * 2 == usual_size > 0
+    for name, t in found.items():
+        if name.endswith(MOMENTS):
+            assert t.dtype == torch.bfloat16
+            assert relative(t.float(), wanted[name]) < 5e-3
+        else:
+            assert t.dtype == torch.float32
+            # the first step is that of moments which were never rounded
+            assert 0 < relative(t - first[name], wanted[name] - first[name]) < 5e-3
+
+
+@pytest.mark.parametrize("n, flags", [(2, {}), (2, dict(tp=2)), (2, dict(pp=2))], ids=str)
+def test_moments_in_bfloat16_are_equal_on_every_layout(n, flags):
+    whole = pool(1).run(adamw_steps, {}, n)[0][0]
+    seen = set()
+    for part, _ in pool(n).run(adamw_steps, flags, n):
+        seen |= part.keys()
+        for name, t in part.items():
+            assert torch.equal(t, whole[name]), name
+    assert seen == whole.keys()
+
+
+def test_moments_in_bfloat16_come_back_on_another_layout(tmp_path):
+    kind = "adamw_bf16_moments"
+    through = pool(1).run(adamw_steps, {}, 2)[0][0]
+    pool(2).run(adamw_steps, {}, 2, kind, str(tmp_path), 0, 2)
+    for part, _ in pool(2).run(adamw_steps, dict(tp=2), 2, kind, str(tmp_path), 2, 4):
+        for name, t in part.items():
+            assert t.dtype == through[name].dtype
+            assert torch.equal(t, through[name]), name
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (dict(param_dtype="bfloat16"), "needs --param_dtype float32, not bfloat16"),
+        (dict(beta2=0.999), "of at most 0.99"),
+    ],
+)
+def test_what_moments_in_bfloat16_need(flags, words):
+    with pytest.raises(ValueError, match=f"^--optimizer adamw_bf16_moments .*{words}"):
+        train_qwen3.Config(optimizer="adamw_bf16_moments", **flags)
+
+
 def rounded_copies(flags: dict) -> dict:
     torch.manual_seed(0)  # as connect does on every rank
     stages, layout = build(config(**MODEL), {**flags, "param_dtype": "bfloat16"}, 4, 2)
@@ -192,6 +274,9 @@ OPTIMIZERS = {
     "sgd, no state": partial(torch.optim.SGD, lr=1e-2, weight_decay=0.1, fused=True),
     "adamw": partial(torch.optim.AdamW, lr=1e-2, foreach=True),
     "adamw, fused": partial(torch.optim.AdamW, lr=1e-2, fused=True),
+    "adamw, moments in bfloat16": partial(
+        adamw, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, kind="adamw_bf16_moments"
+    ),
     "adafactor": partial(torch.optim.Adafactor, lr=1e-2, weight_decay=0.1),
     "muon": partial(Muon, **OPTIONS),
     "normuon": partial(NorMuon, **OPTIONS),
@@ -203,7 +288,7 @@ OPTIMIZERS = {
 def make_optimizer(kind: str, params: list):
     if "muon" in kind:
         params = [p for p in params if p.dim() == 2]
-    if kind == "torchao's":
+    if kind in ("torchao's", "adamw, moments in bfloat16"):
         params = [{"params": params}]
     return OPTIMIZERS[kind](params)
 
@@ -265,7 +350,9 @@ LAYOUTS = [(1, {}), (2, dict(dp_shard=2)), (2, dict(tp=2))]
 def test_a_step_that_is_not_finite_changes_nothing(kind):
     """Weights, moments and step counters, whatever the optimizer knows of found_inf, and wherever
     the NaN is."""
-    layouts = LAYOUTS[: {"lion": 3, "adamw, fused": 3, "muon": 2}.get(kind, 1)]
+    layouts = LAYOUTS[
+        : {"lion": 3, "adamw, fused": 3, "muon": 2, "adamw, moments in bfloat16": 2}.get(kind, 1)
+    ]
     for processes, flags in layouts:
         for told in pool(processes).run(skipped, kind, flags, 4, {2}, processes - 1):
             (weights, state), (after, state_after) = told[1], told[2]

@@ -96,12 +96,13 @@ def test_a_file_has_lines(quick, monkeypatch):
 
 
 def test_short_work_shows_nothing(monkeypatch):
+    assert progress.EVERY_IN_FILE >= 30 and progress.EVERY <= 1 and progress.FIRST <= 3
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(progress, "FIRST", 600.0)  # a machine may be busy for any second
     with Progress("work"):
         pass
     assert stream.getvalue() == ""
-    assert progress.EVERY_IN_FILE >= 30 and progress.EVERY <= 1 and progress.FIRST <= 3
 
 
 def test_rank_1_is_silent(quick, monkeypatch):
@@ -371,15 +372,16 @@ def test_dry_runs(folder):
 def test_what_starts_other_processes(folder):
     words = [*TINY, "--check_parity", "--dp_shard", "2", "--data", f"{folder}/text.txt"]
     _, error = seen(folder, "train_llama3.py", *words)
-    assert "check_parity: one process: 0 s" in error
-    assert "check_parity: layout: 0 s" in error
+    assert "check_parity: one process: " in error
+    assert "check_parity: layout: " in error
     words = [*TINY, "--tp", "2", "--explain", "--html", f"{folder}/layout.html"]
     _, error = seen(folder, "train_llama3.py", *words)
     assert "one block, in two dry runs" in error
-    words = ["train_llama3.py", "--out", f"{folder}/study", "--seeds", "2", "--steps", "2"]
+    words = ["train_llama3.py", "--vary", "lr=1e-3,2e-3", "--out", f"{folder}/study"]
+    words += ["--seeds", "2", "--steps", "2"]
     words += [*TINY, "--data", f"{folder}/text.txt", "--val_every", "2"]
     _, error = seen(folder, "ablate.py", *words)
-    assert f"{folder}/study: 0 of 4 steps" in error
+    assert f"{folder}/study: 0 of 8 steps" in error
     seen(folder, "exercises/run.py", "start", "1", "--out", f"{folder}/class/ann")
-    _, error = seen(folder, "exercises/run.py", "grade", f"{folder}/class", "--out", f"{folder}/x")
+    _, error = seen(folder, "exercises/run.py", "grade", f"{folder}/class", "--json", f"{folder}/x")
     assert "grading: 0 of 1 submissions" in error

@@ -28,12 +28,14 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 import parallel
 from distributed import experts, launch, pipeline, schedule
 from distributed import layout as layouts
-from distributed.layout import AXES
+from distributed.layout import AXES, Layout
 from distributed.pipeline import n_microbatches
 from tools.reports import best_layouts as best
 from tools.reports import dryrun
+from tools.reports.costs import tensors_in
 from tools.reports.dryrun import Watch, rows_of
 from tools.reports.explain import count_block, explain, list_collectives
+from tools.reports.parts import tokens_of
 
 
 def really(recipe: str, flags: dict) -> dict:
@@ -254,6 +256,15 @@ def test_activations_are_kept_from_forward_to_the_end_of_backward():
 
 
 # ---------------------------------------------------------------- --explain
+
+
+def test_tokens_and_tensors_of_a_rank():
+    layout = Layout(dp_replicate=2, dp_shard=2, global_batch_size=8)
+    place = dict(dp_replicate=1, dp_shard=0, cp=0, tp=0)
+    assert tokens_of(layout, place, 16)["sequences"] == (4, 6)
+    x, y, z = (torch.empty(n, device="meta") for n in (1, 2, 3))
+    found = tensors_in((x, {"y": [y], "more": None}, 3, z))
+    assert [len(tensor) for tensor in found] == [1, 2, 3]
 
 
 @pytest.mark.slow

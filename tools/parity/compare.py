@@ -25,7 +25,7 @@ UPDATE_TOLERANCE = 0.01
 # After the first update the weights differ by rounding, and the gradients by more: multiply the
 # tolerances of step 1 by LATER. Muon makes small directions as large as the others; how other
 # optimizers (OTHERS) answer to rounding is unknown.
-LATER = {"adamw": 10, "muon": 100}
+LATER = {"adamw": 10, "adamw_bf16_moments": 10, "muon": 100}
 OTHERS = 1000
 # Once rounding has sent a token to another expert, a few rows of a gradient differ altogether.
 MOVED = {"loss": 1e-3, "norm": 0.02, "gradient": 0.1, "update": 0.2}

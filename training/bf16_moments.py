@@ -1,0 +1,78 @@
+"""AdamW whose moments are bfloat16 beside weights in fp32: half of AdamW's memory. DeepSeek-V3 was
+trained so (arXiv:2412.19437, section 3.3.3)."""
+
+import torch
+from torch.optim.adamw import adamw
+
+from distributed.layout import local_tensor
+
+# numbers whose moments are in fp32 at a time: 128 MiB
+AT_ONCE = 1 << 24
+
+
+class AdamWBf16Moments(torch.optim.AdamW):
+    """torch's fused AdamW: each step computes in fp32, and rounds the moments to bfloat16 to keep
+    them. The state has the names of torch.optim.AdamW.
+
+    bfloat16 has 8 bits, so a moment that moves by less than 1/256 of itself in a step stands still:
+    see check_optimizer for --beta2.
+    """
+
+    def __init__(self, groups, lr: float, betas, eps: float):
+        super().__init__(groups, lr, betas, eps, fused=True)
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            some = []
+            numbers = 0
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                some.append(p)
+                numbers += local_tensor(p).numel()
+                if numbers >= AT_ONCE:
+                    self.update(some, group)
+                    some = []
+                    numbers = 0
+            self.update(some, group)
+
+    def update(self, params, group):
+        if not params:
+            return
+        weights = []
+        grads = []
+        kept = []  # moments as they are between two steps
+        steps = []
+        for p in params:
+            state = self.state[p]
+            if not state:
+                state["step"] = torch.zeros((), device=p.device)
+                state["exp_avg"] = torch.zeros_like(p, dtype=torch.bfloat16)
+                state["exp_avg_sq"] = torch.zeros_like(p, dtype=torch.bfloat16)
+            weights.append(local_tensor(p))
+            grads.append(local_tensor(p.grad))
+            kept.append(local_tensor(state["exp_avg"]))
+            kept.append(local_tensor(state["exp_avg_sq"]))
+            steps.append(state["step"])
+        moments = [moment.float() for moment in kept]
+        beta1, beta2 = group["betas"]
+        adamw(
+            weights,
+            grads,
+            moments[0::2],
+            moments[1::2],
+            [],
+            steps,
+            fused=True,
+            grad_scale=getattr(self, "grad_scale", None),
+            found_inf=getattr(self, "found_inf", None),
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        torch._foreach_copy_(kept, moments)  # rounds to nearest
