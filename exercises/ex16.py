@@ -227,6 +227,7 @@ def check_trainer():
     model = policy.sharp_model()
     low = grpo.LOSSES["dapo"].low
     high = grpo.LOSSES["dapo"].high
+    assert low is not None and high is not None  # dapo clips
     total = 0.0
     tokens = 0.0
     for s in samples():

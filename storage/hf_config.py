@@ -98,9 +98,10 @@ def read_hf_config(folder: str, Config: type | None = None) -> Any:
                 f"{path}: {name} would be {str(value)[:40]!r}, not "
                 f"{getattr(kind, '__name__', kind)}"
             )
-        if name == "norm_eps" and not 0 <= value < 1:
+        is_number = isinstance(value, int | float)
+        if name == "norm_eps" and not (is_number and 0 <= value < 1):
             raise ValueError(f"{path}: {name} would be {value}, need 0 or more, below 1")
-        if name == "rope_theta" and not value > 0:
+        if name == "rope_theta" and not (is_number and value > 0):
             raise ValueError(f"{path}: {name} would be {value}, need more than 0")
     return config
 
