@@ -93,7 +93,7 @@ def load_split(name: str, subset: str, split: str) -> Any:
             if isinstance(found, datasets.DatasetDict):
                 if split not in found:
                     raise ValueError(
-                        f"--from_datasets {name}: no split {split!r}; there are {', '.join(found)}"
+                        f"--from_datasets {name}: no split {split!r}; there are {', '.join(map(str, found))}"
                     )
                 found = found[split]
             return found

@@ -264,6 +264,7 @@ def start_and_write(self):  # at once, so that it does not depend on how long th
     return self
 progress.Progress.start = start_and_write
 sys.stderr.isatty = lambda: True
+progress.columns = lambda: 1000  # a path of pytest is longer than many a terminal
 import storage.manifest
 storage.manifest.AT_ONCE = 0
 import runpy
