@@ -215,7 +215,9 @@ class Checkpoints:
             if "betas" in optimizer.defaults:
                 moments = 2
             for group in optimizer.param_groups:
-                n_bytes += moments * sum(p.numel() * p.itemsize for p in group["params"])
+                for p in group["params"]:
+                    dtype = optimizer.defaults.get("moment_dtype", p.dtype)
+                    n_bytes += moments * p.numel() * dtype.itemsize
         total = sum(gather(n_bytes, self.group)) * self.flags.get("pp", 1)
         return total / self.writer.world_size + self.writer.size_beside()
 

@@ -284,9 +284,12 @@ def main(argv: list[str]) -> None:
             if not cfg.chat:
                 head += text
             heads.append(head)
-        stream = Stream(heads)
+        stream = Stream(heads, grows=sys.stdout.isatty())
         found = continue_texts(*parts, texts, cfg.max_new_tokens, stream=stream, **options)
         stream.close(found)
+    except BrokenPipeError:
+        # `generate.py ... | head` has seen enough, and Python would complain once more at its exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except ValueError as error:
         usage_error(error)
 

@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -439,7 +439,11 @@ def assistant_spans(
 def with_values(template: ChatTemplate, values: str) -> ChatTemplate:
     """The template with a line's chat_template_kwargs, as JSON. Raises ValueError for a value that
     the template does not ask for."""
-    given = json.loads(values)
+    given = {}
+    for name, value in json.loads(values).items():
+        # a false or an empty value that no template asks for says nothing
+        if value or name in template.names:
+            given[name] = value
     if not given:
         return template
     unknown = sorted(given.keys() - template.names)
@@ -527,7 +531,7 @@ def with_words(message: dict, i: int, words: dict) -> dict:
     return message | changed
 
 
-@cache
+@lru_cache(maxsize=256)
 def arguments_as(template: ChatTemplate) -> type | None:
     """How a template reads the arguments of a call: dict, if the template writes JSON itself or
     each argument alone; str, if the template wants JSON text; None, if neither comes out right."""
@@ -589,7 +593,7 @@ def with_argument(call: dict, wanted: type | None) -> dict:
     return changed
 
 
-@cache
+@lru_cache(maxsize=256)
 def knows_thoughts(template: ChatTemplate) -> bool:
     thought = {
         "role": "assistant",
@@ -641,7 +645,7 @@ def find_answer(
             return start, end
 
 
-@cache
+@lru_cache(maxsize=256)
 def generation_prompt(template: ChatTemplate) -> str:
     """What a template writes after a question to begin an answer, such as <|im_start|>assistant."""
     asked = [{"role": "user", "content": PROBE}]

@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from corpus.files import CONVERSATION
 from distributed.agree import brief
 from flags.files import sha256_file, write_file
 
 FILE_BYTES = 500 << 20  # of rows in memory, for each file: a piece of work for one process
-CHATS = ("messages", "conversations", "tools")
 NOTE = "dataset.json"  # beside the files: what they were made of
 
 
@@ -113,12 +113,12 @@ def called(name: str, function, *args, **options) -> Any:
 
 
 def wanted_columns(columns: list[str], text_column: str, name: str) -> list[str]:
-    """The text, or else the conversations with their tools. Raises ValueError if there is neither."""
+    """The text, or else the conversations with what belongs to them, such as tools and a system message.
+    Raises ValueError if there is neither."""
     if text_column in columns:
         return [text_column]
-    chats = [column for column in CHATS if column in columns]
-    if chats and chats != ["tools"]:
-        return chats
+    if set(CONVERSATION[:2]) & set(columns):
+        return [column for column in CONVERSATION if column in columns]
     raise ValueError(
         f"--from_datasets {name} has no column {text_column!r}, and no conversations: there are "
         f"{brief(columns)}; give --text_column"

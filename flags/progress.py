@@ -19,6 +19,7 @@ EVERY = 0.5  # seconds between two lines on a terminal
 EVERY_IN_FILE = 30.0  # and elsewhere: a log file, a pipe
 ERASE = "\r\x1b[K"  # to the beginning of the line, and delete it
 OPEN: list["Progress"] = []  # work under way, the innermost last
+os.register_at_fork(after_in_child=OPEN.clear)  # the threads are the parent's
 
 
 class Progress:
@@ -44,7 +45,8 @@ class Progress:
         self.ended = threading.Event()
         self.writing = threading.Lock()
         self.thread = threading.Thread(target=self.keep_writing, daemon=True)
-        self.on_terminal = sys.stderr.isatty()
+        # None: closed by the shell
+        self.on_terminal = sys.stderr is not None and sys.stderr.isatty()
         self.has_line = False  # the terminal shows our line
 
     def start(self):
@@ -125,7 +127,7 @@ def send(text: str) -> None:
     try:
         sys.stderr.write(text)
         sys.stderr.flush()
-    except (OSError, ValueError):
+    except (OSError, ValueError, AttributeError):
         pass
 
 
@@ -184,7 +186,8 @@ class Stream:
 
     PAUSE = 0.1  # seconds between two writes: decoding a long text for each token would take time
 
-    def __init__(self, heads: list[str]):
+    def __init__(self, heads: list[str], grows: bool = True):
+        self.grows = grows  # False for a pipe: a text is printed once, at its end
         self.heads = heads  # printed before each continuation
         self.said = lambda row, ids: ""  # the text of ids, see continue_texts()
         self.row = 0  # being printed
@@ -202,6 +205,8 @@ class Stream:
             if self.row in self.ended:
                 self.finish(text)
                 continue
+            if not self.grows:
+                return
             # the bytes of a letter may come one by one, and half a letter decodes to U+FFFD
             self.show(text.rstrip("\ufffd"))
             return

@@ -56,7 +56,9 @@ def sdpa(
         assert mask is not None, "sinks need a mask"
         return attention_with_sinks(q, k, v, mask, scale, sinks)
     if mask is None and is_causal and has_plain_gradient(q, k, v):
-        return CausalOnCPU.apply(q, k, v, scale or q.shape[-1] ** -0.5)
+        if scale is None:
+            scale = q.shape[-1] ** -0.5
+        return CausalOnCPU.apply(q, k, v, scale)
     K = q.shape[-1]
     U = v.shape[-1]
     kernels = kernels_of(q.device)

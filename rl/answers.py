@@ -76,13 +76,13 @@ SPELLINGS = [
 ]
 # The number after these is not the answer: a difference, one of two, a root, a power, an index
 NO_NUMBER = re.compile(
-    r"(?:-\s{1,9}|minus\s{1,9}|±\s?|\\pm\s?|√\(?|\\sqrt\{?|\^|_\{?|[0-9][:/]|[0-9][eE][-+]?)$"
+    r"(?:-\s{1,9}|minus\s{1,9}|±\s?|\\pm\s?|√\(?|\\sqrt\{?|\^|_\{?|[0-9][:/]|[0-9][eE][-+]?)\Z"
 )
 # A number before these is a factor
 FACTOR = re.compile(r"[ \t]?(?:\\pi(?![a-zA-Z])|π|\\sqrt|√|\\overline)")
 VARIABLE = re.compile(r"[a-ce-fi-kn-rt-z](?![a-zA-Z])")
-GROUP = re.compile(r"[0-9][ ,_'’]$")  # before 00: the rest of a number in wrong groups
-SUM = re.compile(r"[0-9)}][-+*]\$?$")  # before 3: the rest of 2+3
+GROUP = re.compile(r"[0-9][ ,_'’]\Z")  # before 00: the rest of a number in wrong groups
+SUM = re.compile(r"[0-9)}][-+*]\$?\Z")  # before 3: the rest of 2+3
 # --answers auto: a number, with a name before it or a unit after it
 UNITS = """USD EUR GBP L N J W V A K C F kN kW kWh MW KB MB GB TB Hz kHz MHz GHz mL Pa kPa MPa kJ eV
     MeV kcal""".split()

@@ -101,6 +101,8 @@ def write_tensors(
         check_room(folder, plan.n_bytes)
 
     def write():
+        if is_first and not is_new:
+            check_room(folder, plan.n_bytes)
         final = planner.finish_plan(plan.final)
         if not final.items:
             # a rank without tensors: DCP would leave an empty file, which no manifest lists

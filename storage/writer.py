@@ -23,7 +23,7 @@ import torch.distributed as dist
 from distributed.agree import Failed, fail_together, on_rank_0, rank_in
 from distributed.layout import AXES
 from flags import VERSION
-from flags.files import check_room, free_bytes, publish, step_folders, write_file
+from flags.files import free_bytes, publish, step_folders, write_file
 from storage.dcp import SavePlan, import_dcp, write_tensors
 from storage.manifest import TABLE, Damaged, checksums, read_manifest, write_manifest
 
@@ -208,8 +208,6 @@ class Writer:
                 return None
             except Damaged as error:
                 set_aside(path, f"damaged: {error}", self.say)
-        if self.plan.n_bytes:  # known since the first save
-            check_room(path, self.plan.n_bytes + self.size_beside())
         folder = f"{path}.tmp-{uuid.uuid4().hex[:8]}"
         os.makedirs(folder)
         return folder

@@ -19,6 +19,7 @@ import ablate
 from tools.study.ladder import describe_design, fit_sizes, line_at, report_ladder
 from tools.study.laws import WORST, condition_of, fit_sizes_and_tokens
 from tools.study.report import report_study
+from tools.study.runs import describe_running
 from tools.study.significance import add_looks, interval, t_quantile
 from tools.study.study import (
     APART,
@@ -972,3 +973,11 @@ def test_an_unknown_metric_ends_after_the_first_run(tmp_path):
         status=2,
     )
     assert "--metric losss: no run logs it; there are" in done.stderr
+
+
+def test_a_run_whose_loss_is_no_number_is_described(tmp_path):
+    log = folder_of(tmp_path, "nan", 3) / "metrics.jsonl"
+    log.parent.mkdir(parents=True)
+    log.write_text('{"step": 5, "loss": null}\n')
+    said = describe_running(tmp_path, {("nan", 3): None})
+    assert said == "nan, seed 3: step 5, loss no number"

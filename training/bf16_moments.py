@@ -12,7 +12,8 @@ AT_ONCE = 1 << 24
 
 class AdamWBf16Moments(torch.optim.AdamW):
     """torch's fused AdamW: each step computes in fp32, and rounds the moments to bfloat16 to keep
-    them. The state has the names of torch.optim.AdamW.
+    them. The state has the names of torch.optim.AdamW. checkpoint.py keeps its dtype; torch's own
+    load_state_dict() would make fp32 of it, the dtype of the weights.
 
     bfloat16 has 8 bits, so a moment that moves by less than 1/256 of itself in a step stands still:
     see check_optimizer for --beta2.
@@ -20,6 +21,7 @@ class AdamWBf16Moments(torch.optim.AdamW):
 
     def __init__(self, groups, lr: float, betas, eps: float):
         super().__init__(groups, lr, betas, eps, fused=True)
+        self.defaults["moment_dtype"] = torch.bfloat16  # for the size of a checkpoint
 
     @torch.no_grad()
     def step(self):

@@ -220,7 +220,7 @@ class Metrics:
 
                 self.boards = open_boards(out, cfg, first_step)
         self.live = None  # a line that moves on a terminal, where log lines are far apart
-        if self.rank0 and sys.stderr.isatty():
+        if self.rank0 and sys.stderr is not None and sys.stderr.isatty():  # None: closed
             from flags.progress import Progress
 
             self.live = Progress(f"step {first_step}/{steps}").start()

@@ -20,7 +20,7 @@ from distributed.layout import Layout, local_tensor
 from flags.config import check_range
 from flags.files import step_folders
 
-# a run may change between the kinds of AdamW
+# a run may change between adamw and adamw_sr
 Optimizer = Literal["adamw", "adamw_sr", "adamw_bf16_moments", "muon"]
 
 

@@ -59,6 +59,8 @@ def test_without_the_library_a_line_says_what_to_install(folder, monkeypatch):
 def test_the_columns_that_are_kept():
     assert wanted_columns(["id", "text", "messages"], "text", "x") == ["text"]
     assert wanted_columns(["id", "messages", "tools"], "text", "x") == ["messages", "tools"]
+    beside = ["system", "chat_template_kwargs", "conversations"]
+    assert sorted(wanted_columns(["id", *beside], "text", "x")) == sorted(beside)
     assert wanted_columns(["id", "story"], "story", "x") == ["story"]
     for columns in (["id", "story"], ["tools"]):
         with pytest.raises(ValueError, match="no column 'text'.*give --text_column$"):

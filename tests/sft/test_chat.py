@@ -795,6 +795,9 @@ def test_what_stands_beside_the_messages(tmp_path):
     assert told(folder, messages | values, moody)[1].startswith("<calm>")
     assert told(folder, messages, moody)[1].startswith("<none>")
     refuses("does not ask for mood", ours, folder, messages | values, PROMPTED)
+    empty = {"mood": "", "xml_tools": [], "enable_thinking": False, "python_tools": None}
+    unused = {"chat_template_kwargs": empty}  # as in SmolTalk2
+    assert told(folder, messages | unused, PROMPTED) == told(folder, messages, PROMPTED)
 
 
 def test_a_role_that_only_some_answers_have(tmp_path):

@@ -220,6 +220,18 @@ def test_texts_are_printed_one_below_the_other(capsys):
     assert "".join(seen) == "A ab\nB uvwxyz\nC 123\n"
 
 
+def test_a_pipe_gets_a_text_once_at_its_end(capsys):
+    seen = fed(Stream(["A ", "B "], grows=False), [[*b"ab"], [*b"uvwxyz"]], capsys)
+    assert seen == ["", "", "A ab\n", "", "", "", "B uvwxyz\n"]
+
+
+def test_a_closed_stderr_is_no_terminal(quick, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    with Progress("work") as line:
+        time.sleep(0.05)
+    assert not line.on_terminal
+
+
 def test_a_text_that_changes_is_printed_anew(capsys):
     stream = Stream(["> "])
     texts = iter(["a b", "a b ,", "a b, c"])

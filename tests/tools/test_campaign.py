@@ -221,6 +221,7 @@ def both(copy: Path) -> tuple[dict, dict]:
         (("8 * cfg.val_batches", "cfg.val_batches"), "reads, counts or judges otherwise: "),
         (("import math\n", "import math\nimport time\n"), "reads the clock (time)"),
         (("import math\n", "import math (\n"), "does not run: "),
+        (("    # 7. loop\n", "    parallel.evaluate = min\n"), "parallel.evaluate = min"),
         (("layout.global_batch_size * cfg.seq_len)", "1)"), "metrics.end_step(1)"),
     ],
 )
@@ -236,6 +237,9 @@ def test_a_module_that_judges_is_not_changed(tmp_path):
     assert gates.judges_itself(best, candidate) == ""
     candidate["files"] |= {"data.py": "another"}
     assert gates.judges_itself(best, candidate).startswith("another question: data.py")
+    best, candidate = both(changed(tmp_path))
+    candidate["files"]["parallel.py"] = "other"
+    assert gates.judges_itself(best, candidate).startswith("another question: parallel.py")
 
 
 def test_comments_change_no_code(tmp_path):

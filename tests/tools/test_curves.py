@@ -191,6 +191,14 @@ def test_a_run_that_has_only_begun(tmp_path):
     assert draw_runs([run], str(tmp_path / "x.png")).startswith("no picture")
 
 
+def test_an_edited_line_is_left_out(tmp_path):
+    lines = [training(1, 3.0), training(2, 2.0) | {"tokens": "x"}, training(3, 1.0)]
+    lines[2]["step_time_s"] = "x"
+    run = read_curves("new", write_run(tmp_path / "new", lines))
+    assert run.steps == [1, 3]
+    assert curve_of(run, "loss", run.tokens) is not None
+
+
 def test_watching_draws_anew_until_all_have_ended(two, tmp_path, monkeypatch, capsys):
     a, b = two
     assert is_over(a) and not is_over(b)

@@ -13,7 +13,7 @@ import numpy as np
 from distributed.refusals import refuse
 from flags.files import check_writable, read_json
 from flags.progress import duration_text
-from training.metrics import read_lines
+from training.metrics import is_number, read_lines
 
 # of Okabe and Ito, told apart by people who do not see all colours; a run has one in all panels
 COLOURS = "#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9 #000000 #8C564B".split()
@@ -66,9 +66,10 @@ def read_curves(name: str, folder: str | Path) -> RunCurves:
     before = 0
     seconds = 0.0
     for line in run.lines:
-        if line.get("tokens") is None:
+        if not is_number(line.get("tokens")):
             continue
-        seconds += (line["step"] - before) * (line.get("step_time_s") or 0.0)
+        if is_number(line.get("step_time_s")):
+            seconds += (line["step"] - before) * line["step_time_s"]
         before = line["step"]
         run.steps.append(before)
         run.tokens.append(line["tokens"])
@@ -107,7 +108,7 @@ def curve_of(run: RunCurves, name: str, places: list[float], part: str = "") -> 
         value = line.get(name)
         if part and isinstance(value, dict):
             value = value.get(part)
-        if isinstance(value, int | float):
+        if is_number(value):
             steps.append(line["step"])
             values.append(value)
     if not values or not places:

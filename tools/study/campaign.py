@@ -7,10 +7,13 @@ can be learned by heart. Seeds below 1000 are held out for --final.
 """
 
 import hashlib
+import json
 import math
 import os
 import shlex
 from pathlib import Path
+
+import torch
 
 from tools.study import gates
 from tools.study.campaign_folder import (
@@ -181,7 +184,7 @@ def check_new(folder, args) -> None:
 
 
 def begin_campaign(folder, args, common: list[str], stopping: list) -> dict:
-    """The first event. The start must pass the gates, too, or no candidate could."""
+    """The first event. The start must run, and be equal on the layouts, or no candidate could."""
     recipe = Path(args.recipes[0])
     place = Path(folder, "candidates", "0000")
     file = copy_code(recipe, place / "code")
@@ -195,6 +198,11 @@ def begin_campaign(folder, args, common: list[str], stopping: list) -> dict:
     begin |= {"steps": variant["steps"], "val_every": variant["val_every"]}
     if not variant["tokens"]:
         raise ValueError(f"{recipe}: a campaign needs a recipe that trains on tokens, train_*.py")
+    is_on_cpu = "--device cpu" in " ".join(common).replace("=", " ")
+    if torch.cuda.is_available() and not is_on_cpu and "--deterministic" not in common:
+        raise ValueError(
+            "a campaign compares runs to the bit, which GPUs keep with --deterministic only: add it"
+        )
     found = runs_and_agrees(place, begin, args, variant, stopping)
     if found:
         raise ValueError(f"{recipe} does not pass the gates itself: {found}")
@@ -224,7 +232,9 @@ def submit(folder, log: list[dict], begin: dict, recipe: Path | None, name: str,
     for earlier in events_of(log, "submit"):
         if earlier["key"] == key and earlier["against"] == best["candidate"]:
             for answer in events_of(log, "answer"):
-                if answer["candidate"] == earlier["candidate"]:
+                is_same = answer["candidate"] == earlier["candidate"]
+                # what did not run may have met a full disk: tried once more
+                if is_same and "does not run" not in json.dumps(answer):
                     return None, answer
     number = len(events_of(log, "submit")) + 1
     place = Path(folder, "candidates", f"{number:04}")

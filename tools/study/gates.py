@@ -43,7 +43,9 @@ JUDGED = {
     "Metrics",
 }
 # modules that read text, count and judge
-JUDGES = re.compile(r"data\.py|corpus/|sft/|storage/|flags/|training/metrics\.py|torch$")
+JUDGES = re.compile(
+    r"data\.py|parallel\.py|corpus/|sft/|storage/|flags/|training/metrics\.py|distributed/schedule\.py|torch$"
+)
 CLOCKS = {"time", "datetime", "timeit"}
 
 
@@ -59,9 +61,14 @@ def other_question(best: dict, candidate: dict) -> str:
 
 
 def judged_calls(source: str) -> list[str]:
-    """The calls of a recipe by which it is judged, in order, without the layout of their text."""
+    """The calls of a recipe by which it is judged, and what it puts in the place of such functions, in
+    order, without the layout of their text."""
     found = []
     for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Assign):  # parallel.evaluate = another
+            for target in node.targets:
+                if isinstance(target, ast.Attribute) and target.attr in JUDGED:
+                    found.append(ast.unparse(node))
         if not isinstance(node, ast.Call):
             continue
         name = ""

@@ -14,6 +14,7 @@ from pathlib import Path
 from flags.files import write_file
 from flags.progress import Progress
 from tools.study.study import FAILED, folder_of, has_died, is_finished, lines_of
+from training.metrics import is_number
 
 LOOK = 2.0  # seconds between two looks at the numbers of the runs
 
@@ -94,7 +95,10 @@ def describe_running(folder: Path, running: dict) -> str:
         line = last_step_of(folder, (name, seed))
         state = "starts"
         if "loss" in line:
-            state = f"step {line['step']}, loss {line['loss']:.3f}"
+            loss = "no number"  # null in the log
+            if is_number(line["loss"]):
+                loss = f"{line['loss']:.3f}"
+            state = f"step {line['step']}, loss {loss}"
         said.append(f"{name}, seed {seed}: {state}")
     return "; ".join(said)
 
