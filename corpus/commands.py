@@ -296,7 +296,9 @@ def prepare(args: argparse.Namespace, paths: list[Path], folder: Path) -> bool:
 def main(about: str | None = None) -> None:
     args, unknown = define_commands(about).parse_known_args()
     if unknown:
-        refuse_unknown(unknown, [f"--{name}" for name in vars(args) if name != "command"])
+        known = [f"--{name}" for name in vars(args) if name != "command"]
+        # what was typed is no advice: the command may have that word without the dashes
+        refuse_unknown(unknown, [flag for flag in known if flag not in unknown])
     try:
         if args.command == "show" and is_shards(args.input[0]):
             raise ValueError(

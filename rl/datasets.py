@@ -194,7 +194,7 @@ def check_messages(line: Line, asked: str) -> None:
                 "answer after its end; let a question be the last",
             ),
             (
-                line.fields.get("tools"),
+                line.fields.get("tools") not in (None, "", [], "[]"),
                 f"{line.where}: tools are not written into a prompt; write them into its system "
                 "message, or take the key out",
             ),
