@@ -125,6 +125,10 @@ def folder(tmp_path_factory) -> Path:
     (folder / "a.txt").write_text("".join(lines))
     (folder / "b.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     (folder / "book.txt").write_text("".join(lines[:100]))
+    # a folder goes before a name of the hub, so nothing is downloaded
+    stories = folder / "roneneldan" / "TinyStories"
+    stories.mkdir(parents=True)
+    (stories / "train.jsonl").write_text("".join(json.dumps({"text": x}) + "\n" for x in lines))
     questions = [{"question": f"line {i} of", "answer": f"{i * i}"} for i in range(200)]
     chats = []
     for q in questions:
@@ -278,6 +282,8 @@ def test_commands_were_found():
 )
 def test_published_command(command, folder):
     script = split_command(command)[1]
+    if "--from_datasets" in command:
+        pytest.importorskip("datasets")
     # minutes: test_published_command_compiled
     if "--compile" in command:
         compiled = ["--no-compile"]
