@@ -970,11 +970,15 @@ def test_trainer_and_generator_end_together(tmp_path, start, rank):
     os.kill(job.worker(rank), signal.SIGKILL)
     (tmp_path / "go").touch()
 
-    def zombie(pid):
-        return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    def has_ended(pid):
+        try:
+            stat = Path("/proc", str(pid), "stat").read_text()
+        except OSError:  # gone, perhaps in this moment
+            return True
+        return stat.rpartition(")")[2].split()[0] == "Z"
 
     others = [pid for pid, env in job.processes().items() if env.get("RANK") == str(1 - rank)]
-    job.until(lambda: all(not Path("/proc", str(pid)).exists() or zombie(pid) for pid in others))
+    job.until(lambda: all(map(has_ended, others)))
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -1024,11 +1025,12 @@ def test_slurm_script(tmp_path, start, port):
 
     job = submit("1.sh", *ENDLESS, "--checkpoint_every", 1_000_000)
     job.until_step(3)
-    (torchrun,) = (
-        pid
-        for pid in job.processes()
-        if b"torch.distributed.run" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    )
+    found = []
+    for pid in job.processes():
+        with suppress(OSError):  # they come and go
+            if b"torch.distributed.run" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    (torchrun,) = found
     os.kill(torchrun, signal.SIGUSR1)
     assert job.end() == 1
     assert requeued() == ["77"]
