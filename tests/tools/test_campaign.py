@@ -465,3 +465,21 @@ def test_verdicts_are_borne_out_by_the_folder(tmp_path):
         json.dumps(line | {"val_loss": 1.5}) + "\n"
     )
     assert campaign.state_of(tmp_path, begin, read_log(tmp_path), args)["differing"] == [1]
+
+
+@pytest.mark.parametrize(
+    "why, repeats", [("does not run: a full disk", False), ("the clock", True)]
+)
+def test_a_candidate_that_did_not_run_is_tried_again(tmp_path, why, repeats):
+    recipe = REPO / "train_llama3.py"
+    begin = {"event": "begin", "candidate": 0, "file": "train_llama3.py", "flags": []}
+    append(tmp_path, **begin)
+    first, earlier = campaign.submit(
+        tmp_path, read_log(tmp_path), begin, recipe, "mine", ["--lr=1e-3"]
+    )
+    assert first["candidate"] == 1 and earlier is None
+    append(tmp_path, event="answer", candidate=1, verdict="refused", why=why)
+    again, earlier = campaign.submit(
+        tmp_path, read_log(tmp_path), begin, recipe, "mine", ["--lr=1e-3"]
+    )
+    assert (again is None, earlier is not None) == (repeats, repeats)

@@ -76,9 +76,8 @@ def judged_calls(source: str) -> list[str]:
             name = node.func.id
         elif isinstance(node.func, ast.Attribute):
             name = node.func.attr
-        if (
-            name == "evaluate"
-        ):  # which weights are judged, such as their mean, is a candidate's to say
+        # which weights are judged, such as their mean, is a candidate's to say
+        if name == "evaluate":
             node.args = node.args[1:]
         if name in JUDGED:
             found.append(ast.unparse(node))
