@@ -63,6 +63,7 @@ class RowCache:
         # (block, n-th call of attend in the block): [keys, values], each (rows, max_len, kv heads,
         # head dim)
         self.kept = {}
+        self.write = write_places
 
     def place(self, at: Tensor, keys: list[int], rows: Tensor | None = None):
         """Set the places of the next forward: positions at (R, T) of these rows (R,), None: of all
@@ -112,8 +113,7 @@ class RowCache:
         new = [x.transpose(1, 2) for x in (k, v) if x is not None]
         if call not in self.kept:
             self.kept[call] = [x.new_zeros(self.rows, self.max_len, *x.shape[2:]) for x in new]
-        for kept, x in zip(self.kept[call], new):
-            kept[self.row, self.at] = x
+        self.write(self.kept[call], new, self.row, self.at)
         numbers = range(len(self.parts))
         out = [self.attend_part(call, q, number, scale, reach, sinks) for number in numbers]
         if len(out) == 1:
@@ -170,6 +170,12 @@ class RowCache:
         self.rows = len(rows)
         for kept in sum(self.kept.values(), []):
             kept[: len(rows)] = kept[rows]
+
+
+def write_places(kept: list[Tensor], new: list[Tensor], row: Tensor, at: Tensor) -> None:
+    """Write new (R, T, kv heads, head dim) to positions at (R, T) of these rows (R, 1)."""
+    for old, x in zip(kept, new):
+        old[row, at] = x
 
 
 def repeat_last(x: Tensor, n: int) -> Tensor:
@@ -394,6 +400,7 @@ def rollout(
     heard=lambda samples: None,
     tp_mesh: DeviceMesh | None = None,
     batch_invariant: bool = False,
+    compiled: bool = False,
     agree=None,
 ) -> list[Sample]:
     """G samples of each of P prompts, samples of a prompt next to each other.
@@ -416,6 +423,8 @@ def rollout(
     batch_invariant: every matrix product has shapes whose rounding does not depend on the batch,
     for exact equality with a
     training forward over max_len tokens (tested as docs/grpo.md says).
+    compiled: CUDA graphs are captured from compiled blocks, see rl/replay.py. Elsewhere it changes
+    nothing: without a graph, calls of compiled functions cost the host more than they save.
     agree(*numbers): the largest of each number over the ranks with common forwards; None: no rank
     has any. See lockstep() in rl/rollouts.py.
     """
@@ -434,10 +443,16 @@ def rollout(
     # None: a free row, whose output is ignored
     running: list[Row | None] = [None] * n_rows
 
+    sampler = draw
+    if compiled:
+        # run as they are where graphs are not captured, see compiled_blocks()
+        sampler = torch.compile(draw)
+        cache.write = torch.compile(write_places)
+
     def choose(logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         if hasattr(model, "unknown_ids") and model.unknown_ids is not None:
             logits.index_fill_(1, model.unknown_ids, NEVER)
-        return draw(logits, u, temperature, top_k, top_p)
+        return sampler(logits, u, temperature, top_k, top_p)
 
     def advance(keys: list[int], last: Tensor, at: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         """After the last token (R,) of each row, at position at (R,): the next one, and its
@@ -449,9 +464,12 @@ def rollout(
 
     # top_p asks the device how flat p is
     if device.type == "cuda" and not tp_mesh and not batch_invariant and top_p == 1:
-        from rl.replay import Replays
+        from rl.replay import Replays, compiled_blocks
 
-        advance = Replays(advance)
+        if compiled:
+            advance = Replays(advance, partial(compiled_blocks, model))
+        else:
+            advance = Replays(advance)
 
     # nobody has a say between two tokens
     runs_ahead = device.type in RUN_AHEAD and not (reply or agree or tp_mesh)

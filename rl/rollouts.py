@@ -149,6 +149,7 @@ def draw_samples(
         ended=ended,
         tp_mesh=tp_mesh,
         batch_invariant=cfg.batch_invariant,
+        compiled=cfg.compile,
         agree=lockstep(layout, cfg.rollout_timeout_s, turns.reply),
     )
     return turns.close(samples), turns.failed
