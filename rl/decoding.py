@@ -60,7 +60,7 @@ class RowCache:
         self.rows = rows
         self.max_len = max_len
         self.fixed_shapes = fixed_shapes
-        # (block, n-th call of attend in the block): [keys, values], each (rows, max_len, kv heads,
+        # (block, n-th call of attend in the block): [keys, values], each (rows, kv heads, max_len,
         # head dim)
         self.kept = {}
         self.write = write_places
@@ -112,7 +112,9 @@ class RowCache:
         the values, as in DeepSeek's latents."""
         new = [x.transpose(1, 2) for x in (k, v) if x is not None]
         if call not in self.kept:
-            self.kept[call] = [x.new_zeros(self.rows, self.max_len, *x.shape[2:]) for x in new]
+            self.kept[call] = [
+                x.new_zeros(self.rows, x.shape[2], self.max_len, x.shape[3]) for x in new
+            ]
         self.write(self.kept[call], new, self.row, self.at)
         numbers = range(len(self.parts))
         out = [self.attend_part(call, q, number, scale, reach, sinks) for number in numbers]
@@ -120,16 +122,18 @@ class RowCache:
             return out[0]
         return torch.cat(out)
 
-    def mask_of(self, number: int, dtype: torch.dtype) -> Tensor:
-        """The mask of a part as numbers to add to the scores, made once per forward: torch would
-        make the same numbers of a boolean mask in every layer, with four kernels on a GPU."""
-        if number not in self.added:
+    def mask_of(self, number: int, dtype: torch.dtype, heads: int) -> Tensor:
+        """The mask of a part, each row for so many heads, as numbers to add to the scores, made
+        once per forward: torch would make the same numbers of a boolean mask in every layer, with
+        four kernels on a GPU."""
+        made = number, heads
+        if made not in self.added:
             _, _, seen = self.parts[number]
-            unseen = seen.logical_not()
-            self.added[number] = torch.zeros_like(seen, dtype=dtype).masked_fill_(
+            unseen = seen.repeat_interleave(heads, 0).logical_not()
+            self.added[made] = torch.zeros_like(unseen, dtype=dtype).masked_fill_(
                 unseen, -torch.inf
             )
-        return self.added[number]
+        return self.added[made]
 
     def attend_part(self, call, q: Tensor, number: int, scale, reach, sinks) -> Tensor:
         """The attention of neighbouring rows, see place()."""
@@ -140,21 +144,28 @@ class RowCache:
         if self.chosen is not None:
             places = self.chosen[rows]
         kept = self.kept[call]
-        keys = kept[0][places, : len(column)].transpose(1, 2)
-        values = kept[-1][places, : len(column)].transpose(1, 2)
+        keys = kept[0][places, :, : len(column)]  # (R, kv heads, S, head dim)
+        values = kept[-1][places, :, : len(column)]
+        heads = 1
+        if T == 1 and sinks is None and not self.fixed_shapes:
+            # heads with the same keys become queries of one head, so the keys are read once for all
+            # of these heads. Each kv head is a row of its own: the kernel then writes the heads in
+            # their order
+            heads = keys.shape[1]
+            q = q.reshape(R * heads, 1, -1, K)
+            keys = keys.flatten(0, 1)[:, None]  # (R * kv heads, 1, S, head dim)
+            values = values.flatten(0, 1)[:, None]
         if reach is None:
-            mask = self.mask_of(number, q.dtype)
+            mask = self.mask_of(number, q.dtype, heads)
         else:
             if len(reach) > 1:
                 reach = reach[rows]
             mask = seen & (column > (self.at[rows] - reach)[:, None, :, None])
+            if heads > 1:
+                mask = mask.repeat_interleave(heads, 0)
         if self.fixed_shapes and T < FEWEST:  # repeat the last query, and drop the copies below
             q = repeat_last(q, FEWEST - T)
             mask = repeat_last(mask, FEWEST - T)
-        elif T == 1 and sinks is None and not self.fixed_shapes:
-            # heads with the same keys become queries of one head, so the keys are read once for all
-            # of these heads
-            q = q.reshape(R, keys.shape[1], -1, K)
         out = sdpa(q, keys, values, mask, scale=scale, sinks=sinks)
         if self.fixed_shapes:
             return out[:, :, :T]
@@ -163,7 +174,7 @@ class RowCache:
     def copy_first(self, slots: Tensor, T: int):
         """slots (n, G): copy the first T positions of row slots[i, 0] to all rows of slots[i]."""
         for kept in sum(self.kept.values(), []):
-            kept[slots, :T] = kept[slots[:, :1], :T]
+            kept[slots, :, :T] = kept[slots[:, :1], :, :T]
 
     def keep(self, rows: Tensor):
         """Continue with these rows only, in this order."""
@@ -175,7 +186,7 @@ class RowCache:
 def write_places(kept: list[Tensor], new: list[Tensor], row: Tensor, at: Tensor) -> None:
     """Write new (R, T, kv heads, head dim) to positions at (R, T) of these rows (R, 1)."""
     for old, x in zip(kept, new):
-        old[row, at] = x
+        old[row, :, at] = x
 
 
 def repeat_last(x: Tensor, n: int) -> Tensor:

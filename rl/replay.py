@@ -108,9 +108,7 @@ def compiled_blocks(model: nn.Module) -> Iterator[None]:
     # what a flag has put in the place of the class's function: --ac, and --compile for training
     usual = [vars(part).get("forward") for part in parts]
     for part in parts:
-        part.forward = partial(
-            call_compiled, torch.compile(type(part).forward, options=TOGETHER), part
-        )
+        part.forward = partial(call_compiled, torch.compile(type(part).forward), part)
     try:
         with torch.compiler.set_stance("default"):
             yield
