@@ -129,10 +129,10 @@ class RowCache:
         made = number, heads
         if made not in self.added:
             _, _, seen = self.parts[number]
-            unseen = seen.repeat_interleave(heads, 0).logical_not()
-            self.added[made] = torch.zeros_like(unseen, dtype=dtype).masked_fill_(
-                unseen, -torch.inf
-            )
+            R, _, T, n = seen.shape
+            added = seen.new_full((R, heads, T, n), -torch.inf, dtype=dtype)
+            added.masked_fill_(seen, 0.0)
+            self.added[made] = added.view(R * heads, 1, T, n)
         return self.added[made]
 
     def attend_part(self, call, q: Tensor, number: int, scale, reach, sinks) -> Tensor:
@@ -241,6 +241,8 @@ def column_logits(
 ) -> Tensor:
     """fp32 logits (R, V) at one column of each row, the only column needed: h (R, T/tp, D), column
     (R,)."""
+    if mesh is None and h.shape[1] == 1:
+        return F.linear(h[:, 0], weight).float()
     row = torch.arange(h.shape[0], device=h.device)
     if mesh is None:
         return F.linear(h[row, column], weight).float()
@@ -468,8 +470,11 @@ def rollout(
     def advance(keys: list[int], last: Tensor, at: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         """After the last token (R,) of each row, at position at (R,): the next one, and its
         log-probability."""
-        places = at[:, None] + torch.arange(width, device=device)
-        tokens = F.pad(last[:, None], (0, width - 1))
+        places = at[:, None]
+        tokens = last[:, None]
+        if width > 1:
+            places = places + torch.arange(width, device=device)
+            tokens = F.pad(tokens, (0, width - 1))
         column = torch.zeros_like(last)
         return choose(next_logits(model, cache, tokens, places, column, keys, tp_mesh), u)
 
