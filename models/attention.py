@@ -103,7 +103,7 @@ def is_short_on_cpu(q: Tensor, k: Tensor, v: Tensor) -> bool:
 class CausalOnCPU(torch.autograd.Function):
     """Causal attention of short sequences in bf16 on a CPU, in plain products, a few queries at a
     time. The probabilities are kept for the gradient: B*H*T*T/2 numbers in bf16. torch's flash
-    kernel keeps none; its forward and gradient together take 2 to 3 times as long.
+    kernel keeps none, and takes twice as long.
 
     The scores are computed in fp32, as in the kernel; all that is multiplied later is bf16.
     """
