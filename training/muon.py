@@ -141,9 +141,16 @@ class Muon(torch.optim.Muon):
         if not isinstance(p, DTensor):
             return stack
         whole = torch.empty(len(params), *p.shape, device="meta")
-        kind = dict(run_check=False, shape=whole.shape, stride=whole.stride())
         placements = [behind_a_stack(x) for x in p.placements]
-        return whole_tensor(DTensor.from_local(stack, p.device_mesh, placements, **kind))
+        cut = DTensor.from_local(
+            stack,
+            p.device_mesh,
+            placements,
+            run_check=False,
+            shape=whole.shape,
+            stride=whole.stride(),
+        )
+        return whole_tensor(cut)
 
     def move(self, local, part, shape, group):
         """Update this rank's part of a parameter. shape: of the whole matrix, which sets the step
