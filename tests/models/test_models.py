@@ -482,6 +482,25 @@ def random_qkv(H, G, T=11, S=11, B=2, K=6):
 DOC_IDS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 4], [0] * 11])
 
 
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_a_sink_takes_weight_and_has_no_value(scale):
+    q, k, v = random_qkv(4, 2)
+    B, H, T, K = q.shape
+    sinks = torch.tensor([-1.0, 0.0, 0.5, 2.0])
+    causal = torch.ones(T, T, dtype=torch.bool).tril()
+    used = scale or 1 / math.sqrt(K)
+    wanted = torch.zeros(B, H, T, v.shape[-1], dtype=torch.float64)
+    for b in range(B):
+        for h in range(H):
+            for t in range(T):
+                keys = k[b, h // 2, : t + 1]
+                share = (keys @ q[b, h, t] * used).exp()
+                share = share / (share.sum() + sinks[h].exp())
+                wanted[b, h, t] = share @ v[b, h // 2, : t + 1]
+    found = sdpa(q, k, v, causal[None, None], scale=scale, sinks=sinks)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("H, G", [(4, 4), (6, 2), (4, 1)])
 @pytest.mark.parametrize(
     "scale, doc_ids",
