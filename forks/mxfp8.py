@@ -7,6 +7,7 @@ compute dtype. torchao's part is a prototype, and no GPU has run this fork.
 """
 
 import logging
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,7 +38,7 @@ def float8_linears(stage: nn.Module, layout: Layout, cfg) -> None:
         return _to_mxfp8_then_scaled_mm(x, weight, kernel, rounding)
 
     for name in float8_names(stage, layout, cfg):
-        module = stage.get_submodule(name)
+        module: Any = stage.get_submodule(name)
         sides = sides_on_a_rank(stage, name, module, layout.tp)
         if any(side % BLOCK for side in sides):
             raise ValueError(
