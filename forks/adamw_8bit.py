@@ -34,7 +34,7 @@ SMALLEST = 4096
 AT_ONCE = 1 << 24
 
 
-def adamw(groups, lr: float, betas, eps: float, kind: str) -> torch.optim.Optimizer:
+def adamw_8bit(groups, lr: float, betas, eps: float, kind: str) -> torch.optim.Optimizer:
     """In place of training.optim.adamw. kind: --optimizer; Muon's other parameters are in 8 bits as
     well."""
     if kind not in ("adamw", "muon"):

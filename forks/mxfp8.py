@@ -20,9 +20,9 @@ from distributed.linears import with_forward
 BLOCK = 32
 
 
-def float8_linears(stage: nn.Module, layout: Layout, cfg) -> None:
+def mxfp8_linears(stage: nn.Module, layout: Layout, cfg) -> None:
     """In place of distributed.float8.float8_linears: any value of --float8 but `off` is MXFP8."""
-    check(layout, cfg)
+    check_mxfp8(layout, cfg)
     # torchao warns of kernels for other versions of Python
     logging.getLogger("torchao").setLevel(logging.ERROR)
     from torchao.prototype.moe_training.mxfp8_linear import _to_mxfp8_then_scaled_mm
@@ -49,7 +49,7 @@ def float8_linears(stage: nn.Module, layout: Layout, cfg) -> None:
         module.__class__ = with_forward(type(module), Float8Linear)
 
 
-def check(layout: Layout, cfg) -> None:
+def check_mxfp8(layout: Layout, cfg) -> None:
     """Raise ValueError for a GPU without such products, and for what the blocks do not allow."""
     if layout.device.type == "cuda":
         capability = torch.cuda.get_device_capability(layout.device)

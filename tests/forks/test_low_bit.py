@@ -16,8 +16,7 @@ from saves import saver
 import forks.mxfp8
 import parallel
 from distributed.layout import local_tensor
-from forks.adamw_8bit import BLOCK, AdamW8bit
-from forks.adamw_8bit import adamw as adamw_8bit
+from forks.adamw_8bit import BLOCK, AdamW8bit, adamw_8bit
 from training.optim import adamw, skip_if_not_finite
 
 MODEL = dict(dim=128, n_layers=2, head_dim=32, n_heads=4, n_kv_heads=4, ffn_dim=256, vocab_size=128)
@@ -137,7 +136,7 @@ def test_what_moments_in_8_bits_need():
 def train_mxfp8(*args):
     """layouts.train with the fork's line."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layouts, "float8_linears", forks.mxfp8.float8_linears)
+        patch.setattr(layouts, "float8_linears", forks.mxfp8.mxfp8_linears)
         # a recipe's flag
         patch.setattr(layouts.Flags, "seq_len", layouts.T, raising=False)
         return train(*args)
@@ -175,12 +174,12 @@ def test_what_mxfp8_needs(monkeypatch):
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with pytest.raises(ValueError, match="needs a GPU of capability 10.0 .B200.* has 9.0"):
-        forks.mxfp8.check(layout, cfg)
+        forks.mxfp8.check_mxfp8(layout, cfg)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    forks.mxfp8.check(layout, cfg)
+    forks.mxfp8.check_mxfp8(layout, cfg)
     layout.tp = 2
     with pytest.raises(ValueError, match="multiple of 32 tokens .* not 16; use another --seq_len"):
-        forks.mxfp8.check(layout, cfg)
+        forks.mxfp8.check_mxfp8(layout, cfg)
 
 
 # ---------------------------------------------------------------- by the lines of docs/fork_me.md
