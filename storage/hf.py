@@ -203,7 +203,7 @@ def open_tensors(Model: type[nn.Module], folder: str) -> HFTensors:
     if source.folder != folder:
         from storage.peft import merge_adapters
 
-        merge_adapters(source, folder, open_safetensors(folder, "adapter_model.safetensors"))
+        merge_adapters(source, folder)
     return source
 
 
