@@ -199,7 +199,7 @@ def main(cfg: Config):
     # 2. data: one fixed global order of sequences; the layout decides only which rank reads which
     #    sequence
     check_start(cfg, model_config)  # an --init_from of another model is refused before that work
-    # finetune: adapters are a part of what a run is
+    # finetune: and adapters that do not fit
     adapters = claim_adapters(cfg, Model, model_config) if cfg.lora_rank else None
     tokenizer = source_tokenizer(
         cfg.data, cfg.tokenizer, cfg.out, cfg.init_from, cfg.load_step, cfg.exclude_from_loading
@@ -208,6 +208,7 @@ def main(cfg: Config):
     data = open_data(cfg, cfg.seq_len, tokenizer, ChatData, model_config.vocab_size)
     # lock --out; refuse if the run cannot go on, --init_from is unreadable or --export_hf
     # unwritable; print changed flags
+    # finetune: adapters are a part of what a run is
     identity = claim_run(cfg, Model, model_config, data, lr_at, adapters)
     layout = parallel.make_mesh(
         connect(layout, cfg, cfg.device, cfg.seed, trace=f"{cfg.out}/trace")

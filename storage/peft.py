@@ -20,6 +20,7 @@ from distributed.layout import local_slice, local_tensor, n_experts_of, named_te
 from flags.files import json_bytes, publish, read_json, step_folders, write_file
 from storage.adapters import block_linears, lora_names, merged_weight, read_adapters
 from storage.hf_config import class_of
+from storage.hf_files import open_safetensors
 from storage.newest import ADAPTER, is_hf_folder
 from storage.source_tokenizer import weights_folder
 
@@ -43,14 +44,12 @@ PLAIN = {
 }
 
 
-def read_pairs(
+def read_matrices(
     folder: str, names: Iterable[str], shape_of: Callable[[str], list[int]], owner: str
 ) -> dict[str, tuple[Tensor, Tensor, float]]:
     """{name of a weight: (A, B, scale)} of a folder of peft. names: of the weights that may have
     adapters, without ".weight"; shape_of: name -> [out, in]; owner: whose weights these are, for
     errors. Raises ValueError for all but plain LoRA, and for matrices that fit no weight."""
-    from storage.hf import open_safetensors
-
     about = read_hf_json(folder, ADAPTER)
     file = open_safetensors(folder, MATRICES)
     patterns = about.get("alpha_pattern") or {}
@@ -108,7 +107,7 @@ def merge_adapters(source, folder: str) -> None:
         return source.handle(f"{linear}.weight").get_shape()
 
     names = [name.removesuffix(".weight") for name in source.where if name.endswith(".weight")]
-    pairs = read_pairs(folder, names, shape_of, f"a weight of {source.folder}")
+    pairs = read_matrices(folder, names, shape_of, f"a weight of {source.folder}")
     adapters = {f"{linear}.weight": pair for linear, pair in pairs.items()}
     source.read = partial(read_merged, source.read, adapters)
 
@@ -137,7 +136,7 @@ def read_adapters_of(folder: str, model) -> dict[str, tuple[Tensor, Tensor, floa
     def shape_of(name):
         return model.get_parameter(f"{names[name]}.weight").shape
 
-    pairs = read_pairs(folder, names, shape_of, "the linears in the blocks of this model")
+    pairs = read_matrices(folder, names, shape_of, "the linears in the blocks of this model")
     return {names[name]: pair for name, pair in pairs.items()}
 
 
