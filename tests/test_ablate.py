@@ -657,7 +657,7 @@ TINY = [
 
 
 def test_more_runs_at_once_than_gpus_are_refused(monkeypatch):
-    """tests/support/messages.txt has the other wrong command lines."""
+    """tests/flags/messages.txt has the other wrong command lines."""
     monkeypatch.setattr(ablate.torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ValueError, match="--jobs 2 x --nproc 2 needs 4 GPUs, and there are 2"):
         ablate.main("train_llama3.py --vary lr=1,2 --jobs 2 --nproc 2".split())

@@ -11,11 +11,13 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 ROOMS = {  # a folder of tests -> what of the house it looks at, in the order of the floors
     "models": "models/",
-    "support": "flags/ and training/",
+    "flags": "flags/",
+    "training": "training/",
     "distributed": "distributed/",
     "corpus": "corpus/",
     "storage": "storage/",
-    "sft": "lora/ and sft/",
+    "lora": "lora/",
+    "sft": "sft/",
     "rl": "rl/",
     "tools": "tools/",
     ".": "recipes, parallel.py, data.py, checkpoint.py, and the house as a whole",

@@ -525,31 +525,38 @@ def test_documents_of_many_lengths_are_all_compiled(monkeypatch):
 
 @pytest.mark.parametrize("sizes", [(2, 8, 4, 150, 32), (3, 4, 4, 64, 16), (1, 4, 1, 1, 16)])
 @pytest.mark.parametrize("scale", [None, 0.7])
-def test_gradient_of_short_attention_in_bf16_on_a_cpu(monkeypatch, sizes, scale):
-    """At least as near to the truth as the gradient of torch's kernel, from the same output."""
+def test_short_attention_in_bf16_on_a_cpu(monkeypatch, sizes, scale):
+    """Result and gradient in plain products are about as near to the truth as those of torch's
+    kernel; also where the values have much in common, so that the gradients of the weights nearly
+    cancel."""
     B, H, G, T, K = sizes
     torch.manual_seed(0)
     shapes = [(B, H, T, K), (B, G, T, K), (B, G, T, K)]
-    qkv = [torch.randn(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    q, k, v = [torch.randn(shape, dtype=torch.bfloat16) for shape in shapes]
+    in_common = 2 * torch.randn(1, G, 1, K, dtype=torch.bfloat16)
     grad = torch.randn(B, H, T, K, dtype=torch.bfloat16)
+    for values in (v, v + in_common):
+        qkv = [x.clone().requires_grad_() for x in (q, k, values)]
+        exact = [x.float().requires_grad_() for x in (q, k, values)]
+        out_truth = sdpa(*exact, is_causal=True, scale=scale)
+        truth = [out_truth, *torch.autograd.grad(out_truth, exact, grad.float())]
 
-    out = sdpa(*qkv, is_causal=True, scale=scale)
-    assert type(out.grad_fn).__name__ == "CausalOnCPUBackward"
-    plain = torch.autograd.grad(out, qkv, grad)
-    exact = [x.detach().float().requires_grad_() for x in qkv]
-    truth = torch.autograd.grad(sdpa(*exact, is_causal=True, scale=scale), exact, grad.float())
-    monkeypatch.setattr(models.attention, "SHORT_ON_CPU", 0)
-    kernel_out = sdpa(*qkv, is_causal=True, scale=scale)
-    kernel = torch.autograd.grad(kernel_out, qkv, grad)
+        out = sdpa(*qkv, is_causal=True, scale=scale)
+        assert type(out.grad_fn).__name__ == "CausalOnCPUBackward"
+        plain = [out, *torch.autograd.grad(out, qkv, grad)]
+        with monkeypatch.context() as patch:
+            patch.setattr(models.attention, "SHORT_ON_CPU", 0)
+            kernel_out = sdpa(*qkv, is_causal=True, scale=scale)
+            assert type(kernel_out.grad_fn).__name__ != "CausalOnCPUBackward"
+            kernel = [kernel_out, *torch.autograd.grad(kernel_out, qkv, grad)]
 
-    assert torch.equal(out, kernel_out)
-    for got, torchs, wanted in zip(plain, kernel, truth, strict=True):
-        assert got.dtype == torch.bfloat16
-        if T == 1:  # a single key has all the weight, whatever its score
-            assert (got - wanted).abs().max() < 1e-2
-        else:
-            assert off(got, wanted) < 5e-3
-            assert off(got, wanted) < 1.3 * off(torchs, wanted)
+        for got, torchs, wanted in zip(plain, kernel, truth, strict=True):
+            assert got.dtype == torch.bfloat16
+            if T == 1:  # a single key has all the weight, whatever its score
+                assert (got - wanted).abs().max() < 3e-2
+            else:
+                assert off(got, wanted) < 1e-2
+                assert off(got, wanted) < 1.6 * off(torchs, wanted)
 
 
 def test_row_cache_against_slow_attention():
