@@ -80,6 +80,11 @@ def check_rules(cfg: Any) -> None:
                 "use --tp, --cp",
             ),
             (
+                cfg.lora_from and cfg.kl_coef,
+                f"--kl_coef {cfg.kl_coef:g} with --lora_from: the reference would be the model "
+                f"without these adapters; merge them, --init_from {cfg.lora_from}",
+            ),
+            (
                 not cfg.loss_parallel,
                 "--no-loss_parallel: under tp log-probabilities are split over the vocabulary; "
                 "leave it out",
