@@ -29,6 +29,13 @@ from distributed.layout import local_slice, local_tensor, whole_tensor
 AT_ONCE = 1 << 25
 
 
+def how_cut(p: Tensor) -> str:
+    """A name for the mesh and the placements of a parameter, the same on all ranks that share it."""
+    if isinstance(p, DTensor):
+        return f"{p.device_mesh} {p.placements}"
+    return "not at all"
+
+
 def behind_a_stack(placement: Placement) -> Placement:
     """How a stack of matrices is cut that are each cut by `placement`: dim d is now dim d + 1."""
     if isinstance(placement, _StridedShard):
@@ -74,8 +81,7 @@ class Muon(torch.optim.Muon):
                 if p.dim() == 3:
                     self.step_stack(p, group)
                 elif p.dim() == 2:
-                    cut = str(getattr(p, "placements", "not at all"))
-                    alike[tuple(p.shape), cut].append(p)
+                    alike[tuple(p.shape), how_cut(p)].append(p)
             for key in sorted(alike):
                 self.step_alike(alike[key], group)
 
