@@ -34,7 +34,7 @@ COMMANDS = [  # in this order: later commands read what earlier ones wrote
     f"{TRAIN} --flavor 8B --dp_shard 8 --seq_len 8192 --local_batch_size 1 --dry_run",
     f"{TRAIN} --flavor 8B --seq_len 4096 --local_batch_size 1 --dry_run --best 8",
     f"{TRAIN} --flavor 8B --dp_shard 2 --tp 2 --explain --html OUT/layout.html",
-    f"{TRAIN} --pp 4 --dp_shard 8 --tp 4 --plot OUT/mesh.svg",
+    f"{TRAIN} --pp 4 --dp_shard 8 --tp 4 --plot --out OUT/mesh --local_batch_size 4",
     "python data.py tokenizer --input docs --vocab_size 2000 --out OUT/tokenizer.json",
     "python data.py prepare --input docs --tokenizer OUT/tokenizer.json --out OUT/tokens",
     "python checkpoint.py verify OUT/run",
