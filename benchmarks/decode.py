@@ -53,6 +53,7 @@ def main():
     p.add_argument("--rows", type=int, default=8)
     p.add_argument("--new", type=int, default=24, help="tokens per sample")
     p.add_argument("--rounds", type=int, default=3)
+    p.add_argument("--compile", action="store_true", help="blocks of a CUDA graph, as in grpo.py")
     p.add_argument("--null", action="store_true")
     args = p.parse_args()
     if args.null:
@@ -101,12 +102,13 @@ def main():
         [],
         max_len=cfg.seq_len,
         rows=args.rows,
+        compiled=args.compile,
     )
     found = {}
     known = replay.Replays
     for _ in range(args.rounds):
         for name, gathered in (("off", whole_weights), ("on", gathered_with_hooks)):
-            replay.Replays = known if name == "off" else lambda advance: advance
+            replay.Replays = known if name == "off" else lambda advance, *_: advance
             with gathered(model):
                 began = time.thread_time(), time.perf_counter()
                 ids = [s.ids for s in sample()]

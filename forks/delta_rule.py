@@ -113,10 +113,11 @@ def cached_scan(cache, block: str):
 
     def scan(x, weight, N):
         if block not in cache.kept:
-            cache.kept[block] = [x.new_zeros(cache.rows, cache.max_len, *x.shape[2:])]
+            B, T, H, n = x.shape
+            cache.kept[block] = [x.new_zeros(cache.rows, H, cache.max_len, n)]
         kept = cache.kept[block][0]
-        kept[cache.row, cache.at] = x
-        rows = kept[: cache.rows, : cache.n_keys]
+        kept[cache.row, :, cache.at] = x
+        rows = kept[: cache.rows, :, : cache.n_keys].transpose(1, 2)
         if cache.chosen is not None:
             rows = rows[cache.chosen]
         return delta_scan(rows, weight, N)[

@@ -60,9 +60,10 @@ class RowCache:
         self.rows = rows
         self.max_len = max_len
         self.fixed_shapes = fixed_shapes
-        # (block, n-th call of attend in the block): [keys, values], each (rows, max_len, kv heads,
+        # (block, n-th call of attend in the block): [keys, values], each (rows, kv heads, max_len,
         # head dim)
         self.kept = {}
+        self.write = write_places
 
     def place(self, at: Tensor, keys: list[int], rows: Tensor | None = None):
         """Set the places of the next forward: positions at (R, T) of these rows (R,), None: of all
@@ -111,25 +112,28 @@ class RowCache:
         the values, as in DeepSeek's latents."""
         new = [x.transpose(1, 2) for x in (k, v) if x is not None]
         if call not in self.kept:
-            self.kept[call] = [x.new_zeros(self.rows, self.max_len, *x.shape[2:]) for x in new]
-        for kept, x in zip(self.kept[call], new):
-            kept[self.row, self.at] = x
+            self.kept[call] = [
+                x.new_zeros(self.rows, x.shape[2], self.max_len, x.shape[3]) for x in new
+            ]
+        self.write(self.kept[call], new, self.row, self.at)
         numbers = range(len(self.parts))
         out = [self.attend_part(call, q, number, scale, reach, sinks) for number in numbers]
         if len(out) == 1:
             return out[0]
         return torch.cat(out)
 
-    def mask_of(self, number: int, dtype: torch.dtype) -> Tensor:
-        """The mask of a part as numbers to add to the scores, made once per forward: torch would
-        make the same numbers of a boolean mask in every layer, with four kernels on a GPU."""
-        if number not in self.added:
+    def mask_of(self, number: int, dtype: torch.dtype, heads: int) -> Tensor:
+        """The mask of a part, each row for so many heads, as numbers to add to the scores, made
+        once per forward: torch would make the same numbers of a boolean mask in every layer, with
+        four kernels on a GPU."""
+        made = number, heads
+        if made not in self.added:
             _, _, seen = self.parts[number]
-            unseen = seen.logical_not()
-            self.added[number] = torch.zeros_like(seen, dtype=dtype).masked_fill_(
-                unseen, -torch.inf
-            )
-        return self.added[number]
+            R, _, T, n = seen.shape
+            added = seen.new_full((R, heads, T, n), -torch.inf, dtype=dtype)
+            added.masked_fill_(seen, 0.0)
+            self.added[made] = added.view(R * heads, 1, T, n)
+        return self.added[made]
 
     def attend_part(self, call, q: Tensor, number: int, scale, reach, sinks) -> Tensor:
         """The attention of neighbouring rows, see place()."""
@@ -140,21 +144,28 @@ class RowCache:
         if self.chosen is not None:
             places = self.chosen[rows]
         kept = self.kept[call]
-        keys = kept[0][places, : len(column)].transpose(1, 2)
-        values = kept[-1][places, : len(column)].transpose(1, 2)
+        keys = kept[0][places, :, : len(column)]  # (R, kv heads, S, head dim)
+        values = kept[-1][places, :, : len(column)]
+        heads = 1
+        if T == 1 and sinks is None and not self.fixed_shapes:
+            # heads with the same keys become queries of one head, so the keys are read once for all
+            # of these heads. Each kv head is a row of its own: the kernel then writes the heads in
+            # their order
+            heads = keys.shape[1]
+            q = q.reshape(R * heads, 1, -1, K)
+            keys = keys.flatten(0, 1)[:, None]  # (R * kv heads, 1, S, head dim)
+            values = values.flatten(0, 1)[:, None]
         if reach is None:
-            mask = self.mask_of(number, q.dtype)
+            mask = self.mask_of(number, q.dtype, heads)
         else:
             if len(reach) > 1:
                 reach = reach[rows]
             mask = seen & (column > (self.at[rows] - reach)[:, None, :, None])
+            if heads > 1:
+                mask = mask.repeat_interleave(heads, 0)
         if self.fixed_shapes and T < FEWEST:  # repeat the last query, and drop the copies below
             q = repeat_last(q, FEWEST - T)
             mask = repeat_last(mask, FEWEST - T)
-        elif T == 1 and sinks is None and not self.fixed_shapes:
-            # heads with the same keys become queries of one head, so the keys are read once for all
-            # of these heads
-            q = q.reshape(R, keys.shape[1], -1, K)
         out = sdpa(q, keys, values, mask, scale=scale, sinks=sinks)
         if self.fixed_shapes:
             return out[:, :, :T]
@@ -163,13 +174,19 @@ class RowCache:
     def copy_first(self, slots: Tensor, T: int):
         """slots (n, G): copy the first T positions of row slots[i, 0] to all rows of slots[i]."""
         for kept in sum(self.kept.values(), []):
-            kept[slots, :T] = kept[slots[:, :1], :T]
+            kept[slots, :, :T] = kept[slots[:, :1], :, :T]
 
     def keep(self, rows: Tensor):
         """Continue with these rows only, in this order."""
         self.rows = len(rows)
         for kept in sum(self.kept.values(), []):
             kept[: len(rows)] = kept[rows]
+
+
+def write_places(kept: list[Tensor], new: list[Tensor], row: Tensor, at: Tensor) -> None:
+    """Write new (R, T, kv heads, head dim) to positions at (R, T) of these rows (R, 1)."""
+    for old, x in zip(kept, new):
+        old[row, :, at] = x
 
 
 def repeat_last(x: Tensor, n: int) -> Tensor:
@@ -224,6 +241,8 @@ def column_logits(
 ) -> Tensor:
     """fp32 logits (R, V) at one column of each row, the only column needed: h (R, T/tp, D), column
     (R,)."""
+    if mesh is None and h.shape[1] == 1:
+        return F.linear(h[:, 0], weight).float()
     row = torch.arange(h.shape[0], device=h.device)
     if mesh is None:
         return F.linear(h[row, column], weight).float()
@@ -394,6 +413,7 @@ def rollout(
     heard=lambda samples: None,
     tp_mesh: DeviceMesh | None = None,
     batch_invariant: bool = False,
+    compiled: bool = False,
     agree=None,
 ) -> list[Sample]:
     """G samples of each of P prompts, samples of a prompt next to each other.
@@ -416,6 +436,8 @@ def rollout(
     batch_invariant: every matrix product has shapes whose rounding does not depend on the batch,
     for exact equality with a
     training forward over max_len tokens (tested as docs/grpo.md says).
+    compiled: CUDA graphs are captured from compiled blocks, see rl/replay.py. Elsewhere it changes
+    nothing: without a graph, calls of compiled functions cost the host more than they save.
     agree(*numbers): the largest of each number over the ranks with common forwards; None: no rank
     has any. See lockstep() in rl/rollouts.py.
     """
@@ -434,24 +456,36 @@ def rollout(
     # None: a free row, whose output is ignored
     running: list[Row | None] = [None] * n_rows
 
+    sampler = draw
+    if compiled:
+        # run as they are where graphs are not captured, see compiled_blocks()
+        sampler = torch.compile(draw)
+        cache.write = torch.compile(write_places)
+
     def choose(logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         if hasattr(model, "unknown_ids") and model.unknown_ids is not None:
             logits.index_fill_(1, model.unknown_ids, NEVER)
-        return draw(logits, u, temperature, top_k, top_p)
+        return sampler(logits, u, temperature, top_k, top_p)
 
     def advance(keys: list[int], last: Tensor, at: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         """After the last token (R,) of each row, at position at (R,): the next one, and its
         log-probability."""
-        places = at[:, None] + torch.arange(width, device=device)
-        tokens = F.pad(last[:, None], (0, width - 1))
+        places = at[:, None]
+        tokens = last[:, None]
+        if width > 1:
+            places = places + torch.arange(width, device=device)
+            tokens = F.pad(tokens, (0, width - 1))
         column = torch.zeros_like(last)
         return choose(next_logits(model, cache, tokens, places, column, keys, tp_mesh), u)
 
     # top_p asks the device how flat p is
     if device.type == "cuda" and not tp_mesh and not batch_invariant and top_p == 1:
-        from rl.replay import Replays
+        from rl.replay import Replays, compiled_blocks
 
-        advance = Replays(advance)
+        if compiled:
+            advance = Replays(advance, partial(compiled_blocks, model))
+        else:
+            advance = Replays(advance)
 
     # nobody has a say between two tokens
     runs_ahead = device.type in RUN_AHEAD and not (reply or agree or tp_mesh)

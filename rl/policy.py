@@ -127,7 +127,7 @@ def build_policy(
     if cfg.ac not in ("none", "budget"):
         parallel.checkpoint_activations(model, cfg)
     if cfg.compile:
-        # for training only; rollouts run uncompiled blocks, see whole_weights()
+        # for training only: see whole_weights(), and rl/replay.py for rollouts
         parallel.compile_blocks(model, layout, cfg)
     parallel.shard(model, layout, cfg)
     parallel.init_weights(model, layout, cfg.seed, skip)

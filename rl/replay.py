@@ -6,12 +6,16 @@ its inputs and its outputs.
 """
 
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flags.config import own_rank
+from parallel import all_blocks
 
 # of torch, about what capture() asks for
 warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
@@ -29,10 +33,13 @@ class Replays:
     outputs are tensors. The outputs are overwritten by the next call. In a graph all rows attend to
     as many keys as the longest row: more is read where lengths differ much, and the kernels of rows
     of like lengths are not launched apart.
+
+    within: makes the context in which a graph is captured, such as compiled_blocks().
     """
 
-    def __init__(self, advance):
+    def __init__(self, advance, within: Callable[[], Any] = nullcontext):
         self.advance = advance
+        self.within = within
         self.graphs = {}
         self.pool = torch.cuda.graph_pool_handle()
 
@@ -70,8 +77,10 @@ class Replays:
         finally:
             torch.cuda.set_sync_debug_mode(usual)
         # thread_local: rewards and tools of other threads may use the GPU meanwhile
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-            outputs = step(*fixed)
+        with self.within():
+            step(*fixed)  # the compiler asks the device how fast its kernels are
+            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+                outputs = step(*fixed)
         graph.replay()
         # not to the last bit: a matrix product may add up in another order
         if (
@@ -80,3 +89,41 @@ class Replays:
         ):
             raise RuntimeError("replayed tokens differ from launched ones")
         return fixed, graph, outputs
+
+
+@contextmanager
+def compiled_blocks(model: nn.Module) -> Iterator[None]:
+    """Inside, each block is compiled up to its attention and from there on. Attention is not: its
+    shapes, and so its kernels, change with the number of keys. All blocks share one compilation,
+    and the second number of rows is the last that compiles.
+
+    As in training, of a block with experts only attention's part is compiled.
+    """
+    parts = []
+    for block in all_blocks(model).values():
+        if hasattr(block, "moe"):
+            parts.append(block.attn)
+        else:
+            parts.append(block)
+    # what a flag has put in the place of the class's function: --ac, and --compile for training
+    usual = [vars(part).get("forward") for part in parts]
+    for part in parts:
+        part.forward = partial(call_compiled, torch.compile(type(part).forward), part)
+    try:
+        with torch.compiler.set_stance("default"):
+            yield
+    finally:
+        for part, forward in zip(parts, usual):
+            del part.forward
+            if forward is not None:
+                part.forward = forward
+
+
+def call_compiled(forward: Callable[..., Any], part: nn.Module, *inputs: Any) -> Any:
+    """forward(part, *inputs), compiled but for the functions among the inputs: the attention."""
+    given = []
+    for x in inputs:
+        if callable(x):
+            x = torch.compiler.disable(x)
+        given.append(x)
+    return forward(part, *given)

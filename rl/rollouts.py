@@ -53,7 +53,8 @@ def others(hooks: OrderedDict) -> OrderedDict:
 def whole_weights(model) -> Iterator[None]:
     """Gather the whole weights on each rank, in the dtype of training's matmuls, so that decoding
     needs no collectives. Blocks run uncompiled inside, because the shapes of rollouts change at
-    almost every token. The hooks that gather and free weights around each forward are off inside:
+    almost every token; rl/replay.py compiles some parts again. The hooks that gather and free
+    weights around each forward are off inside:
     at every token they would keep the host from launching kernels."""
     # FSDP's, or those of distributed/cast.py
     units = [module for module in model.modules() if hasattr(module, "reshard")]
@@ -149,6 +150,7 @@ def draw_samples(
         ended=ended,
         tp_mesh=tp_mesh,
         batch_invariant=cfg.batch_invariant,
+        compiled=cfg.compile,
         agree=lockstep(layout, cfg.rollout_timeout_s, turns.reply),
     )
     return turns.close(samples), turns.failed

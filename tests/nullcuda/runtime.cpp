@@ -157,7 +157,9 @@ cudaError_t cudaMemcpy(void* to, const void*, size_t n, cudaMemcpyKind kind) {  
 }
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t n, cudaMemcpyKind kind, cudaStream_t stream) {
     copy("copy", to, n, kind, stream);
-    return stream == capturing && (pageable(to) || pageable(from)) ? unless_capturing() : cudaSuccess;
+    // memory of expandable segments is not among the blocks, but a copy on the device knows its kind
+    bool on_device = kind == cudaMemcpyDeviceToDevice;
+    return stream == capturing && !on_device && (pageable(to) || pageable(from)) ? unless_capturing() : cudaSuccess;
 }
 cudaError_t cudaMemcpy2DAsync(void* to, size_t pitch, const void*, size_t, size_t width, size_t height, cudaMemcpyKind kind,
                               cudaStream_t stream) {

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from base64 import b64decode
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,22 @@ def test_a_token_is_one_cuda_graph():
         0,
         1,
     ]
+
+
+def test_a_token_of_compiled_blocks_is_half_as_many_launches(tmp_path):
+    """Qwen3-1.7B at 64 rows, what grpo.py --compile captures: 15 launches per layer, seven of them
+    products."""
+    command = "benchmarks/decode.py --flavor 1.7B --rows 64 --null --new 3 --rounds 1 --compile"
+    environ = os.environ | environment() | {"NULLCUDA_LOG": str(tmp_path / "log")}
+    subprocess.check_call([sys.executable, *command.split()], cwd=REPO, env=environ)
+    lines = (tmp_path / "log.0").read_text(errors="replace").splitlines()
+    begin = [i for i, line in enumerate(lines) if line.startswith("capture ")]
+    end = [i for i, line in enumerate(lines) if line.startswith("captured ")]
+    assert len(begin) == len(end) == 1
+    kinds = Counter(line.split()[0] for line in lines[begin[0] : end[0]])
+    assert kinds["gemm"] == 28 * 7 + 1
+    launches = kinds["kernel"] + kinds["triton"] + kinds["gemm"] + kinds["copy"] + kinds["memset"]
+    assert 28 * 15 <= launches <= 450, kinds
 
 
 def test_weights_go_to_the_workers_of_a_server(tmp_path):

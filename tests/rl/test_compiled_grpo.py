@@ -2,6 +2,8 @@
 uncompiled blocks."""
 
 import random
+import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -13,6 +15,8 @@ from pool import pool
 from torch._dynamo.utils import counters
 
 from rl import agreement, rollouts
+from rl.decoding import RowCache, next_logits, read_prompts
+from rl.replay import compiled_blocks
 
 CONFIGS = {"llama3": MODEL, "qwen3": OTHERS["qwen3_moe"], "deepseek": OTHERS["deepseek"]}
 
@@ -78,3 +82,43 @@ def test_compiled_blocks_train_as_eager_ones_and_are_compiled_once(n, flags, mod
         # all in the first step, and none in rollouts
         assert graphs[0][0] > 0 == graphs[0][1]
         assert set(graphs) == {graphs[0]}
+
+
+PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9]]
+
+
+def logits_of_a_token(model, cache, n_rows):
+    """The logits (R, V) of a token of the first n_rows rows; again gives the same, because what is
+    written to the cache is the same."""
+    tokens = torch.arange(n_rows)[:, None] + 1
+    at = torch.tensor([[len(prompt)] for prompt in PROMPTS[:n_rows]])
+    rows = torch.arange(n_rows)
+    return next_logits(model, cache, tokens, at, torch.zeros_like(rows), [8] * n_rows, None, rows)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model", CONFIGS)
+@pytest.mark.parametrize("inductor", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_token_of_compiled_blocks_has_the_same_logits(inductor, model):
+    """As in a CUDA graph: the blocks share one compilation, a third number of rows compiles no
+    more, and the model is as before afterwards."""
+    if inductor and not shutil.which("g++"):
+        pytest.skip("needs g++")
+    model = sharp_model(CONFIGS[model])
+    cache = RowCache(len(PROMPTS), 16)
+    with rollouts.whole_weights(model):
+        read_prompts(model, cache, PROMPTS, torch.arange(len(PROMPTS)), 3, 1)
+        want = {n: logits_of_a_token(model, cache, n).log_softmax(-1) for n in (4, 3, 2)}
+        torch._dynamo.reset()
+        counters.clear()
+        graphs = []
+        with nullcontext() if inductor else without_inductor(), compiled_blocks(model):
+            for n, logits in want.items():
+                found = logits_of_a_token(model, cache, n).log_softmax(-1)
+                torch.testing.assert_close(found, logits, atol=1e-6, rtol=1e-6)
+                graphs.append(counters["stats"]["unique_graphs"])
+        assert 0 < graphs[0] and graphs[1] == graphs[2]
+        logits_of_a_token(model, cache, 4)
+        assert counters["stats"]["unique_graphs"] == graphs[2]
+    for module in model.modules():
+        assert "forward" not in vars(module)
