@@ -966,8 +966,12 @@ def test_trainer_and_generator_end_together(tmp_path, start, rank):
     this test."""
     job = start(2, "--gen_ranks", 1)
     job.until((tmp_path / "waiting").exists)
+    # Both are looked up while they live: later the survivor may have ended, and a child of it, or a
+    # stranger with the pid of that child, would be waited for.
+    killed = job.worker(rank)
+    survivor = job.worker(1 - rank)
     os.kill(job.launcher.pid, signal.SIGSTOP)
-    os.kill(job.worker(rank), signal.SIGKILL)
+    os.kill(killed, signal.SIGKILL)
     (tmp_path / "go").touch()
 
     def has_ended(pid):
@@ -977,8 +981,8 @@ def test_trainer_and_generator_end_together(tmp_path, start, rank):
             return True
         return stat.rpartition(")")[2].split()[0] == "Z"
 
-    others = [pid for pid, env in job.processes().items() if env.get("RANK") == str(1 - rank)]
-    job.until(lambda: all(map(has_ended, others)))
+    job.until(lambda: has_ended(killed))
+    job.until(lambda: has_ended(survivor))
 
 
 @pytest.mark.slow
