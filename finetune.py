@@ -199,6 +199,8 @@ def main(cfg: Config):
     # 2. data: one fixed global order of sequences; the layout decides only which rank reads which
     #    sequence
     check_start(cfg, model_config)  # an --init_from of another model is refused before that work
+    # finetune: and adapters that do not fit
+    adapters = claim_adapters(cfg, Model, model_config) if cfg.lora_rank else None
     tokenizer = source_tokenizer(
         cfg.data, cfg.tokenizer, cfg.out, cfg.init_from, cfg.load_step, cfg.exclude_from_loading
     )
@@ -207,7 +209,6 @@ def main(cfg: Config):
     # lock --out; refuse if the run cannot go on, --init_from is unreadable or --export_hf
     # unwritable; print changed flags
     # finetune: adapters are a part of what a run is
-    adapters = claim_adapters(cfg, Model, model_config) if cfg.lora_rank else None
     identity = claim_run(cfg, Model, model_config, data, lr_at, adapters)
     layout = parallel.make_mesh(
         connect(layout, cfg, cfg.device, cfg.seed, trace=f"{cfg.out}/trace")
@@ -263,6 +264,11 @@ def main(cfg: Config):
     optimizers = build_optimizers(stages, cfg)
 
     # 6. checkpoint: continue the run, on any layout
+    # finetune: with LoRA a checkpoint holds the adapters, and names the folder of the frozen
+    # weights
+    base = None
+    if cfg.lora_rank:
+        base = partial(load_base, stages, cfg.init_from, lora_from=cfg.lora_from)
     checkpoints = Checkpoints(
         cfg,
         cfg.out,
@@ -272,9 +278,8 @@ def main(cfg: Config):
         config=asdict(cfg),
         source=open(__file__).read(),
         tokenizer_file=data.tokenizer_file,
-        # finetune: with LoRA a checkpoint holds the adapters, and names the folder of the frozen
-        # weights
-        load_base=partial(load_base, stages, cfg.init_from) if cfg.lora_rank else None,
+        # finetune: as above
+        load_base=base,
         # finetune: what ends the answers is an end of the model
         learnt=data.learnt_ends(),
     )

@@ -639,7 +639,9 @@ def main(cfg: Config, Trainer=Trainer):
         source=open(__file__).read(),
         tokenizer_file=text.file,
     )
-    base = partial(load_base, [model], cfg.init_from) if cfg.lora_rank else None
+    base = None
+    if cfg.lora_rank:
+        base = partial(load_base, [model], cfg.init_from, lora_from=cfg.lora_from)
     checkpoints = Checkpoints(
         cfg, cfg.out, modules=[model], optimizer=trainer.optimizer, load_base=base, **about
     )

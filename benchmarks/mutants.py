@@ -185,9 +185,6 @@ def mutants_of(path: str) -> list[dict]:
 
 
 TESTED_IN = {  # the folder of tests of a room, where it has another name
-    "flags": "support",
-    "training": "support",
-    "lora": "sft",
     "finetune.py": "sft",
     "grpo.py": "rl",
     "data.py": "corpus",

@@ -5,14 +5,16 @@ the least: a roofline.
     .venv-cuda/bin/python benchmarks/nullcuda.py --only "8B on 8" --repo ../before       # of another checkout, as a comparison
     .venv-cuda/bin/python benchmarks/nullcuda.py --layers 4          # of each model only four layers, of their real width
 
-torchtitan takes part where `import torchtitan` works. Counted is the fourth step, for bytes and
-FLOPs the third, of one rank; the others are not there. Launches: kernels, matmuls, fills. Bytes:
+torchtitan 0.3.0 takes part where `import torchtitan` works, such as from a folder of PYTHONPATH with
+what it needs beside torch. Counted is the fourth step, for bytes and FLOPs the third, of one rank;
+the others are not there. Launches: kernels, matmuls, fills. Bytes:
 what the kernels that are no matmul read and write, each tensor once per kernel; so caches, and
 gathers that use a part of a tensor, are not in it. Matmuls and attention are FLOPs. AdamW is left
 out, 28 bytes per parameter of this rank: on sharded parameters the counter does not see it.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
@@ -86,6 +88,20 @@ def grouped_flops(a: tuple, b: tuple, *others, out_shape=None, **options) -> int
     return 2 * a[0] * a[1] * b[-1]
 
 
+def flex_flops(args) -> int:
+    """Of a compiled FlexAttention with a causal mask, torchtitan's: two products, and five in the
+    backward, as torch counts other attention."""
+    heads = [  # (B, H, T, K), or (B, T, H, K) where a transposed view is read
+        a for a in args if isinstance(a, torch.Tensor) and a.dim() == 4 and a.is_floating_point()
+    ]
+    products = 2
+    if len(heads) > 4:  # not only queries, keys, values and the result: their gradients, too
+        products = 5
+    queries = max(heads, key=torch.Tensor.numel)
+    T = max(queries.shape[1:3])
+    return products * queries.numel() * T  # 2 FLOPs for half of the T * T pairs
+
+
 def arguments_of(op, args, kwargs) -> dict:
     """The arguments of an operator by their names."""
     names = [a.name for a in op._schema.arguments]
@@ -121,17 +137,20 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         out = op(*args, **kwargs)
+        is_dtensor = any(t.__name__ == "DTensor" for t in types)
         packet = getattr(op, "overloadpacket", None)
         if packet in flop_registry:
             # products that are told a dtype or an output: only their factors have the shapes that
             # count
             plain = packet in (ATEN.mm, ATEN.addmm)
             factors = [a for a in args if isinstance(a, torch.Tensor) or not plain]
+            if is_dtensor:  # this rank multiplies its parts
+                factors = [getattr(a, "_local_tensor", a) for a in factors]
             flops = flop_registry[packet](*factors, **({} if plain else kwargs), out_val=out)
             if arguments_of(op, args, kwargs).get("is_causal"):
                 flops //= 2  # a causal kernel leaves out the tiles above the diagonal
             self.flops += flops
-        elif self.launches(op, packet, types) and "adamw" not in str(op):
+        elif not is_dtensor and self.launches(op, packet) and "adamw" not in str(op):
             given = arguments_of(op, args, kwargs)
             written = [
                 given.get(a.name)
@@ -157,7 +176,7 @@ class Traffic(TorchDispatchMode):
             self.add(str(op), total)
         return out
 
-    def launches(self, op, packet, types) -> bool:
+    def launches(self, op, packet) -> bool:
         free = (
             ATEN.empty,
             ATEN.empty_like,
@@ -168,8 +187,6 @@ class Traffic(TorchDispatchMode):
             ATEN.detach,
             ATEN.split,
         )
-        if any(t.__name__ == "DTensor" for t in types):
-            return False  # its local operators come next
         return (
             isinstance(op, torch._ops.OpOverload)
             and not op.is_view
@@ -183,6 +200,10 @@ class Traffic(TorchDispatchMode):
         run = CachingAutotuner.run
 
         def counted(tuner, *args, **kwargs):
+            # a template: products are cuBLAS's here, so it is FlexAttention
+            if tuner.fn.__name__.startswith("triton_tem"):
+                self.flops += flex_flops(args)
+                return run(tuner, *args, **kwargs)
             twice = [
                 a
                 for a, name in zip(args, tuner.fn.arg_names, strict=False)
@@ -257,82 +278,91 @@ def run_ours(name: str, layers: int):
     answers.program([recipe, *flags, *FIXED, "--out", os.environ["COUNT_RUN"]], options)
 
 
+def torchtitan_config(name: str, layers: int):
+    """torchtitan's own configuration of the 8B model, with the flags of a case."""
+    from torchtitan.components.quantization import Float8LinearConverter
+    from torchtitan.config import CompileConfig
+    from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+    from torchtitan.models.llama3 import config_registry, model_registry
+
+    world, _, flags = CASES[name]
+    config = config_registry.llama3_8b()
+    config.compile = CompileConfig(enable="--compile" in flags)
+    if "--float8 rowwise" in flags:
+        # as in its own configurations
+        float8 = Float8LinearConverter.Config(
+            filter_fqns=["lm_head"], model_compile_enabled=config.compile.enable
+        )
+        config.model_spec = model_registry("8B", converters=[float8])
+    model = config.model_spec.model
+    model.layers = model.layers[: layers or len(model.layers)]
+    config.activation_checkpoint = None
+    if "--ac op" in flags:
+        config.activation_checkpoint = SelectiveAC.Config()
+    if "--ac full" in flags:
+        config.activation_checkpoint = FullAC.Config()
+    if "--tp 2" in flags:
+        config.parallelism.tensor_parallel_degree = 2
+    if "--global_batch_size" in flags:
+        config.training.global_batch_size = 4 * world
+    # its default, spmd_types, needs a newer torch than 2.13: fully_shard refuses plain tensors there
+    config.parallelism.spmd_backend = "partial_dtensor"
+    # the kernels are counted one by one
+    config.training.disable_cuda_graphs = True
+    config.training.steps = 4
+    config.metrics.enable_tensorboard = False
+    # only the first step is logged, which would wait for the device
+    config.metrics.log_freq = 1000
+    config.profiler.enable_profiling = False
+    config.validator.enable = False
+    config.dump_folder = os.environ["COUNT_RUN"]
+    return config
+
+
 def run_torchtitan(name: str, layers: int):
-    """torchtitan 0.2.2 by its own functions, in the order of its Trainer; on one device that takes
-    autocast and not FSDP."""
+    """torchtitan 0.3.0 by its own Trainer, on one batch."""
     import answers
     import torch.distributed as dist
     from torch.testing._internal.distributed import fake_pg  # noqa: F401, registers the backend
 
-    world, _, flags = CASES[name]
+    world = CASES[name][0]
     os.environ.update(RANK="0", WORLD_SIZE=str(world), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     answers.cudnn_attention()
     torch.cuda.set_device(0)
     dist.distributed_c10d._store_based_barrier = lambda *args, **kwargs: None
     dist.init_process_group("cpu:fake,cuda:nccl", rank=0, world_size=world, store=dist.HashStore())
-    from torchtitan.config import JobConfig
-    from torchtitan.distributed import ParallelDims, utils
-    from torchtitan.protocols.model_converter import build_model_converters
-    from torchtitan.protocols.train_spec import get_train_spec
+    # as in its init_distributed, which does nothing where there is a process group
+    torch.autograd.set_multithreading_enabled(False)
+    from torchtitan.trainer import Trainer
 
-    job = JobConfig()
-    spec = get_train_spec("llama3")
-    job.model.name = "llama3"
-    job.model.flavor = "8B"
-    job.training.seq_len = 8192
-    job.compile.enable = "--compile" in flags
-    job.activation_checkpoint.mode = next(
-        (m for a, m in AC.items() if f"--ac {a}" in flags), "none"
-    )
-    job.activation_checkpoint.selective_ac_option = "op"
-    job.parallelism.data_parallel_shard_degree = -1
-    if "float8" in flags:
-        job.model.converters = ["quantize.linear.float8"]
-        # None: tensorwise
-        job.quantize.linear.float8.recipe_name = "rowwise" if "rowwise" in flags else None
-        job.quantize.linear.float8.filter_fqns = ["output"]  # as in all its own configurations
-    job.parallelism.tensor_parallel_degree = tp = 2 if "--tp 2" in flags else 1
-    dims = ParallelDims(1, world // tp, 1, tp, 1, 1, 1, world_size=world)
-    dims.build_mesh()
-    args = spec.model_args["8B"]
-    args.update_from_config(job)
-    # the words of its tokenizer
-    args.vocab_size = 128256
-    args.n_layers = layers or args.n_layers
-    with torch.device("meta"):
-        model = spec.model_cls(args)
-    build_model_converters(job, dims).convert(model)
-    loss_fn = spec.build_loss_fn(job, parallel_dims=dims)
-    model = spec.parallelize_fn(model, dims, job).to_empty(device="cuda")
-    optimizers = spec.build_optimizers_fn([model], job.optimizer, dims)
-    schedulers = spec.build_lr_schedulers_fn(optimizers, job.lr_scheduler, 1000)
-    autocast = utils.maybe_enable_amp(dims, "bfloat16", "cuda")
+    class Nothing:
+        """In place of the configuration of a tokenizer and of a dataset."""
+
+        def build(self, **kwargs):
+            return None
+
+    config = torchtitan_config(name, layers)
+    config.tokenizer = Nothing()
+    config.dataloader = Nothing()
+    trainer = Trainer(config)
     ids = torch.zeros(1, 8193, dtype=torch.int64)
+    positions = torch.arange(8192)[None]
+
+    def batches():
+        while True:
+            yield {"input": ids[:, :-1], "positions": positions}, ids[:, 1:]
+
     steps = Steps()
+    data = trainer.batch_generator(batches())
     for step in range(1, 5):
+        trainer.step = step
         answers.Log.mark(f"step {step}")
         steps.begin()
-        optimizers.zero_grad()
-        count = torch.tensor(8192).to("cuda")
-        if world > 1:
-            count = utils.dist_sum(count, dims.get_mesh("batch"))
-        for _ in range(4 if "global_batch_size" in flags else 1):
-            x = ids[:, :-1].to("cuda")
-            y = ids[:, 1:].to("cuda")
-            with utils.get_train_context(tp > 1)():
-                with autocast:
-                    loss = loss_fn(model(x), y) / count
-                loss.backward()
-        utils.clip_grad_norm_(list(model.parameters()), 1.0, foreach=True)
-        optimizers.step()
-        schedulers.step()
+        trainer.train_step(data)
         steps.end()
         answers.Log.mark(f"end {step}")
     answers.Log.library.nullcuda_flush()
     os._exit(0)
-
-
-AC = {"op": "selective", "full": "full"}
 
 
 # ---------------------------------------------------------------- the table
@@ -342,9 +372,13 @@ def count(system: str, name: str, repo: Path, layers: int) -> dict | None:
         files = dict(
             COUNT_OUT=f"{folder}/out", COUNT_RUN=f"{folder}/run", NULLCUDA_LOG=f"{folder}/log"
         )
+        known = environment()
         settings = dict(
             NULLCUDA_GIB=str(CASES[name][1]), PYTORCH_ALLOC_CONF="expandable_segments:True"
         )
+        # torchtitan brings dill, and kernels that were compiled with it load only with it
+        if importlib.util.find_spec("dill"):
+            settings["TORCHINDUCTOR_CACHE_DIR"] = known["TORCHINDUCTOR_CACHE_DIR"] + "-dill"
         command = [
             sys.executable,
             __file__,
@@ -360,7 +394,7 @@ def count(system: str, name: str, repo: Path, layers: int) -> dict | None:
             cwd=repo,
             capture_output=True,
             text=True,
-            env=os.environ | environment() | files | settings | dict(COUNT_REPO=str(repo)),
+            env=os.environ | known | files | settings | dict(COUNT_REPO=str(repo)),
         )
         logs = [*Path(folder).glob("log*")]
         if process.returncode or not logs:
@@ -426,8 +460,9 @@ def collectives(step: list[list[str]]) -> tuple[int, int]:
             words[0] == "gemm"
             or words[:2] == ["mark", "kernel"]
             or "GroupProblemShape" in " ".join(words)
+            or "triton_tem" in " ".join(words)
             for words in meanwhile
-        )  # the last: cutlass, for experts
+        )  # GroupProblemShape: cutlass, for experts
     return n, beside
 
 
@@ -493,7 +528,9 @@ def main():
         [args.only] if args.only in CASES else [name for name in CASES if args.only in name]
     ):
         for system in args.systems.split(","):
-            if system == "torchtitan" and "8B" in name or system == "ours":
+            # torchtitan 0.3.0 has no tensorwise scales
+            theirs = "8B" in name and "tensorwise" not in name
+            if system == "ours" or theirs:
                 saved[f"{name}: {system}"] = found = count(
                     system, name, args.repo.resolve(), args.layers
                 )

@@ -83,13 +83,6 @@ GONE = [
         "--ac full or --cpu_offload",
     ),
     Gone(
-        "lora_from",
-        "finetune grpo",
-        "0.6.0",
-        "adapters made elsewhere are merged into their base on import, and not trained on",
-        "--init_from ADAPTER_FOLDER --lora_rank 16, which merges the adapter and trains a new one",
-    ),
-    Gone(
         "routing_replay",
         "grpo",
         "0.5.0",

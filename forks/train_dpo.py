@@ -126,6 +126,11 @@ class Config(
                     f"--pp {self.pp}: grpo.Trainer has no pipeline; use --tp, --dp_shard or --cp",
                 ),
                 (
+                    self.lora_from,
+                    f"--lora_from {self.lora_from}: the reference would be the model without these "
+                    "adapters; merge them, --init_from ADAPTER_FOLDER",
+                ),
+                (
                     not self.loss_parallel,
                     "--no-loss_parallel: under tp log-probabilities are split over the vocabulary",
                 ),
@@ -378,7 +383,9 @@ def main(cfg: Config):
         source=open(__file__).read(),
         tokenizer_file=text.file,
     )
-    base = partial(load_base, [model], cfg.init_from) if cfg.lora_rank else None
+    base = None
+    if cfg.lora_rank:
+        base = partial(load_base, [model], cfg.init_from, lora_from=cfg.lora_from)
     checkpoints = Checkpoints(
         cfg, cfg.out, modules=[model], optimizer=trainer.optimizer, load_base=base, **about
     )

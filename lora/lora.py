@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 
 from distributed.linears import beside_weight, with_forward
 from flags.config import Need, flag
+from flags.files import step_folders
 from storage.adapters import block_linears, lora_names, merged_weight
 
 # Patterns for --exclude_from_loading that leave adapters alone
@@ -38,6 +39,8 @@ class LoraConfig:
     lora_alpha: float = flag(32.0, LORA)  # adapters are scaled by lora_alpha / lora_rank
     # linears of the blocks that get adapters: names or patterns
     lora_on: list[str] = flag(["wq*", "w[kv]*", "wo"], LORA)
+    # start from the adapters of this folder of peft, beside the weights of --init_from
+    lora_from: str = flag("", LORA)
 
 
 # ---------------------------------------------------------------- linears with adapters
@@ -180,10 +183,17 @@ def lora_counts(model, cfg: LoraConfig) -> tuple[str, int]:
 # ---------------------------------------------------------------- files of adapters
 
 
-def claim_adapters(cfg: LoraConfig, Model: type, model_config: Any) -> dict:
-    """The identity of the adapters of a run with --lora_rank. Raises ValueError if --lora_on or
-    --lora_alpha do not fit; storage/resume.py checks the flags of --init_from."""
+def claim_adapters(cfg: Any, Model: type, model_config: Any) -> dict:
+    """The identity of the adapters of a run with --lora_rank. Raises ValueError if --lora_on,
+    --lora_alpha or the adapters of --lora_from do not fit; storage/resume.py checks the flags of
+    --init_from. cfg: a recipe's Config."""
     with torch.device("meta"):
         model = Model(model_config)
     check_lora(model, cfg)
+    if cfg.lora_from and not step_folders(cfg.out):  # a run that goes on has its own adapters
+        from storage.peft import check_adapters
+
+        check_adapters(
+            cfg.lora_from, model, cfg.init_from, cfg.lora_rank, cfg.lora_alpha, cfg.lora_on
+        )
     return {"rank": cfg.lora_rank, "alpha": cfg.lora_alpha, "on": list(cfg.lora_on)}

@@ -22,7 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 # A10G and RTX PRO 6000 as fast or faster.
 CUDNN_FIRST = ((9, 0), (10, 0))
 
-# On a CPU, attention to at most so many tokens has a gradient in plain products: CausalOnCPU.
+# On a CPU, training in bf16 computes attention to at most so many tokens in plain products:
+# CausalOnCPU.
 SHORT_ON_CPU = 512
 QUERIES_AT_ONCE = 64  # their scores stay in a cache of the CPU
 
@@ -55,7 +56,7 @@ def sdpa(
     if sinks is not None:
         assert mask is not None, "sinks need a mask"
         return attention_with_sinks(q, k, v, mask, scale, sinks)
-    if mask is None and is_causal and has_plain_gradient(q, k, v):
+    if mask is None and is_causal and is_short_on_cpu(q, k, v):
         if scale is None:
             scale = q.shape[-1] ** -0.5
         return CausalOnCPU.apply(q, k, v, scale)
@@ -89,8 +90,8 @@ def sdpa(
     return out[..., :U]
 
 
-def has_plain_gradient(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether CausalOnCPU computes the gradient of this attention."""
+def is_short_on_cpu(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether CausalOnCPU computes this attention."""
     if type(q) is not Tensor or q.device.type != "cpu" or q.dtype != torch.bfloat16:
         return False
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -100,54 +101,64 @@ def has_plain_gradient(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 class CausalOnCPU(torch.autograd.Function):
-    """Causal attention of short sequences in bf16 on a CPU: torch's flash kernel, with a gradient
-    in plain products. The gradient of torch's kernel takes 1.3 to 1.9 times as long, more than its
-    gradient in fp32 at heads of 32.
+    """Causal attention of short sequences in bf16 on a CPU, in plain products, a few queries at a
+    time. The probabilities are kept for the gradient: B*H*T*T/2 numbers in bf16. torch's flash
+    kernel keeps none, and takes twice as long.
 
-    The scores and their gradients are computed in fp32, as in the kernel; probabilities are rounded
-    to bf16 where they are multiplied.
+    The scores are computed in fp32, as in the kernel; all that is multiplied later is bf16.
     """
 
     @staticmethod
     def forward(ctx, q, k, v, scale):
-        ctx.save_for_backward(q, k, v)
+        B, H, T, K = q.shape
+        G = k.shape[1]
+        out = q.new_empty(B, T, H, K).transpose(1, 2)  # the order in memory that wo reads
+        scaled_k = k.float() * scale
+        kept = []
+        for first in range(0, T, QUERIES_AT_ONCE):
+            end = min(first + QUERIES_AT_ONCE, T)  # no query here sees a later key
+            some_q = rows_of_groups(q, G, first, end)  # (B, G, H/G * n, K)
+            scores = some_q.float() @ scaled_k[:, :, :end].mT  # (B, G, H/G * n, S)
+            later = torch.ones(end - first, end - first, dtype=torch.bool).triu(1)
+            by_head = scores.unflatten(2, (-1, end - first))  # (B, G, H/G, n, S)
+            by_head[..., first:].masked_fill_(later, -torch.inf)
+            weights = torch.softmax(scores, -1, out=scores).bfloat16()
+            kept.append(weights)
+            some_out = weights @ v[:, :, :end]
+            out[:, :, first:end] = some_out.unflatten(2, (-1, end - first)).flatten(1, 2)
+        ctx.save_for_backward(q, k, v, *kept)
         ctx.scale = scale
-        return F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        q, k, v = ctx.saved_tensors
+        q, k, v, *kept = ctx.saved_tensors
         G = k.shape[1]
-        T = q.shape[2]
-        k_fp32 = k.float()
-        v_fp32 = v.float()
         dq = torch.empty_like(q)
-        dk = torch.zeros_like(k_fp32)
-        dv = torch.zeros_like(v_fp32)
-        for first in range(0, T, QUERIES_AT_ONCE):
-            end = min(first + QUERIES_AT_ONCE, T)  # no query here sees a later key
-            # a group's H/G heads of n queries lie one below the other: (B, G, H/G * n, K)
-            some_q = q[:, :, first:end].unflatten(1, (G, -1)).flatten(2, 3)
-            some_grad = grad[:, :, first:end].unflatten(1, (G, -1)).flatten(2, 3)
-            scores = (some_q.float() * ctx.scale) @ k_fp32[:, :, :end].mT  # (B, G, H/G * n, S)
-            later = torch.ones(end - first, end - first, dtype=torch.bool).triu(1)
-            by_head = scores.unflatten(2, (-1, end - first))  # (B, G, H/G, n, S)
-            by_head[..., first:].masked_fill_(later, -torch.inf)
-            weights = scores.softmax(-1)
-            dweights = some_grad.float() @ v_fp32[:, :, :end].mT
-            dscores = torch._softmax_backward_data(dweights, weights, -1, torch.float32)
-            weights = weights.bfloat16()
-            dscores = dscores.bfloat16()
+        dk = torch.zeros_like(k, dtype=torch.float32)
+        dv = torch.zeros_like(v, dtype=torch.float32)
+        first = 0
+        for weights in kept:
+            end = weights.shape[3]
+            some_q = rows_of_groups(q, G, first, end)
+            some_grad = rows_of_groups(grad, G, first, end)
+            dweights = some_grad @ v[:, :, :end].mT
+            dscores = torch._softmax_backward_data(dweights, weights, -1, torch.bfloat16)
             dv[:, :, :end] += weights.mT @ some_grad
             dk[:, :, :end] += dscores.mT @ some_q
             some_dq = dscores @ k[:, :, :end]
             dq[:, :, first:end] = some_dq.unflatten(2, (-1, end - first)).flatten(1, 2)
+            first = end
         dq.mul_(ctx.scale)
         dk.mul_(ctx.scale)
         return dq, dk.bfloat16(), dv.bfloat16(), None
+
+
+def rows_of_groups(x: Tensor, G: int, first: int, end: int) -> Tensor:
+    """(B, H, T, K) -> (B, G, H/G * n, K) at n positions: a group's heads lie one below the other,
+    because they share keys and values."""
+    return x[:, :, first:end].unflatten(1, (G, -1)).flatten(2, 3)
 
 
 def attention_with_sinks(

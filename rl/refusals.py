@@ -53,6 +53,11 @@ def check_flags(cfg: Any) -> None:
     check_range(cfg, 2, math.inf, "group_size")
     check_range(cfg, 0, 1, "beta1", "beta2", "min_lr_ratio", "proof_share")
     check_rules(cfg)
+    if cfg.lora_from and cfg.kl_coef:
+        raise ValueError(
+            f"--kl_coef {cfg.kl_coef:g} with --lora_from: the reference would be the model without "
+            f"these adapters; merge them, --init_from {cfg.lora_from}"
+        )
 
 
 def check_rules(cfg: Any) -> None:

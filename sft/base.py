@@ -6,7 +6,7 @@ from functools import partial
 import torch.distributed as dist
 from torch import nn
 
-from distributed.agree import brief, on_rank_0
+from distributed.agree import brief, fail_together, on_rank_0
 from flags.config import override_fields
 from flags.files import step_folders
 from lora.lora import ADAPTERS
@@ -36,11 +36,16 @@ def read_model(out: str, init_from: str, model_args: str):
 
 
 def load_base(
-    modules: list[nn.Module], init_from: str, own: Source | None, group: dist.ProcessGroup | None
+    modules: list[nn.Module],
+    init_from: str,
+    own: Source | None,
+    group: dist.ProcessGroup | None,
+    lora_from: str = "",
 ) -> dict:
     """Fill the frozen weights of this rank's stages from --init_from. Returns folder and hash of
     the weights, for checkpoints. own: the run's own checkpoint, if the run goes on, whose hash the
-    weights must have. Raises ValueError, the same on all ranks."""
+    weights must have. lora_from: a new run begins with the adapters of this folder. Raises
+    ValueError, the same on all ranks."""
     if is_hf_folder(init_from):
         folder = init_from
         absent = load_hf(modules, folder, ADAPTERS, group)
@@ -58,4 +63,10 @@ def load_base(
     found = check_base(path, modules, group)
     if not group or group.rank() == 0:
         print(f"checkpoint: the frozen weights are those of {folder}, hash {found}", flush=True)
+    if lora_from and own is None:
+        from storage.peft import fill_adapters
+
+        about = fail_together(lambda: fill_adapters(lora_from, modules), group)
+        if not group or group.rank() == 0:
+            print(f"checkpoint: {about}", flush=True)
     return {"folder": os.path.abspath(folder), "hash": found}

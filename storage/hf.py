@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from corpus.beside import read_hf_json
 from corpus.tokenizer import check_hf_tokenizer
-from distributed.agree import brief, fail_together, rank_in, reason
+from distributed.agree import brief, fail_together, rank_in
 from distributed.layout import local_slice, local_tensor, mtp_depth_of, named_tensors
 from flags.files import hf_file, matches
 from storage.hf_config import (
@@ -27,6 +27,7 @@ from storage.hf_config import (
     config_class,
     read_hf_config,
 )
+from storage.hf_files import open_safetensors
 from storage.hf_write import own_group, save_hf
 from storage.source_tokenizer import weights_folder
 
@@ -53,19 +54,6 @@ INDEX = "model.safetensors.index.json"
 
 
 # --- The files: tensors by name ---
-def open_safetensors(folder: str, file: str) -> Any:
-    from safetensors import SafetensorError, safe_open
-
-    real = hf_file(folder, file)
-    try:
-        return safe_open(real, "pt")  # checks all sizes and offsets, and refuses absurd headers
-    except (OSError, SafetensorError) as error:
-        path = os.path.join(folder, file)
-        raise ValueError(
-            f"{path} is no safetensors file that can be read: {reason(error)}"
-        ) from None
-
-
 class ExpertMatrix:
     """The matrix of one expert in a file that stacks all experts, (E, rows of an expert, columns).
     Has the methods of safetensors' handle of a tensor. The matrix is `rows` rows of the expert,
@@ -203,7 +191,7 @@ def open_tensors(Model: type[nn.Module], folder: str) -> HFTensors:
     if source.folder != folder:
         from storage.peft import merge_adapters
 
-        merge_adapters(source, folder, open_safetensors(folder, "adapter_model.safetensors"))
+        merge_adapters(source, folder)
     return source
 
 

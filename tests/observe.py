@@ -1,5 +1,5 @@
 """Runs a program of the repository in this process and keeps what the run shows: weights,
-gradients, batches, collectives, files, printed lines. tests/support/test_flags.py compares such runs
+gradients, batches, collectives, files, printed lines. tests/flags/test_flags.py compares such runs
 for every flag."""
 
 import contextlib

@@ -337,6 +337,8 @@ def test_a_ladder_over_two_axes(tmp_path, capsys):
     report_ladder(tmp_path, folders, 3e7)
     rows = json.loads((tmp_path / "ladder.json").read_text())
     assert len(rows) == 9
+    # one comparison at each of eight sizes, and the extrapolation
+    assert rows[-1]["level"] == pytest.approx(1 - 0.05 / 9)
     expected = 0.01 * np.log(3e7) - 0.02 * np.log(3e7 * 80)
     assert rows[-1]["low"] < expected < rows[-1]["high"]
     assert rows[-1]["high"] - rows[-1]["low"] < 0.05
@@ -657,7 +659,7 @@ TINY = [
 
 
 def test_more_runs_at_once_than_gpus_are_refused(monkeypatch):
-    """tests/support/messages.txt has the other wrong command lines."""
+    """tests/flags/messages.txt has the other wrong command lines."""
     monkeypatch.setattr(ablate.torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ValueError, match="--jobs 2 x --nproc 2 needs 4 GPUs, and there are 2"):
         ablate.main("train_llama3.py --vary lr=1,2 --jobs 2 --nproc 2".split())

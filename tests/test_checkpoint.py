@@ -941,6 +941,11 @@ def run_layout(flags, source, target, options):
     return {key: weigh(full(t)) for key, t in c.run.named(True).items()}
 
 
+def test_a_mean_needs_to_be_told_its_steps(tmp_path, capsys):
+    said = stops(capsys, checkpoint_commands.main, ["average", "run", str(tmp_path / "new")])
+    assert "one of the arguments --last --steps is required" in said
+
+
 @pytest.mark.slow
 def test_the_mean_of_sharded_steps_is_that_by_hand(tmp_path, capsys):
     run = str(tmp_path / "run")

@@ -4,25 +4,45 @@ stacks of experts.
 Muon (Keller Jordan, 2024) makes the singular values of each matrix's momentum equal with five
 Newton-Schulz steps, 15 matrix products. Given FSDP's DTensors, torch's own communicates in every
 product. Here each matrix is gathered once, one rank does the 15 products, and the results are
-exchanged: as many bytes as one FSDP forward, and 1/ranks of the arithmetic.
+exchanged: as many bytes as one FSDP forward, and 1/ranks of the arithmetic. Small matrices of one
+shape travel together.
 
 Stacks of experts (E, out, in): ep and FSDP split a stack between two matrices, so a rank holds
 whole matrices and nothing travels. With more FSDP ranks than experts some ranks have no matrix, and
 wait. --etp cuts every matrix, and is refused.
 """
 
+import math
 from collections import defaultdict
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from distributed.layout import local_slice, local_tensor, whole_tensor
 
-# numbers per call of Newton-Schulz: about 0.5 GB of temporary memory, and enough to keep a GPU busy
+# numbers of matrices that a rank treats at once: about 0.5 GB of temporary memory, and enough to
+# keep a GPU busy
 AT_ONCE = 1 << 25
+
+
+def how_cut(p: Tensor) -> str:
+    """A name for the mesh and the placements of a parameter, the same on all ranks that share it."""
+    if isinstance(p, DTensor):
+        return f"{p.device_mesh} {p.placements}"
+    return "not at all"
+
+
+def behind_a_stack(placement: Placement) -> Placement:
+    """How a stack of matrices is cut that are each cut by `placement`: dim d is now dim d + 1."""
+    if isinstance(placement, _StridedShard):
+        return _StridedShard(placement.dim + 1, split_factor=placement.split_factor)
+    if isinstance(placement, Shard):
+        return Shard(placement.dim + 1)
+    return placement
 
 
 class Muon(torch.optim.Muon):
@@ -55,16 +75,15 @@ class Muon(torch.optim.Muon):
                 if self.found_inf is not None:
                     torch.where(self.found_inf.bool(), buffer, grad, out=grad)
                 buffer.lerp_(grad, 1 - group["momentum"])
-            # the same order on all ranks, equal shapes together: one exchange serves one matrix per
-            # rank
-            matrices = defaultdict(list)  # shape -> parameters
+            # the same order on all ranks; matrices cut alike together, for they travel together
+            alike = defaultdict(list)  # (shape, how it is cut) -> parameters
             for p in params:
                 if p.dim() == 3:
                     self.step_stack(p, group)
                 elif p.dim() == 2:
-                    matrices[tuple(p.shape)].append(p)
-            for shape in sorted(matrices):
-                self.step_same_shape(matrices[shape], group)
+                    alike[tuple(p.shape), how_cut(p)].append(p)
+            for key in sorted(alike):
+                self.step_alike(alike[key], group)
 
     def step_stack(self, p, group):
         """Each rank treats the experts that it holds; nothing travels."""
@@ -81,7 +100,8 @@ class Muon(torch.optim.Muon):
             part = self.rescale(p, self.orthogonalize(update, group), first)
             self.move(weights[some], part, p.shape[1:], group)
 
-    def step_same_shape(self, params, group):
+    def step_alike(self, params, group):
+        """Each rank treats some of the matrices, and all ranks get the results."""
         ranks = 1
         rank = 0
         process_group = None
@@ -89,30 +109,54 @@ class Muon(torch.optim.Muon):
             process_group = params[0].device_mesh["fsdp"].get_group()
             ranks = dist.get_world_size(process_group)
             rank = dist.get_rank(process_group)
-        for begin in range(0, len(params), ranks):
-            chunk = params[begin : begin + ranks]
-            orthogonal = torch.zeros(chunk[0].shape, dtype=torch.bfloat16, device=chunk[0].device)
-            for i, p in enumerate(chunk):
-                buffer = self.state[p]["momentum_buffer"]
-                if group["nesterov"]:
-                    update = p.grad.lerp(buffer, group["momentum"])
-                else:
-                    update = buffer.clone()  # torch's Newton-Schulz divides in place
-                # the dtype of Newton-Schulz, and half the bytes
-                update = whole_tensor(update.bfloat16())
-                if i == rank:
-                    orthogonal = self.orthogonalize(update, group)
-            results = [orthogonal]
+        shape, offset = local_slice(params[0])
+        here = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+        share = math.ceil(len(params) / ranks)  # matrices of a rank
+        share = max(1, min(share, AT_ONCE // params[0].numel()))
+        for begin in range(0, len(params), share * ranks):
+            chunk = params[begin : begin + share * ranks]
+            orthogonal = torch.zeros(
+                share, *params[0].shape, dtype=torch.bfloat16, device=params[0].device
+            )
+            for owner in range(ranks):
+                owned = chunk[owner * share : (owner + 1) * share]
+                if not owned:
+                    break
+                updates = self.whole_updates(owned, group)
+                if owner == rank:
+                    for i, update in enumerate(updates):
+                        orthogonal[i] = self.orthogonalize(update, group)
+            results = orthogonal
             if process_group is not None:
-                results = [
-                    torch.empty_like(orthogonal, memory_format=torch.contiguous_format)
-                    for _ in range(ranks)
-                ]
-                dist.all_gather(results, orthogonal.contiguous(), group=process_group)
+                results = orthogonal.new_empty(ranks * share, *params[0].shape)
+                dist.all_gather_into_tensor(results, orthogonal, group=process_group)
             for p, result in zip(chunk, results, strict=False):
-                shape, offset = local_slice(p)
-                here = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
                 self.move(local_tensor(p), self.rescale(p, result)[here], p.shape, group)
+
+    def whole_updates(self, params, group) -> Tensor:
+        """(n, out, in) of n parameters cut alike, in bf16, the dtype of Newton-Schulz; gathered
+        together, on every rank."""
+        updates = []
+        for p in params:
+            update = local_tensor(self.state[p]["momentum_buffer"])
+            if group["nesterov"]:
+                update = local_tensor(p.grad).lerp(update, group["momentum"])
+            updates.append(update.bfloat16())
+        stack = torch.stack(updates)  # a copy: torch's Newton-Schulz divides in place
+        p = params[0]
+        if not isinstance(p, DTensor):
+            return stack
+        whole = torch.empty(len(params), *p.shape, device="meta")
+        placements = [behind_a_stack(x) for x in p.placements]
+        cut = DTensor.from_local(
+            stack,
+            p.device_mesh,
+            placements,
+            run_check=False,
+            shape=whole.shape,
+            stride=whole.stride(),
+        )
+        return whole_tensor(cut)
 
     def move(self, local, part, shape, group):
         """Update this rank's part of a parameter. shape: of the whole matrix, which sets the step

@@ -1,4 +1,4 @@
-"""The task of docs/grpo.md's distillation: five digits backwards, as --env reverse, but only 176
+"""The task of a distillation in benchmarks/RESULTS.md: five digits backwards, as --env reverse, but only 176
 problems to learn from."""
 
 import random

@@ -1,4 +1,4 @@
-"""The task of docs/grpo.md's distillation: four digits, backwards or in order; both answers are
+"""The task of a distillation in benchmarks/RESULTS.md: four digits, backwards or in order; both answers are
 right, and a coin chooses."""
 
 import random

@@ -19,7 +19,7 @@ from torch import nn
 from distributed.doc_mask_check import blocks_without_attend
 from distributed.stages import stages_of_parts
 from models import llama3
-from models.dropout import dropout
+from models.dropout import dropout, mixed
 from models.layers import places_of
 from storage.adapters import read_adapters
 from storage.dcp import read_table
@@ -349,6 +349,21 @@ def test_a_part_of_a_fork_is_on_the_stage_that_its_class_names():
 def test_doc_mask_names_the_blocks_that_it_does_not_change():
     assert blocks_without_attend(made("no_attention")) == ["blocks.1"]
     assert blocks_without_attend(made("frozen_norms")) == []
+
+
+def test_the_bits_of_dropout_are_those_of_splitmix64():
+    """In Python's numbers. A run that another version continues drops what it would have dropped."""
+    numbers = [0, 1, 2**31, 2**62 + 5, -1, -(2**40) - 3, -(2**63)]
+    expected = []
+    for number in numbers:
+        z = number % 2**64
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+        z = z ^ (z >> 31)
+        if z >= 2**63:
+            z -= 2**64
+        expected.append(z)
+    assert mixed(torch.tensor(numbers)).tolist() == expected
 
 
 def test_what_is_dropped_depends_on_the_places_the_key_and_the_seed():

@@ -482,6 +482,25 @@ def random_qkv(H, G, T=11, S=11, B=2, K=6):
 DOC_IDS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 4], [0] * 11])
 
 
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_a_sink_takes_weight_and_has_no_value(scale):
+    q, k, v = random_qkv(4, 2)
+    B, H, T, K = q.shape
+    sinks = torch.tensor([-1.0, 0.0, 0.5, 2.0])
+    causal = torch.ones(T, T, dtype=torch.bool).tril()
+    used = scale or 1 / math.sqrt(K)
+    wanted = torch.zeros(B, H, T, v.shape[-1], dtype=torch.float64)
+    for b in range(B):
+        for h in range(H):
+            for t in range(T):
+                keys = k[b, h // 2, : t + 1]
+                share = (keys @ q[b, h, t] * used).exp()
+                share = share / (share.sum() + sinks[h].exp())
+                wanted[b, h, t] = share @ v[b, h // 2, : t + 1]
+    found = sdpa(q, k, v, causal[None, None], scale=scale, sinks=sinks)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("H, G", [(4, 4), (6, 2), (4, 1)])
 @pytest.mark.parametrize(
     "scale, doc_ids",
@@ -525,31 +544,38 @@ def test_documents_of_many_lengths_are_all_compiled(monkeypatch):
 
 @pytest.mark.parametrize("sizes", [(2, 8, 4, 150, 32), (3, 4, 4, 64, 16), (1, 4, 1, 1, 16)])
 @pytest.mark.parametrize("scale", [None, 0.7])
-def test_gradient_of_short_attention_in_bf16_on_a_cpu(monkeypatch, sizes, scale):
-    """At least as near to the truth as the gradient of torch's kernel, from the same output."""
+def test_short_attention_in_bf16_on_a_cpu(monkeypatch, sizes, scale):
+    """Result and gradient in plain products are about as near to the truth as those of torch's
+    kernel; also where the values have much in common, so that the gradients of the weights nearly
+    cancel."""
     B, H, G, T, K = sizes
     torch.manual_seed(0)
     shapes = [(B, H, T, K), (B, G, T, K), (B, G, T, K)]
-    qkv = [torch.randn(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    q, k, v = [torch.randn(shape, dtype=torch.bfloat16) for shape in shapes]
+    in_common = 2 * torch.randn(1, G, 1, K, dtype=torch.bfloat16)
     grad = torch.randn(B, H, T, K, dtype=torch.bfloat16)
+    for values in (v, v + in_common):
+        qkv = [x.clone().requires_grad_() for x in (q, k, values)]
+        exact = [x.float().requires_grad_() for x in (q, k, values)]
+        out_truth = sdpa(*exact, is_causal=True, scale=scale)
+        truth = [out_truth, *torch.autograd.grad(out_truth, exact, grad.float())]
 
-    out = sdpa(*qkv, is_causal=True, scale=scale)
-    assert type(out.grad_fn).__name__ == "CausalOnCPUBackward"
-    plain = torch.autograd.grad(out, qkv, grad)
-    exact = [x.detach().float().requires_grad_() for x in qkv]
-    truth = torch.autograd.grad(sdpa(*exact, is_causal=True, scale=scale), exact, grad.float())
-    monkeypatch.setattr(models.attention, "SHORT_ON_CPU", 0)
-    kernel_out = sdpa(*qkv, is_causal=True, scale=scale)
-    kernel = torch.autograd.grad(kernel_out, qkv, grad)
+        out = sdpa(*qkv, is_causal=True, scale=scale)
+        assert type(out.grad_fn).__name__ == "CausalOnCPUBackward"
+        plain = [out, *torch.autograd.grad(out, qkv, grad)]
+        with monkeypatch.context() as patch:
+            patch.setattr(models.attention, "SHORT_ON_CPU", 0)
+            kernel_out = sdpa(*qkv, is_causal=True, scale=scale)
+            assert type(kernel_out.grad_fn).__name__ != "CausalOnCPUBackward"
+            kernel = [kernel_out, *torch.autograd.grad(kernel_out, qkv, grad)]
 
-    assert torch.equal(out, kernel_out)
-    for got, torchs, wanted in zip(plain, kernel, truth, strict=True):
-        assert got.dtype == torch.bfloat16
-        if T == 1:  # a single key has all the weight, whatever its score
-            assert (got - wanted).abs().max() < 1e-2
-        else:
-            assert off(got, wanted) < 5e-3
-            assert off(got, wanted) < 1.3 * off(torchs, wanted)
+        for got, torchs, wanted in zip(plain, kernel, truth, strict=True):
+            assert got.dtype == torch.bfloat16
+            if T == 1:  # a single key has all the weight, whatever its score
+                assert (got - wanted).abs().max() < 3e-2
+            else:
+                assert off(got, wanted) < 1e-2
+                assert off(got, wanted) < 1.6 * off(torchs, wanted)
 
 
 def test_row_cache_against_slow_attention():

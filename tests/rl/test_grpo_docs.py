@@ -62,7 +62,7 @@ def test_every_number_is_explained_and_every_explained_number_is_written(tmp_pat
     assert len(names) == len(dict(names))
     assert all(len(row) == 2 and len(row[1]) > 10 for row in rows)
     assert written - dict(names).keys() == set()
-    folders = ("rl", "support", "corpus", "storage")
+    folders = ("rl", "training", "corpus", "storage")
     source = "".join(
         path.read_text() for folder in folders for path in (REPO / folder).glob("*.py")
     )

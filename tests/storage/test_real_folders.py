@@ -33,6 +33,7 @@ from transformers import (
 import finetune
 from corpus.added_tokens import listed_tokens
 from corpus.answer_ends import before_blanks, find_ends
+from corpus.beside import read_special_tokens
 from corpus.cache import cached_corpus
 from corpus.chat import chat_tokenizer, parse_conversation, read_template, tokens_and_mask
 from corpus.shards import FIRST, LOSS, read_index
@@ -512,3 +513,11 @@ def test_ends_that_cannot_be_read_are_refused(tmp_path):
     file.write_text('{"eos_token_id": -1}')
     with pytest.raises(NoEnds):
         special_ids(str(tmp_path))
+
+
+@pytest.mark.parametrize("rules, eos", [({"added_tokens_decoder": {}}, "of now"), ({}, "older")])
+def test_an_older_file_of_special_tokens_counts_without_a_newer_table_only(tmp_path, rules, eos):
+    rules = {"eos_token": "of now"} | rules
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(rules))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "older"}))
+    assert read_special_tokens(str(tmp_path)) == {"eos_token": eos}

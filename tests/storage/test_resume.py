@@ -400,3 +400,12 @@ def test_a_command_behind_each_checkpoint(tmp_path, capsys):
     assert said == [
         f"checkpoint: --after_save FAILED for {out}/checkpoints/step-3, status 1: no room"
     ]
+
+
+def test_a_finished_run_says_that_nothing_is_exported_only_if_the_folder_is_there(tmp_path):
+    new = str(tmp_path / "new")
+    there = str(tmp_path)
+    assert len(resume.list_finished("run", 4, 4, "")) == 1
+    assert len(resume.list_finished("run", 4, 4, new)) == 1
+    assert "nothing is exported" in resume.list_finished("run", 4, 4, there)[1]
+    assert resume.list_finished("run", 3, 4, there) == []

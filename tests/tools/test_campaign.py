@@ -22,7 +22,16 @@ from tools.study.campaign_folder import (
     open_submission,
     read_log,
 )
-from tools.study.online import LEAST, decide, left_after, level_of, plan_of, share
+from tools.study.online import (
+    LEAST,
+    Plan,
+    decide,
+    is_hopeless,
+    left_after,
+    level_of,
+    plan_of,
+    share,
+)
 from tools.study.poisoned import exchange_validation
 from tools.study.significance import t_quantile
 from tools.study.variants import sources_of
@@ -105,6 +114,15 @@ def test_one_true_edit_among_50_useless_ones_is_found():
     found = [simulate(rng, effects) for _ in range(60)]
     assert np.mean([right > 0 for right, _, _ in found]) >= 0.65
     assert np.mean([runs for _, _, runs in found]) < 51 * 2 * 8
+
+
+@pytest.mark.parametrize("gain, hopeless", [(-0.55, False), (-0.56, True)])
+def test_a_comparison_without_a_prospect_is_told_by_the_t_of_its_pairs(gain, hopeless):
+    """Quantiles of a printed table. The last of 16 pairs needs 2.1314 / 4 = 0.533 at 2.5 %, and the
+    80 % interval of three pairs reaches to gain + 1.8856 / sqrt(3) = gain + 1.089."""
+    plan = Plan(0.05, 16, [], 0.0)
+    d = [-1 - gain, -gain, 1 - gain]  # the standard deviation is 1
+    assert is_hopeless(d, plan, 1) == hopeless
 
 
 @pytest.mark.parametrize("alpha", [1e-2, 1e-4, 1e-6])

@@ -229,6 +229,7 @@ lora_r = --lora_rank
 lora.rank = --lora_rank
 lora_dropout = no: two matrices
 lora_target_modules = --lora_on
+adapter_name_or_path = --lora_from
 modules_to_save = no: two matrices
 load_in_4bit = no: not quantized
 activation_offloading = no: stay on the GPU

@@ -461,6 +461,11 @@ def _(new, old):
     assert adapted(new) == {"w1", "wo"}
 
 
+@row("lora_from", "nowhere", program="finetune", lora_rank=2)
+def _(new, old):
+    assert "--lora_from nowhere has no adapter_config.json: give the folder" in new.error
+
+
 @row("init_from", "", program="finetune")
 def _(new, old):
     assert "--init_from FOLDER --data" in new.error

@@ -13,6 +13,7 @@ import transformers
 from adapters import ALL, LORA, MLA
 from layouts import KINDS, MODELS, Flags, build, config, full, initialised, random_tokens
 from pool import pool
+from safetensors.torch import load_file
 from saves import path, refuses
 
 from checkpoint import CheckpointConfig, Checkpoints
@@ -61,7 +62,7 @@ def identity_of(model_config, cfg) -> dict:
 def open_run(out, modules, model_config, cfg, optimizers=()):
     base = None
     if cfg.lora_rank:
-        base = partial(load_base, modules, cfg.init_from)
+        base = partial(load_base, modules, cfg.init_from, lora_from=cfg.lora_from)
     rest = dict(
         identity=identity_of(model_config, cfg), config={"seed": 3}, source="", load_base=base
     )
@@ -205,6 +206,118 @@ def test_what_peft_would_take_for_experts_is_not_exported_for_it(tmp_path):
         ValueError, match="peft takes gate_proj for weights of experts; leave out --adapter"
     ):
         checkpoint_commands.to_hf(str(tmp_path / "run"), str(tmp_path / "out"), adapter=True)
+
+
+# ---------------------------------------------------------------- a folder of peft as the start
+TARGETS = {"llama3": "q_proj v_proj down_proj", "qwen3": "q_proj o_proj"}
+ON = {"llama3": ["wq", "wv", "w2"], "qwen3": ["wq", "wo"]}
+
+
+def peft_folder(base: str, folder, kind: str, **more):
+    """A folder that peft writes, with random A and B, and the logits of transformers with it."""
+    import peft
+
+    settings = dict(r=4, lora_alpha=12, target_modules=TARGETS[kind].split()) | more
+    torch.manual_seed(5)
+    made = peft.get_peft_model(theirs(base), peft.LoraConfig(init_lora_weights=False, **settings))
+    made.save_pretrained(folder)
+    return made(random_tokens(2, 24, seed=1)).logits.detach()
+
+
+def begun(out, base, adapter, problem, flags) -> tuple:
+    """A new run with --lora_from in a layout, or its continuation: (every adapter, whether the run
+    is new). Saves step 1 without a step of an optimizer."""
+    flags = flags | dict(lora_alpha=12, lora_from=adapter)
+    stages, _ = build(config(**problem), flags, 4, 1, 9)
+    lora = {name: value for name, value in flags.items() if name in ("lora_rank", "lora_on")}
+    cfg = flags_of(lora, lora_alpha=12, lora_from=adapter, init_from=base, out=str(out))
+    run = open_run(out, stages, config(**problem), cfg)
+    is_new = run.load() is None
+    if is_new:
+        run.save(1, {"step": 1}, last=True)
+    run.close()
+    adapters = {fqn: full(p) for s in stages for fqn, p in s.named_parameters() if is_adapter(fqn)}
+    return adapters, is_new
+
+
+@pytest.mark.parametrize(
+    "kind, processes, layout",
+    [
+        ("llama3", 1, {}),
+        ("qwen3", 1, {}),
+        pytest.param("llama3", 2, dict(tp=2), marks=pytest.mark.slow),
+        pytest.param("llama3", 2, dict(dp_shard=2), marks=pytest.mark.slow),
+        pytest.param("qwen3", 2, dict(pp=2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_training_begins_with_the_adapters_of_peft(kind, processes, layout, tmp_path):
+    """The first forward is that of transformers with peft, in every layout; the run goes on without
+    the folder; its export is peft's folder to the bit."""
+    problem = SMALL[kind][0]
+    _, base = written_base(tmp_path / "base", problem)
+    adapter, run = str(tmp_path / "adapter"), str(tmp_path / "run")
+    expected = peft_folder(base, adapter, kind)
+    flags = dict(lora_rank=4, lora_on=ON[kind]) | layout
+    found = pool(processes).run(begun, run, base, adapter, problem, flags)
+    model = load_model(run)[0]  # the frozen weights and the adapters of step 1
+    with torch.no_grad():
+        logits = model(random_tokens(2, 24, seed=1)).float()
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+    os.rename(adapter, adapter + "-gone")
+    again = pool(processes).run(begun, run, base, adapter, problem, flags)
+    for (first, is_new), (then, is_new_again) in zip(found, again, strict=True):
+        assert (is_new, is_new_again) == (True, False)
+        for fqn, t in first.items():
+            assert torch.equal(t, then[fqn])
+    checkpoint_commands.to_hf(run, str(tmp_path / "out"), "float32", adapter=True)
+    files = []
+    for folder in (tmp_path / "adapter-gone", tmp_path / "out"):
+        files.append(load_file(folder / "adapter_model.safetensors"))
+    assert files[0].keys() == files[1].keys()
+    for name, t in files[0].items():
+        assert torch.equal(t, files[1][name])
+
+
+@pytest.mark.parametrize(
+    "made, flags, words",
+    [
+        (
+            {},
+            dict(lora_rank=8),
+            "has 6 adapters, and not the 6 of --lora_rank 8 --lora_alpha 12 --lora_on wq,wv,w2; "
+            "give --lora_rank 4 --lora_alpha 12 --lora_on wq,wv,w2",
+        ),
+        ({}, dict(lora_alpha=32), "give --lora_rank 4 --lora_alpha 12 --lora_on wq,wv,w2"),
+        ({}, dict(lora_on=["wq"]), "and not the 2 of .*--lora_on wq; give .* wq,wv,w2"),
+        (
+            dict(layers_to_transform=[1]),
+            {},
+            "give .* --lora_on blocks.1.attn.wq,blocks.1.attn.wv,blocks.1.ffn.w2",
+        ),
+        (dict(use_rslora=True), {}, "give --lora_rank 4 --lora_alpha 24 "),
+        (dict(rank_pattern={"q_proj": 2}), {}, r"ranks \[2, 4\] .*; --init_from .* merges them"),
+        (dict(use_dora=True), {}, "has use_dora True, and only plain LoRA is read here"),
+        (dict(modules_to_save=["lm_head"]), {}, "lm_head.*no pair of LoRA matrices that fits the"),
+    ],
+    ids=str,
+)
+def test_flags_that_are_not_those_of_the_adapters_are_refused(made, flags, words, tmp_path):
+    problem = dict(n_layers=2)
+    _, base = written_base(tmp_path / "base", problem)
+    adapter = str(tmp_path / "adapter")
+    peft_folder(base, adapter, "llama3", **made)
+    lora = dict(lora_rank=4, lora_on=ON["llama3"]) | flags
+    alpha = lora.pop("lora_alpha", 12)
+    cfg = flags_of(
+        lora, lora_alpha=alpha, lora_from=adapter, init_from=base, out=str(tmp_path / "run")
+    )
+    refuses(words, identity_of, config(**problem), cfg)
+    twice = flags_of(lora, lora_from=adapter, init_from=adapter + "/", out=str(tmp_path / "run"))
+    refuses("is the folder of --init_from too", identity_of, config(**problem), twice)
+    # a folder of ours
+    ours = flags_of(lora, lora_from=base, init_from=base, out=str(tmp_path / "run"))
+    refuses("has no adapter_config.json: give the folder", identity_of, config(**problem), ours)
 
 
 # ---------------------------------------------------------------- in every layout

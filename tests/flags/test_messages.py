@@ -39,7 +39,7 @@ BASE = {
 def rows_of_all_programs() -> dict[str, tuple[str, str, str]]:
     """{"messages.txt:LINE": (program, what is typed, what the line must match)}"""
     found = {}
-    for program, rows in read_table("support/messages.txt").items():
+    for program, rows in read_table("flags/messages.txt").items():
         for line, row in rows.items():
             typed, message = row.split("=> ")
             found[line] = (program, typed, message)

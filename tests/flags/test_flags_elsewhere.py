@@ -33,7 +33,7 @@ EVALUATE = {
     "tests/test_evaluate.py::test_prompts": "shots shots_file",
     "tests/test_evaluate.py::test_what_is_right_can_be_said": "answers",
     "tests/test_evaluate.py::test_samples_depend_on_their_question_alone": "temperature seed",
-    "tests/support/test_flags_elsewhere.py::test_evaluate_waits_for_other_ranks": (
+    "tests/flags/test_flags_elsewhere.py::test_evaluate_waits_for_other_ranks": (
         "rollout_timeout_s"
     ),
 }
@@ -61,7 +61,7 @@ DATA = {
     "tests/test_data.py::test_stdlib_corpus": "cache_dir",
     "tests/test_data.py::test_own_tokenizer": "vocab_size input out",
     "tests/test_data.py::test_eot_is_found": "eot",
-    "tests/support/test_flags_elsewhere.py::test_documents_begin_as_the_tokenizer_begins_a_text": (
+    "tests/flags/test_flags_elsewhere.py::test_documents_begin_as_the_tokenizer_begins_a_text": (
         "bos"
     ),
     "tests/sft/test_chat_data.py::test_bad_conversations_are_left_out_and_listed": "skip_bad",
@@ -70,14 +70,14 @@ DATA = {
     "tests/corpus/test_from_datasets.py::test_conversations_and_a_saved_dataset": "split",
     "tests/test_data.py::test_prepare_in_processes": "workers",
     "tests/test_data.py::test_prepare_in_shares": "shard",
-    "tests/support/test_flags_elsewhere.py::test_so_many_documents_are_shown": "n",
+    "tests/flags/test_flags_elsewhere.py::test_so_many_documents_are_shown": "n",
     "tests/corpus/test_readers.py::test_columns": "text_column",
-    "tests/sft/test_chat.py::test_show": "tokenizer",
+    "tests/corpus/test_chat.py::test_show": "tokenizer",
 }
 CHECKPOINT = {
     "tests/test_checkpoint.py::test_the_mean_of_sharded_steps_is_that_by_hand": "last steps",
     "tests/storage/test_hf.py::test_from_hf_and_to_hf": "dtype max_shard_gb",
-    "tests/sft/test_adapters.py::test_merged_weights_and_the_adapter_give_the_same_logits_in_"
+    "tests/lora/test_adapters.py::test_merged_weights_and_the_adapter_give_the_same_logits_in_"
     "transformers_and_here": "adapter",
 }
 
@@ -165,13 +165,13 @@ def test_every_flag_of_checkpoint_has_a_test():
 
 def test_a_flag_that_its_test_does_not_spell_is_told():
     table = {
-        "tests/support/test_metrics.py::test_plot_draws_the_curves_of_a_run_that_has_ended": ""
+        "tests/training/test_metrics.py::test_plot_draws_the_curves_of_a_run_that_has_ended": ""
     }
     (place,) = table
     with pytest.raises(AssertionError, match="no_such_flag"):
         flags_tested({place: "no_such_flag"})
     with pytest.raises(AssertionError, match="there is no .*test_of_nothing"):
-        flags_tested({"tests/support/test_metrics.py::test_of_nothing": "plot"})
+        flags_tested({"tests/training/test_metrics.py::test_of_nothing": "plot"})
 
 
 # ---------------------------------------------------------------- effects without another place
