@@ -960,14 +960,24 @@ def test_a_signal_without_checkpoints_ends_as_well(tmp_path, start):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_trainer_and_generator_end_together(tmp_path, start, rank):
-    """If one dies, the other ends as well, even without help of a launcher: torchrun is stopped in
-    this test."""
-    job = start(2, "--gen_ranks", 1)
+@pytest.mark.parametrize("rank, where", [(0, "rollout"), (0, "training"), (1, "rollout")])
+def test_trainer_and_generator_end_together(tmp_path, start, rank, where):
+    """If one dies, while the generator samples or waits for a training step, the other ends as well,
+    even without help of a launcher: torchrun is stopped in this test."""
+    if where == "rollout":
+        job = start(2, "--gen_ranks", 1)
+    else:
+        (tmp_path / "hangs.py").write_text(HANGS.format(repo=str(REPO)))
+        job = start(
+            2, "--gen_ranks", 1, program=tmp_path / "hangs.py", WAITS_AT="-1", HANGS_AT="0, 4"
+        )
     job.until((tmp_path / "waiting").exists)
+    # Both are looked up while they live: later the survivor may have ended, and a child of it, or a
+    # stranger with the pid of that child, would be waited for.
+    killed = job.worker(rank)
+    survivor = job.worker(1 - rank)
     os.kill(job.launcher.pid, signal.SIGSTOP)
-    os.kill(job.worker(rank), signal.SIGKILL)
+    os.kill(killed, signal.SIGKILL)
     (tmp_path / "go").touch()
 
     def has_ended(pid):
@@ -977,8 +987,8 @@ def test_trainer_and_generator_end_together(tmp_path, start, rank):
             return True
         return stat.rpartition(")")[2].split()[0] == "Z"
 
-    others = [pid for pid, env in job.processes().items() if env.get("RANK") == str(1 - rank)]
-    job.until(lambda: all(map(has_ended, others)))
+    job.until(lambda: has_ended(killed))
+    job.until(lambda: has_ended(survivor))
 
 
 @pytest.mark.slow
