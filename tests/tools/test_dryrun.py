@@ -446,6 +446,20 @@ def test_a_table_without_experts_split_says_why():
     assert "does not fit" in best.explain_no_ep([plain, split], 1.0, 1e8)
 
 
+NEVER = "--reshard_after_forward never"
+
+
+def flags_of(cell: str) -> dict:
+    """{flag: value} of a cell of the table of --best."""
+    flags = {}
+    for pair in cell.removeprefix("--").split(" --"):
+        name, value = pair.split()
+        if value.isdigit():
+            value = int(value)
+        flags[name] = value
+    return flags
+
+
 @pytest.mark.slow
 def test_best_layouts_are_dry_runs_of_their_flags(monkeypatch, capsys):
     """The table's peak is that of a dry run of its flags; slow links, or a small device, give
@@ -458,21 +472,22 @@ def test_best_layouts_are_dry_runs_of_their_flags(monkeypatch, capsys):
     for speed, bounds in (1e15, {"arithmetic"}), (1e6, {"tp", "efsdp"}):
         monkeypatch.setitem(best.MACHINES, "H100", (80, speed, speed))
         best.print_best(main, cfg, 4, "H100")
-        table, _, reason = capsys.readouterr().out.partition("\n\nno row has --ep: ")
-        title, _, _, *rows = table.splitlines()
-        assert any("--ep" in row for row in rows) != bool(reason)
+        title, table, *sentences = capsys.readouterr().out.split("\n\n")
+        reason = any("no row has --ep: " in sentence for sentence in sentences)
+        rows = table.splitlines()[1:]
+        assert any("--ep" in row for row in rows) != reason
         assert title.startswith("26 legal layouts of 4 devices")
         assert "--global_batch_size 16:" in title
         found.append([re.split("  +", row) for row in rows])
-        assert len(rows) == 3
-        assert {row[3] for row in found[-1]} == bounds
+        assert sum(NEVER not in row for row in rows) == 3
+        assert {row[3] for row in found[-1] if NEVER not in row[4]} == bounds
         for row in found[-1]:
             assert "--tp 2" in row[4]
         assert found[-1] == sorted(found[-1], key=lambda row: float(row[0][:-2]))
-    flags = dict(pair.split() for pair in found[1][1][4].removeprefix("--").split(" --"))
-    c = replace(cfg, **{name: int(n) for name, n in flags.items()}, global_batch_size=16)
-    assert flags["ep"] == "2"
-    assert found[1][1][2] == dryrun.format_bytes(dryrun.make_report(main, c).ranks[0].peak)
+    plain = [row for row in found[1] if NEVER not in row[4]]
+    c = replace(cfg, **flags_of(plain[1][4]), global_batch_size=16)
+    assert c.ep == 2
+    assert plain[1][2] == dryrun.format_bytes(dryrun.make_report(main, c).ranks[0].peak)
     monkeypatch.setitem(best.MACHINES, "H100", (1e-3, 1e6, 1e6))
     refuses(
         "none of 26 legal layouts fits a device of 0.001 GB; of 3 dry runs",
@@ -482,6 +497,30 @@ def test_best_layouts_are_dry_runs_of_their_flags(monkeypatch, capsys):
         4,
         "H100",
     )
+
+
+@pytest.mark.slow
+def test_a_row_that_never_reshards_is_a_dry_run(monkeypatch, capsys):
+    """A layout that also fits with never has a second row: the peak is that of a dry run with the
+    flag, and the all-gathers that it saves are those that this dry run lacks."""
+    main = importlib.import_module("train_llama3").main
+    cfg = config("train_llama3", dict(dp_shard=2, local_batch_size=1, global_batch_size=2))
+    monkeypatch.setattr(best, "SHOWN", 1)
+    best.print_best(main, cfg, 2, "H100")
+    _, table, sentence = capsys.readouterr().out.split("\n\n")
+    assert sentence.startswith(NEVER)
+    rows = [re.split("  +", line) for line in table.splitlines()[1:]]
+    plain = next(row for row in rows if NEVER not in row[4])
+    kept = next(row for row in rows if NEVER in row[4])
+    assert kept[4] == f"{plain[4]} {NEVER}"
+    flags = flags_of(kept[4])
+    report = dryrun.make_report(main, replace(cfg, **flags))
+    assert kept[2] == dryrun.format_bytes(report.ranks[0].peak)
+    again = dryrun.make_report(main, replace(cfg, **flags | {"reshard_after_forward": "default"}))
+    number, size = dryrun.gathered_again(again)
+    left, left_size = dryrun.gathered_again(report)
+    assert number > left
+    assert kept[5] == f"{number - left:,} all-gathers, {dryrun.format_bytes(size - left_size)}"
 
 
 def test_never_resharding_is_proposed_where_it_fits(capsys):

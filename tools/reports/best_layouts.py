@@ -8,7 +8,8 @@ table is an order, not a prediction.
 
 All legal layouts get an estimate by proportion, from the dry run of the plainest, FSDP over all
 devices. The best are dry-run one after the other until ten fit, and the table has only numbers of
-these dry runs.
+these dry runs. Where a layout would also fit with --reshard_after_forward never, that is dry-run
+too, and has a row of its own.
 """
 
 import math
@@ -24,7 +25,7 @@ from distributed.refusals import check_layout, plural
 from flags.config import given_flags, spell_flag
 from flags.progress import Progress
 from tools.parity.halves import without_refused
-from tools.reports.dryrun import format_bytes, make_report, table
+from tools.reports.dryrun import Report, format_bytes, gathered_again, make_report, table
 from tools.reports.schedule import bubble, simulate
 from tools.reports.stop_main import stop_main
 from training.peak_flops import peak_flops
@@ -38,6 +39,11 @@ NODE = 8
 MACHINES = {"H100": (80, 450e9, 50e9), "H200": (141, 450e9, 50e9), "B200": (192, 900e9, 50e9)}
 STATE = ("parameters", "gradients", "optimizer")
 BESIDE = ("fsdp", "efsdp", "dp_replicate")
+WHAT_KEEPING_SAVES = (
+    "--reshard_after_forward never keeps the gathered weights from forward to backward: the layout "
+    "without\nthis flag in more memory, and without the all-gathers that it saves. They run beside "
+    "the arithmetic,\nso the bound is lower only where it is theirs."
+)
 
 
 def legal_layouts(cfg: Any, n: int, model_config: Any, options: dict) -> list:
@@ -206,6 +212,7 @@ def print_best(main: FunctionType, cfg: Any, n: int, machine: str) -> int:
     )
     plain = make_report(main, replace(cfg, **without_refused(cfg, flags, model_config)))
     rows = []
+    keeping = []
     peaks = []
     with Progress(f"estimates of {len(found)} layouts"):
         guesses = [(*estimated(c, model_config, plain, machine), c) for c in found]
@@ -220,10 +227,14 @@ def print_best(main: FunctionType, cfg: Any, n: int, machine: str) -> int:
         cells = cells_of_layout(c, parts, peak)
         fit = "does not fit"
         if peak <= limit:
-            rows.append((least(parts), peak, *cells))
+            rows.append((least(parts), peak, *cells, ""))
             fit = f"fit {len(rows)}"
         # as they come, not yet in order; the table on stdout is sorted
         print(f"dry run {i}, {fit}: {'  '.join(cells)}", file=sys.stderr, flush=True)
+        if peak <= limit and may_keep_weights(c, report, peak, limit):
+            kept = row_that_keeps_weights(main, c, report, machine)
+            if kept[1] <= limit:
+                keeping.append(kept)
         if len(rows) == SHOWN:
             break
     if not rows:
@@ -238,11 +249,34 @@ def print_best(main: FunctionType, cfg: Any, n: int, machine: str) -> int:
         f"{machine}, for --global_batch_size "
         f"{found[0].global_batch_size}:\n"
     )
-    head = ["a step", "arithmetic", "peak", "bound by", "flags"]
-    print(table([head, *(row[2:] for row in sorted(rows))], right=False))
+    head = ["a step", "arithmetic", "peak", "bound by", "flags", "saves"]
+    print(table([head, *(row[2:] for row in sorted(rows + keeping))], right=False))
+    if keeping:
+        print(f"\n{WHAT_KEEPING_SAVES}")
     if n_experts_of(model_config) > 0 and not any("--ep" in row[-1] for row in rows):
         print(f"\n{explain_no_ep(guesses, max(row[0] for row in rows), limit)}")
     return 0
+
+
+def may_keep_weights(c: Any, report: Report, peak: float, limit: float) -> bool:
+    """Whether --reshard_after_forward never saves all-gathers of a layout, and may fit. What the
+    backward gathers in one micro-batch is the most that is kept."""
+    if "reshard_after_forward" in given_flags(c):
+        return False
+    number, size = gathered_again(report)
+    return number > 0 and peak + size / report.n <= limit
+
+
+def row_that_keeps_weights(main: FunctionType, c: Any, report: Report, machine: str) -> tuple:
+    """The row of a layout with --reshard_after_forward never. report: of the layout without."""
+    keeps = replace(c, reshard_after_forward="never")
+    report_kept = make_report(main, keeps)
+    parts = measured(report_kept, keeps, machine)
+    peak = max(rank.peak for rank in report_kept.ranks)
+    number, size = gathered_again(report)
+    number_kept, size_kept = gathered_again(report_kept)
+    saves = f"{number - number_kept:,} all-gathers, {format_bytes(size - size_kept)}"
+    return least(parts), peak, *cells_of_layout(keeps, parts, peak), saves
 
 
 def cells_of_layout(c: Any, parts: dict[str, float], peak: float) -> tuple[str, ...]:
@@ -253,6 +287,8 @@ def cells_of_layout(c: Any, parts: dict[str, float], peak: float) -> tuple[str, 
         if degree > 1:
             given.append(spell_flag(name, degree))
     given.append(spell_flag("local_batch_size", c.local_batch_size))
+    if c.reshard_after_forward == "never":
+        given.append(spell_flag("reshard_after_forward", "never"))
     share = parts["arithmetic"] / least(parts)
     return (
         f"{least(parts):.3g} s",
