@@ -675,6 +675,15 @@ def test_a_recipe_is_seeded_with_the_seeds_that_it_has(monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == "6 runs"  # two recipes with three seeds
 
 
+def test_the_runs_of_a_search_are_counted(monkeypatch, capsys):
+    """Two variants: three seeds, and two seeds more for each of two rates."""
+    monkeypatch.chdir(REPO)
+    flags = "--seeds 3 --tune lr=1e-3,1e-2 --tune_seeds 2"
+    variants = {name: {"recipe": "train_llama3.py", "flags": []} for name in "ab"}
+    ablate.check_size(ablate.parse(flags.split())[0], "", variants)
+    assert capsys.readouterr().out.splitlines()[-1] == "14 runs, with --tune"
+
+
 RENAMED = [
     ("check_model,", "check_model as check_shapes,"),
     ("    check_model(", "    check_shapes("),
@@ -955,6 +964,7 @@ def test_forks(tmp_path):
     )
     recipes = "train_llama3.py", "renamed.py", "worse.py", "fails.py"
     flags = *recipes, "--seeds", 3, "--steps", 40, "--metric", "loss", "--lr", "2e-2"
+    flags += "--val_every", 0, "--checkpoint_every", 0
     said = run(command("study", *flags), tmp_path, status=1)
     rows = {
         row["variant"]: row for row in json.loads((tmp_path / "study/verdicts.json").read_text())
