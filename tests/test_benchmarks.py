@@ -14,6 +14,7 @@ import pytest
 from runs import ENV, MLA, MODEL, ended
 
 from benchmarks import gpu_report
+from benchmarks.silence import longest_gap
 from benchmarks.startup import HEAVY
 from flags.config import parse_config
 from tools.reports.options import with_report_flags
@@ -84,6 +85,16 @@ def test_systems_beside_each_other(argv, systems):
     for system in systems:
         assert float(table[system][0].replace(",", "")) > 0
     assert "steps_per_round" not in str(argv) or table["ours"][0] == table["transformers"][0]
+
+
+def test_the_longest_silence_is_found_and_what_was_said_before():
+    code = "import time; print('one'); time.sleep(0.5); print('two', flush=True); time.sleep(1); exit(3)"
+    command = [sys.executable, "-u", "-c", code]
+    gap, before, total, status = longest_gap(command, seconds_of_torch=0.0)
+    assert gap >= 0.5
+    assert total >= 1.5
+    assert before in ("(the start)", "one", "two")  # a busy machine may be slow to start or to end
+    assert status == 3
 
 
 @pytest.mark.slow
