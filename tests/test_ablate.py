@@ -675,15 +675,6 @@ def test_a_recipe_is_seeded_with_the_seeds_that_it_has(monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == "6 runs"  # two recipes with three seeds
 
 
-def test_the_runs_of_a_search_are_counted(monkeypatch, capsys):
-    """Two variants: three seeds, and two seeds more for each of two rates."""
-    monkeypatch.chdir(REPO)
-    flags = "--seeds 3 --tune lr=1e-3,1e-2 --tune_seeds 2"
-    variants = {name: {"recipe": "train_llama3.py", "flags": []} for name in "ab"}
-    ablate.check_size(ablate.parse(flags.split())[0], "", variants)
-    assert capsys.readouterr().out.splitlines()[-1] == "14 runs, with --tune"
-
-
 RENAMED = [
     ("check_model,", "check_model as check_shapes,"),
     ("    check_model(", "    check_shapes("),
