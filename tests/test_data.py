@@ -344,18 +344,28 @@ def test_the_hash_sees_every_change():
     labels = np.where(tokens < 10, -100, np.roll(tokens, -1, 1))
     whole = hash_sequences(tokens, labels, 0)
     assert 0 <= whole < 2**48
-    seen = [whole, hash_sequences(tokens, labels, 1), hash_sequences(tokens[::-1], labels[::-1], 0)]
+    seen = {
+        "no change": whole,
+        "another first row": hash_sequences(tokens, labels, 1),
+        "reversed rows": hash_sequences(tokens[::-1], labels[::-1], 0),
+    }
     for i, j in itertools.product(range(4), range(6)):
         for array, change in itertools.product((tokens, labels), (1, 1 << 20)):
+            name = "tokens" if array is tokens else "labels"
             array[i, j] += change
-            seen.append(hash_sequences(tokens, labels, 0))
+            seen[f"{name}[{i}, {j}] += {change}"] = hash_sequences(tokens, labels, 0)
             array[i, j] -= change
     for a, b in itertools.combinations(range(4), 2):
         order = [{a: b, b: a}.get(i, i) for i in range(4)]
-        seen.append(hash_sequences(tokens[order], labels[order], 0))
+        seen[f"rows {a} and {b} swapped"] = hash_sequences(tokens[order], labels[order], 0)
         order = [{a: b, b: a}.get(i, i) for i in range(6)]
-        seen.append(hash_sequences(tokens[:, order], labels, 0))
-    assert len(set(seen)) == len(seen) == 3 + 4 * 24 + 12
+        columns = hash_sequences(tokens[:, order], labels, 0)
+        seen[f"tokens {a} and {b} of each row swapped"] = columns
+    assert len(seen) == 3 + 4 * 24 + 12
+    changes = {}  # hash -> the first change that gave it
+    for change, found in seen.items():
+        assert found not in changes, f"the hash is the same after: {changes[found]}; {change}"
+        changes[found] = change
     assert hash_sequences(tokens, labels, 0) == whole
 
 

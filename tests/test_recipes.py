@@ -374,6 +374,17 @@ def assert_same_training(a: list[dict], b: list[dict]):
         assert abs(x["grad_norm"] - y["grad_norm"]) <= 1e-4 * y["grad_norm"]
 
 
+def test_the_learning_rate_of_each_step():
+    """Four steps up to the peak, one at the peak, five down; the last still learns."""
+    recipe = importlib.import_module("train_llama3")
+    cfg = recipe.Config(
+        steps=10, warmup_steps=4, decay_ratio=0.5, decay_type="linear", min_lr_ratio=0.0
+    )
+    found = [recipe.lr_at(step, cfg) for step in range(1, 11)]
+    down = [5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]
+    assert found == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, *down]), "shares of the peak"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_stopped_by_sigterm_and_continued_by_two_processes(tmp_path, recipe):

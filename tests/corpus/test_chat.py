@@ -107,8 +107,12 @@ def test_masks_are_those_of_transformers(folders, kind):
             record.pop("tools", None)
         conversation = parse_conversation(json.dumps(record).encode())
         expected = judge(record)
-        assert tokens_and_mask(conversation, marked, tokenizer) == expected
-        assert tokens_and_mask(conversation, plain, tokenizer) == expected
+        text = tokenizer.decode(expected[0], skip_special_tokens=False)
+        for template in (marked, plain):
+            ids, mask = tokens_and_mask(conversation, template, tokenizer)
+            # first as text, of which a failure shows the line that differs
+            assert tokenizer.decode(ids, skip_special_tokens=False) == text
+            assert (ids, mask) == expected
         answers += sum(expected[1])
     assert answers > 6_000
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import models.moe
 import parallel
 from distributed.experts import PARTS, balance_experts, compiled_experts
-from distributed.layout import Layout
+from distributed.layout import Layout, all_blocks
 from forks import once_per_rank as once
 from models import deepseek, qwen3
 from models.moe import Balance, Experts, apply_experts, load_statistics, swiglu_experts
@@ -300,6 +300,25 @@ def test_loads_are_those_of_one_process(flags):
     worst, dead = load_statistics(loads)
     for got in pool(2).run(loads_of_a_step, flags, seed):
         assert (got["moe_load_max_over_mean"], got["moe_dead_experts"]) == (worst, dead)
+
+
+def biases_after(loads: list[float]) -> list[float]:
+    """The balancing biases of the first layer with experts, after a step with these loads."""
+    (stage,), layout = build(PROBLEM, {}, 8, 2, 0)
+    moes = [block.moe for block in all_blocks(stage).values() if hasattr(block, "moe")]
+    for moe in moes:
+        moe.balance.bias.zero_()
+        moe.balance.load = torch.tensor(loads)
+    balance_experts([stage], layout, "bias", 0.1)
+    return moes[0].balance.bias.tolist()
+
+
+def test_biases_move_against_the_load_and_their_mean_stays():
+    """Seven experts are below the mean load: up by 0.1; one is above: down by 0.1; the mean, 0.075,
+    is taken away."""
+    found = pool(1).run(biases_after, [80.0] + 7 * [0.0])[0]
+    expected = pytest.approx([-0.175] + 7 * [0.025])
+    assert found == expected, f"biases {found}, whose sum is {sum(found):.3g}"
 
 
 @pytest.mark.slow

@@ -1062,12 +1062,15 @@ def test_norm_and_rotation_equal_torch(dtype):
         got = ours(mine)
         want = plain(true)
         got.backward(grad.to(dtype)), want.backward(grad.to(dtype).double())
-        pairs = [(got, want), (mine.grad, true.grad)] + (
-            [(w.grad, w_exact.grad)] if w is not None else []
-        )
-        for a, b in pairs:
+        pairs = [("output", got, want), ("gradient of x", mine.grad, true.grad)]
+        name = "RMSNorm" if w is not None else "rotate"
+        if w is not None:
+            pairs.append(("gradient of weight", w.grad, w_exact.grad))
+        for what, a, b in pairs:
             assert a.dtype == dtype
-            assert off(a, b) < (1e-6 if dtype == torch.float32 else 6e-3)
+            error = off(a, b)
+            limit = 1e-6 if dtype == torch.float32 else 6e-3
+            assert error < limit, f"{name}: the {what} is off by {error:.1e} of its norm"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

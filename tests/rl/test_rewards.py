@@ -129,7 +129,9 @@ def test_named_parts_are_added_up_and_logged_and_a_group_is_paid_at_once(tmp_pat
     for line in steps_of(tmp_path / "run"):
         assert line["reward_part_size"] == 0.5
         assert 0.25 <= line["reward_part_longest"] <= 1
-        assert math.isclose(line["reward_mean"], line["reward_part_longest"] + 0.5, abs_tol=1e-6)
+        parts = line["reward_part_longest"] + line["reward_part_size"]
+        said = f"reward_mean {line['reward_mean']} is not the sum of the parts, {parts}"
+        assert line["reward_mean"] == pytest.approx(parts, abs=1e-6), said
     for value, message in (
         ([1.0], "1 rewards for 2 samples"),
         ([1.0, math.inf], "is inf"),

@@ -27,6 +27,7 @@ from tools.parity.compare import (
     Step,
     compare_step,
     compare_validation,
+    distance,
     has_validation,
     limits_of,
     read_run,
@@ -157,6 +158,13 @@ def test_a_first_gradient_of_an_unknown_optimizer_has_the_usual_limit():
     assert "step 1 differs first in the gradient of w" in parity.print_comparison(
         steps_of(), off, OTHERS
     )
+
+
+def test_the_error_of_a_part_is_measured_by_its_share_of_the_whole():
+    """A quarter of a tensor of equal elements has half of its norm."""
+    whole = torch.ones(4)
+    assert distance(torch.tensor([1.5]), whole[:1], whole) == pytest.approx(0.5)
+    assert distance(torch.full((4,), 1.5), whole, whole) == pytest.approx(0.5)
 
 
 def test_an_update_that_is_off_in_most_elements_is_no_rounding():
