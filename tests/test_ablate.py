@@ -955,6 +955,7 @@ def test_forks(tmp_path):
     )
     recipes = "train_llama3.py", "renamed.py", "worse.py", "fails.py"
     flags = *recipes, "--seeds", 3, "--steps", 40, "--metric", "loss", "--lr", "2e-2"
+    flags += "--val_every", 0, "--checkpoint_every", 0
     said = run(command("study", *flags), tmp_path, status=1)
     rows = {
         row["variant"]: row for row in json.loads((tmp_path / "study/verdicts.json").read_text())
