@@ -112,7 +112,7 @@ TABLE = [
     ),
     ("complex_phase", "--dp_shard 2", "parameter phase is complex.*view_as_complex"),
     ("parallel_block", "--tp 2 --pp 2", EQUAL),
-    ("parallel_block", "--cp 2", EQUAL),
+    ("parallel_block", "--cp 2 --dp_shard 2", EQUAL),
     ("zeros", "--tp 2", EQUAL),
     ("zeros norm_of_heads lion", "--dp_shard 2 --optimizer own", EQUAL),
     ("lion", "--tp 2 --lr 1e-5", EQUAL),
