@@ -16,6 +16,12 @@ class Answer(NamedTuple):
 # the first row that fits the program counts
 ANSWERS = [
     Answer(
+        "model model_name",
+        "did you mean --init_from? It takes the weights of a Hugging Face folder or of a run, and "
+        "with them the size of the model",
+        needs="init_from",
+    ),
+    Answer(
         "batch_size device_batch_size micro_batch_size per_device_train_batch_size "
         "train_batch_size ppo_micro_batch_size_per_gpu",
         "did you mean --local_batch_size? It is what one data rank runs at once; "

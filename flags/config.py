@@ -331,7 +331,9 @@ def read_config(path: str, helps: dict[str, str], kinds: dict[str, Any]) -> dict
     earlier version that was switched off is left out, and rank 0 says so."""
     try:
         saved = {**read_json(path)}
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+    except OSError as error:
+        usage_error(f"--config {path!r}: {error.strerror}; need a config.json that a run has saved")
+    except (ValueError, TypeError, RecursionError) as error:
         usage_error(f"--config {path!r}: {error}; need a config.json that a run has saved")
     saved.pop("_run", None)  # facts about the run, by save_config(); not flags
     unknown = [name for name in saved if name not in helps]

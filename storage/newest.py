@@ -50,6 +50,8 @@ def candidates(folder: str, step: int = -1) -> list[str]:
             f"{folder} has no checkpoint of step {step}; it has the steps "
             f"{', '.join(map(str, found)) or 'none'}"
         )
+    if os.path.isfile(folder):
+        raise ValueError(f"{folder} is a file; give its folder, {os.path.dirname(folder) or '.'}")
     if not found:
         what = "is no folder"
         if os.path.isdir(folder):

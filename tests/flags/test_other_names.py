@@ -225,6 +225,7 @@ train_on_inputs = nothing to type
 dataset_text_field = "text"
 dataset_num_proc = no: tokenized once
 model_name_or_path = --init_from
+model = --init_from
 lora_r = --lora_rank
 lora.rank = --lora_rank
 lora_dropout = no: two matrices
