@@ -46,6 +46,9 @@ class AdamW8bit(torch.optim.AdamW):
     """State of a parameter with rows of whole blocks: exp_avg_codes and exp_avg_sq_codes, a byte
     per number, and exp_avg_scales and exp_avg_sq_scales, a number in fp32 per block."""
 
+    # a tensor, 1.0 to let the next step change nothing: training.optim.skip_if_not_finite
+    found_inf: torch.Tensor | None = None
+
     def __init__(self, groups, lr: float, betas, eps: float):
         super().__init__(groups, lr, betas, eps, fused=True)
         self.defaults["moment_dtype"] = torch.uint8  # for the size of a checkpoint
@@ -82,7 +85,6 @@ class AdamW8bit(torch.optim.AdamW):
                 self.update(some, group)
 
     def update(self, params: list, group: dict) -> None:
-        found_inf = getattr(self, "found_inf", None)
         means = []
         squares = []
         for p in params:
@@ -99,8 +101,8 @@ class AdamW8bit(torch.optim.AdamW):
             [],
             [self.state[p]["step"] for p in params],
             fused=True,
-            grad_scale=getattr(self, "grad_scale", None),
-            found_inf=found_inf,
+            grad_scale=None,
+            found_inf=self.found_inf,
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,
@@ -110,8 +112,8 @@ class AdamW8bit(torch.optim.AdamW):
             maximize=False,
         )
         for p, mean, square in zip(params, means, squares):
-            self.write(p, "exp_avg", mean, found_inf)
-            self.write(p, "exp_avg_sq", square, found_inf)
+            self.write(p, "exp_avg", mean)
+            self.write(p, "exp_avg_sq", square)
 
     def make_state(self, p: Tensor) -> None:
         state = self.state[p]
@@ -135,7 +137,7 @@ class AdamW8bit(torch.optim.AdamW):
             return codes.float()
         return dequant_with_qmap(codes, self.table[name], scales.flatten())
 
-    def write(self, p: Tensor, name: str, moment: Tensor, found_inf: Tensor | None) -> None:
+    def write(self, p: Tensor, name: str, moment: Tensor) -> None:
         state = self.state[p]
         if name in state or moment.numel() == 0:
             return  # was changed in place
@@ -144,8 +146,9 @@ class AdamW8bit(torch.optim.AdamW):
         scaled, new = scale_tensor(moment, BLOCK)
         new_codes = quantize_8bit_with_qmap(scaled, self.table[name])
         new = new.view(scales.shape)
-        if found_inf is not None:  # a step that is skipped; to code a moment again would change it
-            skipped = found_inf.bool()
+        # a step that is skipped; to code a moment again would change it
+        if self.found_inf is not None:
+            skipped = self.found_inf.bool()
             new_codes = torch.where(skipped, codes, new_codes)
             new = torch.where(skipped, scales, new)
         codes.copy_(new_codes)

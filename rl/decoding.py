@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, count, groupby
@@ -434,8 +435,7 @@ def rollout(
     model.unknown_ids: ids that are never sampled, or None.
     tp_mesh: for a tensor parallel model. All its ranks get the same arguments and sample the same.
     batch_invariant: every matrix product has shapes whose rounding does not depend on the batch,
-    for exact equality with a
-    training forward over max_len tokens (tested as docs/grpo.md says).
+    for exact equality with a training forward over max_len tokens (tested as docs/grpo.md says).
     compiled: CUDA graphs are captured from compiled blocks, see rl/replay.py. Elsewhere it changes
     nothing: without a graph, calls of compiled functions cost the host more than they save.
     agree(*numbers): the largest of each number over the ranks with common forwards; None: no rank
@@ -444,10 +444,7 @@ def rollout(
     P, G, _ = noise.shape
     device = next(model.parameters()).device
     ends = as_set(eot)
-    # TP cuts activations along the sequence, so each forward has a column per rank
-    width = 1
-    if tp_mesh:
-        width = tp_mesh.size()
+    width = columns_of(tp_mesh)
     cache = new_cache(max(G, min(rows // G, P) * G), max_len + width, batch_invariant)
     n_rows = cache.rows
     drawn = new_rows(prompts, noise, max_len)
@@ -456,11 +453,7 @@ def rollout(
     # None: a free row, whose output is ignored
     running: list[Row | None] = [None] * n_rows
 
-    sampler = draw
-    if compiled:
-        # run as they are where graphs are not captured, see compiled_blocks()
-        sampler = torch.compile(draw)
-        cache.write = torch.compile(write_places)
+    sampler = sampler_beside(cache, compiled)
 
     def choose(logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         if hasattr(model, "unknown_ids") and model.unknown_ids is not None:
@@ -480,12 +473,7 @@ def rollout(
 
     # top_p asks the device how flat p is
     if device.type == "cuda" and not tp_mesh and not batch_invariant and top_p == 1:
-        from rl.replay import Replays, compiled_blocks
-
-        if compiled:
-            advance = Replays(advance, partial(compiled_blocks, model))
-        else:
-            advance = Replays(advance)
+        advance = replayed(advance, model, compiled)
 
     # nobody has a say between two tokens
     runs_ahead = device.type in RUN_AHEAD and not (reply or agree or tp_mesh)
@@ -536,6 +524,32 @@ def rollout(
             add_token(row, tokens[i], logprobs[i], reply, ends)
         tell()
     return finish_rows(drawn)
+
+
+def columns_of(tp_mesh: DeviceMesh | None) -> int:
+    """Tokens of a row in a forward: TP cuts activations along the sequence, a column per rank."""
+    if tp_mesh is None:
+        return 1
+    return tp_mesh.size()
+
+
+def sampler_beside(cache: RowCache, compiled: bool) -> Callable[..., tuple[Tensor, Tensor]]:
+    """draw(), compiled as the cache's writing is. Both run as they are where no graph is captured,
+    see compiled_blocks() in rl/replay.py."""
+    if not compiled:
+        return draw
+    cache.write = torch.compile(write_places)
+    return torch.compile(draw)
+
+
+def replayed(advance: Callable[..., Any], model: nn.Module, compiled: bool) -> Callable[..., Any]:
+    """advance() of rollout(), as CUDA graphs."""
+    from rl.replay import Replays, compiled_blocks
+
+    within = nullcontext
+    if compiled:
+        within = partial(compiled_blocks, model)
+    return Replays(advance, within)
 
 
 def as_set(eot: int | list[int]) -> set[int]:

@@ -19,6 +19,9 @@ class AdamWBf16Moments(torch.optim.AdamW):
     see check_optimizer for --beta2.
     """
 
+    # a tensor, 1.0 to let the next step change nothing: training.optim.skip_if_not_finite
+    found_inf: torch.Tensor | None = None
+
     def __init__(self, groups, lr: float, betas, eps: float):
         super().__init__(groups, lr, betas, eps, fused=True)
         self.defaults["moment_dtype"] = torch.bfloat16  # for the size of a checkpoint
@@ -67,8 +70,8 @@ class AdamWBf16Moments(torch.optim.AdamW):
             [],
             steps,
             fused=True,
-            grad_scale=getattr(self, "grad_scale", None),
-            found_inf=getattr(self, "found_inf", None),
+            grad_scale=None,
+            found_inf=self.found_inf,
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,

@@ -275,7 +275,7 @@ def test_a_batch_is_sampled_again_if_a_flag_changes_that_it_was_made_with():
     read = Noting.read & flags
     assert {"temperature", "group_size", "control", "seq_len", "seed"} <= read
     saved = {name.removeprefix("--") for name in rollouts.batch_flags(Config())}
-    assert read - saved <= {"rollout_rows", "rollout_timeout_s", "batch_invariant"}
+    assert read - saved <= {"rollout_rows", "rollout_timeout_s", "batch_invariant", "compile"}
 
 
 WAITING = """
@@ -395,7 +395,8 @@ def test_a_full_disk_at_samples_ends_no_run(tmp_path, capsys):
 
 def keep_beyond_the_limit(out, text):
     cfg = Config(out=out, log_samples=1)
-    messages.keep_samples(cfg, 1, [Sample(prompt=[1], text="b")], text)
+    # longer than the line that this process prints, for the limit holds for stdout, too
+    messages.keep_samples(cfg, 1, [Sample(prompt=[1], text="b" * 10_000)], text)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     size = os.path.getsize(f"{out}/samples.jsonl")
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, resource.RLIM_INFINITY))

@@ -125,7 +125,7 @@ def seconds_per_byte(c: Any, machine: str) -> dict[str, float]:
     return seconds
 
 
-def measured(report, c: Any, machine: str) -> Counter:
+def measured(report, c: Any, machine: str) -> dict[str, float]:
     """The parts of a dry run."""
     compute = report.least_flops / peak_flops(machine)
     waits = bubble(simulate(report.rows, report.cost))
@@ -140,7 +140,7 @@ def measured(report, c: Any, machine: str) -> Counter:
             times = {"all_reduce": 2, "send": 0}.get(op, 1)
             of_rank[axis] += number * size * times * cost.get(axis, 0)
         parts |= of_rank  # the slowest rank
-    return parts
+    return dict(parts)
 
 
 def estimated(c: Any, model_config: Any, plain, machine: str) -> tuple[float, dict[str, float]]:
