@@ -494,9 +494,7 @@ def rollout(
             running = sort_rows(running, cache, len(running), device)
         new_prompts = [prompts[p] for p in begin_groups(running, drawn, waiting, n, G)]
         longest = max(map(len, new_prompts), default=0)
-        goes_on = n_busy > 0
-        if agree is not None:
-            longest, goes_on = agree(longest, goes_on)
+        longest, goes_on = agreed(agree, longest, n_busy > 0)
         if not longest and not goes_on:
             break
 
@@ -524,6 +522,13 @@ def rollout(
             add_token(row, tokens[i], logprobs[i], reply, ends)
         tell()
     return finish_rows(drawn)
+
+
+def agreed(agree, longest: int, goes_on: bool) -> tuple[int, bool]:
+    """The longest prompt to read, and whether a row goes on, of all ranks with common forwards."""
+    if agree is None:
+        return longest, goes_on
+    return agree(longest, goes_on)
 
 
 def columns_of(tp_mesh: DeviceMesh | None) -> int:
