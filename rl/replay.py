@@ -78,7 +78,8 @@ class Replays:
             torch.cuda.set_sync_debug_mode(usual)
         # thread_local: rewards and tools of other threads may use the GPU meanwhile
         with self.within():
-            step(*fixed)  # the compiler asks the device how fast its kernels are
+            if self.within is not nullcontext:
+                step(*fixed)  # the compiler asks the device how fast its kernels are
             with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
                 outputs = step(*fixed)
         graph.replay()
