@@ -14,6 +14,7 @@ import os
 import re
 import sys
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from saves import refuses
 from tables import as_parameters
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+import models.attention
 import parallel
 from distributed import experts, launch, pipeline, schedule
 from distributed import layout as layouts
@@ -38,6 +40,9 @@ from tools.reports.explain import count_block, explain, list_collectives
 from tools.reports.parts import tokens_of
 
 
+# A dry run is about GPUs: attention keeps what torch's kernels keep, and not the probabilities that
+# a CPU keeps in bf16.
+@mock.patch.object(models.attention, "SHORT_ON_CPU", 0)
 def really(recipe: str, flags: dict) -> dict:
     """On a gloo process: the recipe's own main up to its checkpoints, then a step with real
     tensors, watched."""
