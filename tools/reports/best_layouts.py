@@ -253,7 +253,7 @@ def print_best(main: FunctionType, cfg: Any, n: int, machine: str) -> int:
     print(table([head, *(row[2:] for row in sorted(rows + keeping))], right=False))
     if keeping:
         print(f"\n{WHAT_KEEPING_SAVES}")
-    if n_experts_of(model_config) > 0 and not any("--ep" in row[-1] for row in rows):
+    if n_experts_of(model_config) > 0 and not any("--ep" in flags for *_, flags, _ in rows):
         print(f"\n{explain_no_ep(guesses, max(row[0] for row in rows), limit)}")
     return 0
 
