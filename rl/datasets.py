@@ -80,7 +80,7 @@ def read_task_lines(path: str, flag: str, *suffixes: str) -> list[Line]:
         if path and file.is_dir():
             raise ValueError("it is a folder")
         if path and not file.exists():
-            raise ValueError("there is no such file")
+            raise ValueError("No such file or directory")
         if suffix not in suffixes:
             raise ValueError(f"it ends with {suffix or 'nothing'}")
         if file.suffix in PACKED:

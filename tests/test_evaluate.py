@@ -678,7 +678,7 @@ ERRORS = [
         "with --answers auto for ' ': it is no text and no number",
     ),
     ({}, "task.json", "[]", "--task 'task.json': it ends with .json; need a .txt or .jsonl"),
-    ({}, "hellaswag", None, "--task 'hellaswag': there is no such file; need a .txt or .jsonl"),
+    ({}, "hellaswag", None, "--task 'hellaswag': No such file or directory; need a .txt or .jsonl"),
     ({}, "../", None, "--task '../': it is a folder; need a .txt or .jsonl"),
     (dict(checkpoint="nowhere"), "task.txt", "x", "nowhere is no folder"),
     (dict(out="task.txt"), "task.txt", "x", "--out task.txt is there already"),
