@@ -453,7 +453,7 @@ def rollout(
     # None: a free row, whose output is ignored
     running: list[Row | None] = [None] * n_rows
 
-    sampler = sampler_beside(cache, compiled)
+    sampler = sampler_beside(cache, compiled and device.type == "cuda")
 
     def choose(logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         if hasattr(model, "unknown_ids") and model.unknown_ids is not None:
@@ -539,8 +539,9 @@ def columns_of(tp_mesh: DeviceMesh | None) -> int:
 
 
 def sampler_beside(cache: RowCache, compiled: bool) -> Callable[..., tuple[Tensor, Tensor]]:
-    """draw(), compiled as the cache's writing is. Both run as they are where no graph is captured,
-    see compiled_blocks() in rl/replay.py."""
+    """draw(), compiled as the cache's writing is, if asked for. Where no graph is captured both run
+    as they are, for callers sample under torch's stance "force_eager"; compiled_blocks() in
+    rl/replay.py lifts it."""
     if not compiled:
         return draw
     cache.write = torch.compile(write_places)

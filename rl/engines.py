@@ -292,7 +292,9 @@ def generate_forever(
         for fqn in names:
             bridge.broadcast(weights[fqn][0].data)
         try:
-            answer = work(cfg, env, text, layout, model, *args)
+            # as in whole_weights(): only rl/replay.py compiles, for the graph of a token
+            with torch.compiler.set_stance("force_eager"):
+                answer = work(cfg, env, text, layout, model, *args)
         except ValueError as error:  # the same on all generators; the trainers end the run
             answer = error
         if rank != 0:

@@ -15,7 +15,7 @@ from pool import pool
 from torch._dynamo.utils import counters
 
 from rl import agreement, rollouts
-from rl.decoding import RowCache, next_logits, read_prompts
+from rl.decoding import RowCache, next_logits, read_prompts, rollout
 from rl.replay import compiled_blocks
 
 CONFIGS = {"llama3": MODEL, "qwen3": OTHERS["qwen3_moe"], "deepseek": OTHERS["deepseek"]}
@@ -122,3 +122,17 @@ def test_a_token_of_compiled_blocks_has_the_same_logits(inductor, model):
         assert counters["stats"]["unique_graphs"] == graphs[2]
     for module in model.modules():
         assert "forward" not in vars(module)
+
+
+def test_on_a_cpu_a_rollout_compiles_nothing():
+    """Also where no caller has forbidden it, as whole_weights() does."""
+    model = sharp_model(CONFIGS["llama3"])
+    noise = torch.full((len(PROMPTS), 1, 4), 0.5)
+    torch._dynamo.reset()
+    counters.clear()
+    drawn = []
+    for compiled in (False, True):
+        samples = rollout(model, PROMPTS, noise, 1.0, [], max_len=12, compiled=compiled)
+        drawn.append([sample.ids for sample in samples])
+    assert drawn[0] == drawn[1]
+    assert counters["stats"]["unique_graphs"] == 0
