@@ -26,7 +26,7 @@ SAFETY = 1.01
 
 class PolarExpress(Muon):
     def orthogonalize(self, update, group):
-        x = update.bfloat16()
+        x = update.to(self.dtype)
         # the products below are then of the shorter side
         x = x.mT if update.shape[-2] > update.shape[-1] else x
         x = x / (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) * SAFETY + group["eps"])

@@ -53,6 +53,10 @@ class Muon(torch.optim.Muon):
     found_inf: 0-d tensor, 1.0 to let the next step change nothing; as in torch's fused optimizers.
     """
 
+    # Of the products of Newton-Schulz. --check_parity computes them in fp32: they make small
+    # directions up to 485 = 3.4445^5 times larger, and with them bf16's rounding, so that the
+    # updates of two equal layouts would differ by percents, and a mistake could hide there.
+    dtype = torch.bfloat16
     # see optim.py
     found_inf = None
     _step_supports_amp_scaling = True
@@ -116,7 +120,7 @@ class Muon(torch.optim.Muon):
         for begin in range(0, len(params), share * ranks):
             chunk = params[begin : begin + share * ranks]
             orthogonal = torch.zeros(
-                share, *params[0].shape, dtype=torch.bfloat16, device=params[0].device
+                share, *params[0].shape, dtype=self.dtype, device=params[0].device
             )
             for owner in range(ranks):
                 owned = chunk[owner * share : (owner + 1) * share]
@@ -134,14 +138,14 @@ class Muon(torch.optim.Muon):
                 self.move(local_tensor(p), self.rescale(p, result)[here], p.shape, group)
 
     def whole_updates(self, params, group) -> Tensor:
-        """(n, out, in) of n parameters cut alike, in bf16, the dtype of Newton-Schulz; gathered
+        """(n, out, in) of n parameters cut alike, in the dtype of Newton-Schulz; gathered
         together, on every rank."""
         updates = []
         for p in params:
             update = local_tensor(self.state[p]["momentum_buffer"])
             if group["nesterov"]:
                 update = local_tensor(p.grad).lerp(update, group["momentum"])
-            updates.append(update.bfloat16())
+            updates.append(update.to(self.dtype))
         stack = torch.stack(updates)  # a copy: torch's Newton-Schulz divides in place
         p = params[0]
         if not isinstance(p, DTensor):
@@ -168,13 +172,16 @@ class Muon(torch.optim.Muon):
     # -------------------- what a variant of Muon replaces: forks/normuon.py, forks/polar_express.py
     def orthogonalize(self, update: Tensor, group) -> Tensor:
         """(out, in), or a stack (E, out, in) whose matrices are treated each alone -> the same
-        shape in bf16, all singular values near 1: torch.optim.Muon's Newton-Schulz."""
-        if update.dim() == 2:
+        shape in self.dtype, all singular values near 1: torch.optim.Muon's Newton-Schulz."""
+        is_matrix = update.dim() == 2
+        if is_matrix and self.dtype != torch.bfloat16:  # torch's function rounds to bf16
+            return self.orthogonalize(update[None], group)[0]
+        if is_matrix:
             return _zeropower_via_newtonschulz(
                 update, group["ns_coefficients"], group["ns_steps"], group["eps"]
             )
         a, b, c = group["ns_coefficients"]
-        x = update.bfloat16()
+        x = update.to(self.dtype)
         if x.shape[1] > x.shape[2]:
             x = x.mT  # the products below are then of the shorter side
         # no singular value above 1

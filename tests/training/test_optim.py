@@ -73,6 +73,22 @@ def test_sharded_equals_whole(kind, processes, flags, problem):
             assert relative(weight, whole[fqn]) < 3e-3, fqn
 
 
+@pytest.mark.parametrize("kind", [Muon, PolarExpress])
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (3, 24, 40)], ids=str)
+def test_fp32_of_the_proof_differs_from_bf16_by_its_rounding_only(monkeypatch, kind, shape):
+    """--check_parity sets Muon.dtype: the same polynomial, near to float64's."""
+    optimizer = kind([torch.zeros(2, 2)], **OPTIONS)
+    update = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    results = {}
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        monkeypatch.setattr(Muon, "dtype", dtype)
+        results[dtype] = optimizer.orthogonalize(update.clone(), optimizer.param_groups[0])
+        assert results[dtype].dtype == dtype
+    exact = results[torch.float64]
+    assert relative(results[torch.float32].double(), exact) < 1e-5
+    assert 1e-3 < relative(results[torch.bfloat16].double(), exact) < 0.2
+
+
 def test_split_experts_are_refused():
     cfg = train_qwen3.Config(flavor="debug_moe", optimizer="muon", tp=2, etp=2)
     with pytest.raises(

@@ -49,13 +49,17 @@ def run_recipe(
 ) -> None:
     """Run one recipe, and record into the folder. save_at: the steps after which --checkpoint_every
     may save."""
+    import torch
+
     import distributed.initial
+    import training.muon
     from tools.parity.operations import seams_of_a_step
     from tools.parity.steps import all_steps
 
     sys.argv = [recipe, *flags]
     # a weight of 0 hides gradients: LoRA's B at 0 makes the gradient of A 0
     distributed.initial.ZERO = 0.01
+    training.muon.Muon.dtype = torch.float32
     with seams_of_a_step(folder) if where else all_steps(folder, save_at):
         runpy.run_path(os.path.abspath(recipe), run_name="__main__")
 
