@@ -21,7 +21,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parents[1]
 LIMIT = 300  # seconds for a command
-SMALL = "--model_args n_layers=2,dim=64 --seq_len 64 --local_batch_size 2 --val_every 0"
+MODEL = "--model_args n_layers=2,dim=64 --seq_len 64 --local_batch_size 2"
+SMALL = f"{MODEL} --val_every 0"
 TRAIN = "python train_llama3.py"
 COMMANDS = [  # in this order: later commands read what earlier ones wrote
     f"{TRAIN} {SMALL} --steps 30 --out OUT/run --export_hf OUT/hf",
@@ -44,7 +45,7 @@ COMMANDS = [  # in this order: later commands read what earlier ones wrote
     "python finetune.py --init_from OUT/hf --data docs/grpo.md --seq_len 64 --steps 3 --out OUT/sft",
     "python grpo.py --steps 3 --eval_n 64 --out OUT/grpo",
     "python grpo.py --check_parity",
-    f"python ablate.py train_llama3.py --vary lr=1e-3,3e-3 --seeds 2 --out OUT/study {SMALL} --steps 10",
+    f"python ablate.py train_llama3.py --vary lr=1e-3,3e-3 --seeds 2 --out OUT/study {MODEL} --steps 10",
     "python exercises/run.py list",
 ]
 
