@@ -95,7 +95,8 @@ class Halves:
             # now, and not when the half on one process has trained, which may take minutes
             layout = replace(cfg, **self.layout(cfg.out))
             n = math.prod(self.degrees[axis] for axis in AXES)
-            sizes |= {"device": layout.device}
+            # main's own number is for one process
+            sizes |= {"global_batch_size": self.batch, "device": layout.device}
             check_layout(layout, self.model_config, world_size=n, **sizes)
 
     def layout(self, out: str) -> dict:
