@@ -238,14 +238,23 @@ def print_sample(run: str, n_params: int, data: Any = None) -> None:
 
             chat = open_chat(run, ChatConfig(chat=True))
         options = dict(bos=has_bos(run), chat=chat, temperature=0.8, top_p=0.95)
-        (text,) = continue_texts(model, tokenizer, ends, [prompt], length, **options)
-        said = f"{prompt}{text}"
+        head = prompt
         if is_chat:
-            said = f"{prompt}\n\n{text}"
+            head = f"{prompt}\n\n"
+        stream = None
+        if sys.stdout.isatty():  # the text is seen as it grows
+            from flags.progress import Stream
+
+            stream = Stream([head])
+        # before the sampling, which takes a while
         print(
-            f"checkpoint: {step_folders(run)[0][1]}\nsample (for others: {command}):\n\n{said}",
-            flush=True,
+            f"checkpoint: {step_folders(run)[0][1]}\nsample (for others: {command}):\n", flush=True
         )
+        found = continue_texts(model, tokenizer, ends, [prompt], length, stream=stream, **options)
+        if stream:
+            stream.close(found)
+        else:
+            print(f"{head}{found[0]}", flush=True)
     except Exception as error:
         print(f"no sample: {error}", flush=True)
 

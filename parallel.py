@@ -28,7 +28,6 @@ import fnmatch
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any, get_args
@@ -49,7 +48,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.utils.checkpoint import checkpoint
 
 from distributed.cast import cast_experts, cast_weights
-from distributed.initial import draw_block, initial_values
+from distributed.initial import draw_block, draw_side_by_side, initial_values
 from distributed.launch import usable_cores
 from distributed.layout import (
     AllGather,
@@ -590,9 +589,7 @@ def init_weights(
                 key = f"{seed}/{fqn}/{b}"
                 draws.append(partial(draw_block, local, p.shape, offset, rows, b, std, key))
     cores = usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    # torch.randn frees the interpreter; more would need much memory
-    with ThreadPoolExecutor(min(16, max(1, cores))) as pool:
-        list(pool.map(lambda draw: draw(), draws))  # list: raises what went wrong in a thread
+    draw_side_by_side(draws, min(16, max(1, cores)))  # more would need much memory
 
 
 # ---------------------------------------------------------------- one training step

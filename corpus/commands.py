@@ -3,6 +3,7 @@
 import argparse
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -171,6 +172,36 @@ def read_dataset(args, folder: Path) -> list[Path]:
     return paths
 
 
+# what to type where something is missing
+EXAMPLES = {
+    "tokenizer": "python data.py tokenizer --input {files} --out {out}",
+    "prepare": "python data.py prepare --input {files} --tokenizer {tokenizer} --out {out}",
+    "show": "python data.py show {files} --tokenizer {tokenizer}",
+}
+NEEDED = {"tokenizer": ("out",), "prepare": ("tokenizer", "out"), "show": ("tokenizer",)}
+
+
+def refuse_incomplete(args: argparse.Namespace, words: list[str]) -> None:
+    """End a command that lacks a flag, with a whole line to type. words: what no flag has taken, such
+    as a file without --input before it."""
+    command = args.command
+    if command not in EXAMPLES:
+        return
+    files = shlex.join(words or args.input) or "FILE"
+    typed = {"files": files, "tokenizer": "own.json", "out": "tokens"}
+    if command == "tokenizer":
+        typed["out"] = "own.json"
+    for name in NEEDED[command]:
+        if getattr(args, name):
+            typed[name] = shlex.quote(getattr(args, name))
+    example = EXAMPLES[command].format(**typed)
+    if words and not words[0].startswith("-") and command != "show":
+        usage_error(f"{command} {' '.join(words)}: --input goes before files: {example}")
+    missing = [f"--{name}" for name in NEEDED[command] if not getattr(args, name)]
+    if missing and not words:
+        usage_error(f"{command} needs {' and '.join(missing)}: {example}")
+
+
 def refuse_unknown(words: list[str], flags: list[str]) -> NoReturn:
     hint = ""
     near = get_close_matches(words[0], flags, 1)
@@ -232,12 +263,12 @@ def define_commands(about: str | None) -> Parser:
         )
         command.add_argument(
             "--out",
-            required=True,
+            default="",
             help="file.json or folder; prepare finishes what was interrupted",
         )
     for command in prepare, show:
         command.add_argument(
-            "--tokenizer", required=True, help="tokenizer.json, or a Hugging Face folder"
+            "--tokenizer", default="", help="tokenizer.json, or a Hugging Face folder"
         )
     for command in own, prepare, show:
         command.add_argument(
@@ -295,6 +326,7 @@ def prepare(args: argparse.Namespace, paths: list[Path], folder: Path) -> bool:
 
 def main(about: str | None = None) -> None:
     args, unknown = define_commands(about).parse_known_args()
+    refuse_incomplete(args, unknown)
     if unknown:
         known = [f"--{name}" for name in vars(args) if name != "command"]
         # what was typed is no advice: the command may have that word without the dashes
@@ -320,6 +352,8 @@ def main(about: str | None = None) -> None:
         else:
             folder = Path(args.out)
         check_local(str(folder), "--out")
+        if args.command in ("prepare", "check") and folder.is_file():
+            raise ValueError(f"{args.command}: {folder} is a file; give a folder of token shards")
         if args.command == "prepare" and args.from_datasets:
             paths = read_dataset(args, folder)
         if args.command == "tokenizer":

@@ -3,6 +3,8 @@ in."""
 
 import fnmatch
 import hashlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 # standard deviation of parameters that start at 0; tools/parity/half.py draws them, to see all
 # gradients
 ZERO = 0.0
+MANY_BLOCKS = 300  # a model of 1B parameters has about 600
 NORMS = (nn.RMSNorm, nn.LayerNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -117,3 +120,18 @@ def draw_block(
     local[begin - offset[0] : end - offset[0]] = drawn[
         (slice(begin - b * rows, end - b * rows), *columns)
     ]
+
+
+def draw_side_by_side(draws: list[Callable[[], None]], n_threads: int) -> None:
+    """Call draw_block for all blocks, in threads, because torch.randn frees the interpreter. A model of
+    billions of parameters takes minutes, and shows how far it is."""
+    with ThreadPoolExecutor(n_threads) as pool:
+        done = pool.map(lambda draw: draw(), draws)  # its results raise what went wrong in a thread
+        if len(draws) < MANY_BLOCKS:
+            list(done)
+            return
+        from flags.progress import Progress  # a small run does not load it
+
+        with Progress("drawing weights", len(draws), "blocks") as progress:
+            for _ in done:
+                progress()

@@ -13,9 +13,8 @@ For a lecturer:
     python exercises/run.py start --diff my.diff --out exam       # a copy with a mistake of your own, which is in no list
 """
 
-import argparse
-import contextlib
 import json
+import os
 import re
 import shlex
 import shutil
@@ -279,10 +278,12 @@ def chosen(args) -> int | None:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    from flags.config import Parser  # grading has put the project on the path
+
+    parser = Parser(description=__doc__)
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="list|start|solution|hint|check|grade"
     )
-    commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list")
     for name in ("start", "solution"):
         command = commands.add_parser(name)
@@ -328,6 +329,10 @@ def main(argv: list[str]) -> int:
             start_bug(args.bug, args.out)
         else:
             start_diff(args.diff, args.out)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # `list | head` has seen enough, and Python would complain once more at its exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
@@ -337,5 +342,4 @@ def main(argv: list[str]) -> int:
 if __name__ == "__main__":
     # so that a check's processes are ended, too
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    with contextlib.suppress(BrokenPipeError):  # "solution 4 ... | head"
-        sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

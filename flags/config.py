@@ -269,7 +269,10 @@ def parse_config(Config: type, argv: list[str] | None = None) -> Any:
         try:
             values[name] = parse_value(text, kinds[name])
         except (ValueError, KeyError):
-            usage_error(f"--{name} {text!r}: need {describe(kinds[name])}")
+            from flags.hints import number_hint  # only mistakes need the file
+
+            hint = number_hint(text, unwrap(kinds[name])[0])
+            usage_error(f"--{name} {text!r}: need {describe(kinds[name])}{hint}")
     for field in dataclasses.fields(Config):  # no count is negative, unless the default is -1
         value = values.get(field.name)
         if value is not None and unwrap(kinds[field.name])[0] is int:

@@ -1,4 +1,5 @@
-"""What to type for a folder or a file of Hugging Face that is not there. Only mistakes load this file."""
+"""What to type for a folder or a file of Hugging Face that is not there, and for numbers with units.
+Only mistakes load this file."""
 
 import os
 import re
@@ -31,3 +32,19 @@ def tokenizer_hint(folder: str) -> str:
         "sys; from transformers import AutoTokenizer as T; T.from_pretrained(sys.argv[1])"
         f".save_pretrained(sys.argv[1])' {quote(folder)}"
     )
+
+
+def number_hint(text: str, kind: type) -> str:
+    """How a number with a unit, a percent sign or commas is written for a flag of this kind; else ''."""
+    with_unit = re.fullmatch(r"(\d+)([kKmMgGbB])", text)
+    if with_unit and kind is int:
+        power = {"k": 1, "m": 2, "g": 3, "b": 3}[with_unit[2].lower()]
+        n = int(with_unit[1])
+        return f"; write the number out, {n * 1000**power} or {n * 1024**power}"
+    if re.fullmatch(r"\d{1,3}(,\d{3})+", text) and kind is int:
+        return f"; write it without commas, {text.replace(',', '')}"
+    if re.fullmatch(r"\d+(\.\d+)?%", text) and kind is float:
+        return f"; write the fraction, {float(text[:-1]) / 100:g}"
+    if re.fullmatch(r"\d+,\d+", text) and kind is float:
+        return f"; write it with a point, {text.replace(',', '.')}"
+    return ""

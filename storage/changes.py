@@ -104,6 +104,11 @@ def compare_start(
             advice = "give the old values"
             if source.everything:
                 advice += ", or leave out --no-init_model_only to take only the weights"
+        saved_class = there["model"].get("class")
+        if saved_class != identity["model"].get("class"):
+            advice += (
+                f"; the checkpoint holds a {saved_class}, and this recipe trains another model"
+            )
         raise ValueError(f"{'; '.join(wrong)}; {advice}")
     if source.everything and saved["model_only"]:
         raise ValueError(

@@ -19,7 +19,7 @@ from corpus.tokenizer import tokenizer_and_beside
 from distributed.agree import Failed, reason
 from distributed.layout import named_tensors
 from flags.config import Parser, usage_error
-from flags.files import json_bytes, read_json, step_folders
+from flags.files import STEP_FOLDER, json_bytes, read_json, step_folders
 from flags.progress import Progress
 from storage.changes import changes, describe_changes
 from storage.dcp import SavePlan, read_table, read_tensor, write_tensors
@@ -58,10 +58,16 @@ def verify_command(folder: str) -> int:
     """Returns 0 only if every byte of a step folder, or of all step folders of a run, is unchanged
     since the save."""
     of_run = []
-    if not os.path.lexists(os.path.join(folder, "manifest.json")):
+    has_manifest = os.path.lexists(os.path.join(folder, "manifest.json"))
+    if not has_manifest:
         of_run = [path for _, path in step_folders(folder)]
-    if not of_run and os.path.isdir(os.path.join(folder, "checkpoints")):
-        print(f"{folder} holds no checkpoint")
+    name = os.path.basename(os.path.abspath(folder))
+    is_step = os.path.isdir(folder) and STEP_FOLDER.fullmatch(name)
+    if not of_run and not is_step and not has_manifest:
+        what = "holds no checkpoint"
+        if not os.path.isdir(folder):
+            what = "is no folder"
+        print(f"{folder} {what}; give a run folder, or one of its folders checkpoints/step-N")
         return 1
     status = 0
     for path in of_run or [folder]:

@@ -863,6 +863,9 @@ def test_verify_reads_every_byte_of_a_run_and_ls_does_not(tmp_path, capsys, monk
         tmp_path / "checkpoints" / "step-6.tmp-1234",
     ):
         assert command("verify", folder)[0] == 1, folder
+    # what is no checkpoint is not called damaged
+    for folder in (tmp_path / "nowhere", tmp_path / "config.json"):
+        assert f"{folder} is no folder; give a run folder" in command("verify", folder)[1]
     shutil.rmtree(tmp_path / "checkpoints")
     (tmp_path / "checkpoints").mkdir()
     status, out = command("verify", tmp_path)

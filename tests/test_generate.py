@@ -4,6 +4,7 @@ see each other."""
 import copy
 import json
 import shlex
+import sys
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 import generate as generate_module
 from data import DataConfig, open_data
+from flags.progress import Stream
 from generate import check_weights, continue_texts, generate, main, open_checkpoint, print_sample
 from models import deepseek
 from models.llama3 import Attention, Llama3, Llama3Config
@@ -325,6 +327,20 @@ def test_sample_at_the_end_of_a_run_goes_on_from_its_own_data(run_folder, tmp_pa
         shown = capsys.readouterr().out
         assert f"--prompt {shlex.quote(words)})" in shown
         assert f"\n\n{words}" in shown
+
+
+def test_sample_at_the_end_of_a_run_is_the_same_on_a_terminal(run_folder, capsys, monkeypatch):
+    print_sample(str(run_folder), n_params=1000)
+    plain = capsys.readouterr().out
+    assert "):\n\ndef " in plain
+    written = []
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(Stream, "write", lambda self, text: written.append(text))
+    print_sample(str(run_folder), n_params=1000)
+    said = capsys.readouterr().out
+    assert said.endswith("):\n\n")  # before the sampling
+    assert said + "".join(written) == plain
+    assert len(written) > 2  # it grows
 
 
 def test_sample_at_the_end_of_a_run_never_fails_it(run_folder, capsys):

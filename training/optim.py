@@ -30,6 +30,9 @@ def check_optimizer(cfg: Any) -> None:
     check_range(cfg, 1, math.inf, "steps", "val_batches")
     check_range(cfg, 0, math.inf, "lr", "eps", "weight_decay", "max_norm")
     check_range(cfg, 0, 1, "beta1", "beta2", "min_lr_ratio", "decay_ratio")
+    for name in ("lr", "eps", "weight_decay"):  # --max_norm inf never clips
+        if getattr(cfg, name) == math.inf:
+            raise ValueError(f"--{name} inf trains nothing: need a finite number, like 1e-3")
     if max(cfg.beta1, cfg.beta2) == 1:
         raise ValueError(
             f"--beta1 {cfg.beta1} and --beta2 {cfg.beta2} must be below 1: a mean that never moves"

@@ -2,7 +2,9 @@
 pass, and a typical wrong one is told what is wrong. The answers are in tests/answers/."""
 
 import importlib
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -144,6 +146,9 @@ def test_a_file_that_cannot_be_imported_is_named(tmp_path):
             "needs the number of an exercise or --bug N or --diff FILE",
         ),
         (("start", "--bug", 99, "--out", "{}"), "there is no bug 99; use 1 .. 15"),
+        (("start", "99"), "error: the following arguments are required: --out"),
+        (("start", "4x", "--out", "{}"), "error: number: invalid int value: '4x'"),
+        ((), "required: list|start|solution|hint|check|grade"),
         (("check", "{}"), "is no folder of an exercise"),
         (("hint", "{}"), "is no folder of an exercise"),
     ],
@@ -152,6 +157,15 @@ def test_wrong_usage_is_one_line(argv, words, tmp_path):
     said = run(*[str(tmp_path / "new") if word == "{}" else word for word in argv], status=2)
     assert words in said
     assert len(said.splitlines()) == 1
+
+
+def test_a_pipe_that_has_seen_enough_hears_no_error():
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, str(REPO / "exercises" / "run.py"), "list"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 BODY = "    n = T // (2 * cp)\n"  # the first line of exercise 7's right answer

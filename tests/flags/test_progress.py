@@ -14,6 +14,7 @@ from programs import REPO, run_program
 from runs import ENV, MODEL
 from tokenizers import Tokenizer, decoders, models
 
+from distributed import initial
 from flags import progress
 from flags.progress import Progress, Stream, describe_progress, duration_text
 from generate import generate
@@ -103,6 +104,36 @@ def test_short_work_shows_nothing(monkeypatch):
     with Progress("work"):
         pass
     assert stream.getvalue() == ""
+
+
+def test_the_weights_of_a_large_model_show_how_many_are_drawn(quick, monkeypatch):
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    drawn = []
+
+    def draw():
+        if len(drawn) == 1:
+            for _ in range(6000):  # until it is shown that one block is done
+                if "drawing weights: 1 of 3 blocks" in stream.getvalue():
+                    break
+                time.sleep(0.01)
+        drawn.append(1)
+
+    monkeypatch.setattr(initial, "MANY_BLOCKS", 4)
+    initial.draw_side_by_side([lambda: drawn.append(1)] * 3, 1)
+    assert not stream.getvalue()
+    drawn.clear()
+    monkeypatch.setattr(initial, "MANY_BLOCKS", 3)
+    initial.draw_side_by_side([draw] * 3, 1)
+    assert len(drawn) == 3
+    assert "drawing weights: 1 of 3 blocks" in stream.getvalue()
+
+    def fail():
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        initial.draw_side_by_side([fail] * 3, 1)
+    assert not progress.OPEN
 
 
 def test_rank_1_is_silent(quick, monkeypatch):
@@ -387,6 +418,9 @@ def test_what_starts_other_processes(folder):
     _, error = seen(folder, "train_llama3.py", *words)
     assert "check_parity: one process: " in error
     assert "check_parity: layout: " in error
+    assert "check_parity: comparing step 1: " in error
+    assert "check_parity: comparing the weights after the last step: " in error
+    assert "check_parity: comparing one process, continued from step 2: " in error
     words = [*TINY, "--tp", "2", "--explain", "--html", f"{folder}/layout.html"]
     _, error = seen(folder, "train_llama3.py", *words)
     assert "one block, in two dry runs" in error
@@ -394,6 +428,7 @@ def test_what_starts_other_processes(folder):
     words += ["--seeds", "2", "--steps", "2"]
     words += [*TINY, "--data", f"{folder}/text.txt", "--val_every", "2"]
     _, error = seen(folder, "ablate.py", *words)
+    assert "checking command lines: 0 of 2 variants" in error
     assert f"{folder}/study: 0 of 8 steps" in error
     seen(folder, "exercises/run.py", "start", "1", "--out", f"{folder}/class/ann")
     _, error = seen(folder, "exercises/run.py", "grade", f"{folder}/class", "--json", f"{folder}/x")

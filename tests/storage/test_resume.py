@@ -61,6 +61,11 @@ def test_init_from_another_model_is_refused_though_the_shapes_fit(tmp_path, caps
         excluded=["head"],
         norm_eps=10.0,
     )
+    refuses(
+        "give the old values; the checkpoint holds a \\w+, and this recipe trains another model$",
+        check,
+        **{"norm_eps": 10.0, "class": "Qwen3"},
+    )
     check(module="models.mine", window=128)  # a fork's model, with a new field
     longer = dict(max_seq_len=4096, rope_theta=1e6)  # to read longer texts: allowed, and said
     check(**longer)

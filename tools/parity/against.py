@@ -8,6 +8,7 @@ computes; the logits; the loss; and the parameters' gradients, from the last to 
 """
 
 import math
+import os
 from collections import defaultdict
 from dataclasses import replace
 from types import FunctionType
@@ -212,6 +213,13 @@ def check_against(main: FunctionType, cfg: Any, folder: str) -> int:
         raise ValueError(
             "--against compares the model on one process with transformers'; leave "
             f"{', '.join(axes)} out"
+        )
+    if not os.path.isdir(folder):
+        from flags.hints import hub_hint
+
+        raise ValueError(
+            f"--against {folder} is no folder; give a folder of Hugging Face, or @{folder} for a "
+            f"commit of that name{hub_hint(folder)}"
         )
     with Progress(f"comparing with {folder}"):
         ours = our_model(main, cfg, folder)

@@ -17,6 +17,7 @@ from distributed.agree import brief
 from distributed.checks import check_tp_plan
 from distributed.layout import AXES
 from distributed.tp_check import check_split
+from flags.progress import Progress
 from tools.parity.compare import (
     BF16,
     LATER,
@@ -274,7 +275,8 @@ def print_comparison(one: Run, layout: Run, later: float) -> str:
         if knows_choices(a) and knows_choices(b):
             moved += [(n, found) for found in moved_tokens(a, b)]
         limits = limits_between(a, b, count, later, bool(moved), rounds(one))
-        problems, worst = compare_step(a, b, limits)
+        with Progress(f"check_parity: comparing step {n}"):
+            problems, worst = compare_step(a, b, limits)
         if problems and not first:
             first = f"step {n} differs first in {problems[0]}{hint_of_rounding(worst, a, b)}"
         notes = " / ".join(f"{error:.1e} {fqn}" for fqn, error in worst.values())
@@ -284,7 +286,8 @@ def print_comparison(one: Run, layout: Run, later: float) -> str:
         if not first and found.margin > MARGIN * later:
             first = f"step {n}: {found.sentence()}, more than rounding"
     if not first:
-        problems = compare_end(one, layout, limits)
+        with Progress("check_parity: comparing the weights after the last step"):
+            problems = compare_end(one, layout, limits)
         if problems:
             first = f"after step {max(one.steps)} the runs differ first in {problems[0]}"
     return first
@@ -338,21 +341,8 @@ def judge_continued(
     limits = SAME_LAYOUT
     if half.flags["device"] == "cuda":  # kernels add in any order, and AdamW enlarges the rounding
         limits = limits_of(3, LATER["adamw"])
-    problem = ""
-    moved = False
-    for n, b in continued.steps.items():
-        a = straight.steps[n]
-        if later is not None:
-            moved = moved or knows_choices(a) and knows_choices(b) and bool(moved_tokens(a, b))
-            limits = limits_between(a, b, n, later, moved, rounds(straight))
-        problems, _ = compare_step(a, b, limits)
-        if problems:
-            problem = f"step {n}: {problems[0]}"
-            break
-    else:
-        problems = compare_end(straight, continued, limits)
-        if problems:
-            problem = f"at the end, {problems[0]}"
+    with Progress(f"check_parity: comparing {half.name}"):
+        problem = first_difference(straight, continued, limits, later)
     lost = what_is_lost(own, continued, step)
     if problem:
         where = "is a state of the loop missing in the checkpoint?"
@@ -364,6 +354,24 @@ def judge_continued(
             f"{brief(lost)} begins anew in a continued run, for no checkpoint holds it; these "
             "steps do not depend on it"
         )
+    return ""
+
+
+def first_difference(straight: Run, continued: Run, limits: Limits, later: float | None) -> str:
+    """The first difference between a run that never stopped and a continued one, or "". limits: for
+    the same layout, where later is None."""
+    moved = False
+    for n, b in continued.steps.items():
+        a = straight.steps[n]
+        if later is not None:
+            moved = moved or knows_choices(a) and knows_choices(b) and bool(moved_tokens(a, b))
+            limits = limits_between(a, b, n, later, moved, rounds(straight))
+        problems, _ = compare_step(a, b, limits)
+        if problems:
+            return f"step {n}: {problems[0]}"
+    problems = compare_end(straight, continued, limits)
+    if problems:
+        return f"at the end, {problems[0]}"
     return ""
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from distributed.layout import AXES
-from distributed.refusals import collect_facts, runs_on_cuda
+from distributed.refusals import check_layout, collect_facts, runs_on_cuda
 from flags.config import FROM_FILE, no_effect, spell, unmet_needs
 from flags.progress import Progress
 from tools.parity.compare import RECORD
@@ -64,7 +64,7 @@ class Halves:
         self.cfg = cfg
         self.degrees = degrees_of(cfg)
         # a copy: main writes the batch size into cfg
-        (_, self.model_config), _ = stop_main(main, replace(cfg), "check_layout")
+        (_, self.model_config), sizes = stop_main(main, replace(cfg), "check_layout")
         facts = collect_facts(cfg, self.model_config, self.degrees, runs_on_cuda(cfg.device))
         unused = no_effect(cfg, facts)
         if unused:
@@ -91,6 +91,13 @@ class Halves:
                 ranks = self.degrees["dp_replicate"] * self.degrees["dp_shard"]
                 self.both["global_batch_size"] = cfg.local_batch_size * ranks
         self.batch = self.both.get("global_batch_size", cfg.global_batch_size)
+        if "global_batch_size" not in FROM_FILE:
+            # now, and not when the half on one process has trained, which may take minutes
+            layout = replace(cfg, **self.layout(cfg.out))
+            n = math.prod(self.degrees[axis] for axis in AXES)
+            # main's own number is for one process
+            sizes |= {"global_batch_size": self.batch, "device": layout.device}
+            check_layout(layout, self.model_config, world_size=n, **sizes)
 
     def layout(self, out: str) -> dict:
         """Flags of the half with the layout of the command line."""

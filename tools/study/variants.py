@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from flags.files import sha256_file
+from flags.progress import Progress
 from tools.study.study import folder_of, locate
 
 
@@ -219,8 +220,10 @@ def check_variants(variants: dict[str, dict], args: argparse.Namespace) -> None:
         return ask_recipe(name, variants[name], folder_of(args.out, name, 0), args.nproc)
 
     # as many at once as there are cores: an answer is mostly the start of Python
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    checking = Progress("checking command lines", len(variants), "variants")
+    with checking, ThreadPoolExecutor(os.cpu_count()) as pool:
         for name, answer in zip(variants, pool.map(ask, variants)):
+            checking()
             if args.metric.startswith("val_") and not answer["val_every"]:
                 raise ValueError(
                     f"variant {name!r}: no validation, so no {args.metric}: give --val_every, or "
