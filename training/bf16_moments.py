@@ -69,7 +69,7 @@ def some_at_a_time(params: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def fused_step(
-    optimizer: Any, params: list[Tensor], means: list[Tensor], squares: list[Tensor], group: dict
+    optimizer: Any, params: list, means: list[Tensor], squares: list[Tensor], group: dict
 ) -> None:
     """torch's fused AdamW on this rank's parts of the parameters. means, squares: their moments in
     fp32, updated in place."""
