@@ -1,4 +1,5 @@
-"""The data of a study of benchmarks/RESULTS.md: six letters, and the same in the order of the alphabet.
+"""The data of a study of benchmarks/RESULTS.md: six letters, and the same in the order of the
+alphabet.
 
     python docs/letters.py --out runs/letters
 

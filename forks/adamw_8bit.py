@@ -13,9 +13,9 @@ import logging
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim.adamw import adamw as fused_adamw
 
 from distributed.layout import local_tensor
+from training.bf16_moments import fused_step, some_at_a_time
 
 # torchao warns of kernels for other versions of Python
 logging.getLogger("torchao").setLevel(logging.ERROR)
@@ -30,8 +30,6 @@ from torchao.optim.quant_utils import (  # noqa: E402
 BLOCK = 128
 # as torchao: smaller parameters, such as norms, keep their moments in fp32
 SMALLEST = 4096
-# numbers whose moments are in fp32 at a time: 128 MiB
-AT_ONCE = 1 << 24
 
 
 def adamw_8bit(groups, lr: float, betas, eps: float, kind: str) -> torch.optim.Optimizer:
@@ -43,7 +41,7 @@ def adamw_8bit(groups, lr: float, betas, eps: float, kind: str) -> torch.optim.O
 
 
 class AdamW8bit(torch.optim.AdamW):
-    """State of a parameter with rows of whole blocks: exp_avg_codes and exp_avg_sq_codes, a byte
+    """State of a matrix with rows of whole blocks: exp_avg_codes and exp_avg_sq_codes, a byte
     per number, and exp_avg_scales and exp_avg_sq_scales, a number in fp32 per block."""
 
     # a tensor, 1.0 to let the next step change nothing: training.optim.skip_if_not_finite
@@ -70,19 +68,8 @@ class AdamW8bit(torch.optim.AdamW):
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
-            some = []
-            numbers = 0
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                some.append(p)
-                numbers += local_tensor(p).numel()
-                if numbers >= AT_ONCE:
-                    self.update(some, group)
-                    some = []
-                    numbers = 0
-            if some:
-                self.update(some, group)
+            for params in some_at_a_time(group["params"]):
+                self.update(params, group)
 
     def update(self, params: list, group: dict) -> None:
         means = []
@@ -92,25 +79,7 @@ class AdamW8bit(torch.optim.AdamW):
                 self.make_state(p)
             means.append(self.read(p, "exp_avg"))
             squares.append(self.read(p, "exp_avg_sq"))
-        beta1, beta2 = group["betas"]
-        fused_adamw(
-            [local_tensor(p) for p in params],
-            [local_tensor(p.grad) for p in params],
-            means,
-            squares,
-            [],
-            [self.state[p]["step"] for p in params],
-            fused=True,
-            grad_scale=None,
-            found_inf=self.found_inf,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        fused_step(self, params, means, squares, group)
         for p, mean, square in zip(params, means, squares):
             self.write(p, "exp_avg", mean)
             self.write(p, "exp_avg_sq", square)
@@ -118,7 +87,10 @@ class AdamW8bit(torch.optim.AdamW):
     def make_state(self, p: Tensor) -> None:
         state = self.state[p]
         state["step"] = torch.zeros((), device=p.device)
-        in_blocks = p.numel() >= SMALLEST and local_tensor(p).shape[-1] % BLOCK == 0
+        # the same on all ranks: FSDP cuts a vector into uneven parts, some of whole blocks by chance
+        in_blocks = p.dim() > 1 and p.numel() >= SMALLEST
+        if local_tensor(p).shape[-1] % BLOCK != 0:
+            in_blocks = False
         for name in ("exp_avg", "exp_avg_sq"):
             if in_blocks:
                 state[f"{name}_codes"] = torch.zeros_like(p, dtype=torch.uint8)

@@ -1,7 +1,11 @@
 """AdamW whose moments are bfloat16 beside weights in fp32: half of AdamW's memory. DeepSeek-V3 was
 trained so (arXiv:2412.19437, section 3.3.3)."""
 
+from collections.abc import Iterable, Iterator
+from typing import Any
+
 import torch
+from torch import Tensor
 from torch.optim.adamw import adamw
 
 from distributed.layout import local_tensor
@@ -29,55 +33,62 @@ class AdamWBf16Moments(torch.optim.AdamW):
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
-            some = []
-            numbers = 0
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                some.append(p)
-                numbers += local_tensor(p).numel()
-                if numbers >= AT_ONCE:
-                    self.update(some, group)
-                    some = []
-                    numbers = 0
-            self.update(some, group)
+            for params in some_at_a_time(group["params"]):
+                self.update(params, group)
 
     def update(self, params, group):
-        if not params:
-            return
-        weights = []
-        grads = []
         kept = []  # moments as they are between two steps
-        steps = []
         for p in params:
             state = self.state[p]
             if not state:
                 state["step"] = torch.zeros((), device=p.device)
                 state["exp_avg"] = torch.zeros_like(p, dtype=torch.bfloat16)
                 state["exp_avg_sq"] = torch.zeros_like(p, dtype=torch.bfloat16)
-            weights.append(local_tensor(p))
-            grads.append(local_tensor(p.grad))
             kept.append(local_tensor(state["exp_avg"]))
             kept.append(local_tensor(state["exp_avg_sq"]))
-            steps.append(state["step"])
         moments = [moment.float() for moment in kept]
-        beta1, beta2 = group["betas"]
-        adamw(
-            weights,
-            grads,
-            moments[0::2],
-            moments[1::2],
-            [],
-            steps,
-            fused=True,
-            grad_scale=None,
-            found_inf=self.found_inf,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        fused_step(self, params, moments[0::2], moments[1::2], group)
         torch._foreach_copy_(kept, moments)  # rounds to nearest
+
+
+def some_at_a_time(params: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """The parameters with a gradient, in lists of about AT_ONCE numbers on this rank."""
+    some = []
+    numbers = 0
+    for p in params:
+        if p.grad is None:
+            continue
+        some.append(p)
+        numbers += local_tensor(p).numel()
+        if numbers >= AT_ONCE:
+            yield some
+            some = []
+            numbers = 0
+    if some:
+        yield some
+
+
+def fused_step(
+    optimizer: Any, params: list, means: list[Tensor], squares: list[Tensor], group: dict
+) -> None:
+    """torch's fused AdamW on this rank's parts of the parameters. means, squares: their moments in
+    fp32, updated in place."""
+    beta1, beta2 = group["betas"]
+    adamw(
+        [local_tensor(p) for p in params],
+        [local_tensor(p.grad) for p in params],
+        means,
+        squares,
+        [],
+        [optimizer.state[p]["step"] for p in params],
+        fused=True,
+        grad_scale=None,
+        found_inf=optimizer.found_inf,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
-from distributed.layout import local_slice, local_tensor, whole_tensor
+from distributed.layout import all_gather_single, local_slice, local_tensor, whole_tensor
 
 # numbers of matrices that a rank treats at once: about 0.5 GB of temporary memory, and enough to
 # keep a GPU busy
@@ -133,7 +133,7 @@ class Muon(torch.optim.Muon):
             results = orthogonal
             if process_group is not None:
                 results = orthogonal.new_empty(ranks * share, *params[0].shape)
-                dist.all_gather_into_tensor(results, orthogonal, group=process_group)
+                all_gather_single(results, orthogonal, group=process_group)
             for p, result in zip(chunk, results, strict=False):
                 self.move(local_tensor(p), self.rescale(p, result)[here], p.shape, group)
 

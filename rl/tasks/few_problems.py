@@ -1,5 +1,5 @@
-"""The task of a distillation in benchmarks/RESULTS.md: five digits backwards, as --env reverse, but only 176
-problems to learn from."""
+"""The task of a distillation in benchmarks/RESULTS.md: five digits backwards, as --env reverse, but
+only 176 problems to learn from."""
 
 import random
 import string

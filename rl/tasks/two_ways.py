@@ -1,5 +1,5 @@
-"""The task of a distillation in benchmarks/RESULTS.md: four digits, backwards or in order; both answers are
-right, and a coin chooses."""
+"""The task of a distillation in benchmarks/RESULTS.md: four digits, backwards or in order; both
+answers are right, and a coin chooses."""
 
 import random
 import string

@@ -12,6 +12,8 @@ from layouts import build, config, full, global_batch, local_batch, reference, r
 from pool import pool
 from runs import ENV, REPO, column, launch, run, train_lines
 from saves import saver
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import forks.mxfp8
 import parallel
@@ -122,6 +124,29 @@ def test_a_skipped_step_changes_no_code():
         optimizer.step()
     for name, t in (optimizer.state[p] | {"p": p}).items():
         assert torch.equal(t, before[name]), name
+
+
+def names_of_state(sizes: list[tuple]) -> list[list[str]]:
+    """Of the state of each parameter of these sizes, sharded by rows over two ranks."""
+    mesh = init_device_mesh("cpu", (2,))
+    names = []
+    for size in sizes:
+        p = torch.nn.Parameter(distribute_tensor(torch.ones(size), mesh, [Shard(0)]))
+        p.grad = torch.ones_like(p)
+        optimizer = AdamW8bit([{"params": [p]}], 1e-2, (0.9, 0.95), 1e-8)
+        optimizer.step()
+        names.append(sorted(optimizer.state[p]))
+    return names
+
+
+def test_all_ranks_have_a_state_of_the_same_names():
+    """Of the vector, 2,049 numbers lie on one rank, and 16 whole blocks on the other, which must not
+    code them alone: a checkpoint is written by all ranks. Of the one row, a rank has nothing."""
+    first, second = pool(2).run(names_of_state, [(4097,), (1, 4096), (33, 128)])
+    assert first == second
+    vector, row, _ = first
+    assert vector == ["exp_avg", "exp_avg_sq", "step"]
+    assert "exp_avg_codes" in row
 
 
 def test_what_moments_in_8_bits_need():

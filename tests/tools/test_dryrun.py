@@ -512,12 +512,14 @@ def test_a_row_that_never_reshards_is_a_dry_run(monkeypatch, capsys):
     cfg = config("train_llama3", dict(dp_shard=2, local_batch_size=1, global_batch_size=2))
     monkeypatch.setattr(best, "SHOWN", 1)
     best.print_best(main, cfg, 2, "H100")
-    _, table, sentence = capsys.readouterr().out.split("\n\n")
+    said = capsys.readouterr()
+    _, table, sentence = said.out.split("\n\n")
     assert sentence.startswith(NEVER)
     rows = [re.split("  +", line) for line in table.splitlines()[1:]]
     plain = next(row for row in rows if NEVER not in row[4])
     kept = next(row for row in rows if NEVER in row[4])
     assert kept[4] == f"{plain[4]} {NEVER}"
+    assert f"dry run 1, fits too: {'  '.join(kept)}" in said.err
     flags = flags_of(kept[4])
     report = dryrun.make_report(main, replace(cfg, **flags))
     assert kept[2] == dryrun.format_bytes(report.ranks[0].peak)

@@ -233,8 +233,11 @@ def print_best(main: FunctionType, cfg: Any, n: int, machine: str) -> int:
         print(f"dry run {i}, {fit}: {'  '.join(cells)}", file=sys.stderr, flush=True)
         if peak <= limit and may_keep_weights(c, report, peak, limit):
             kept = row_that_keeps_weights(main, c, report, machine)
+            fit = "does not fit"
             if kept[1] <= limit:
                 keeping.append(kept)
+                fit = "fits too"
+            print(f"dry run {i}, {fit}: {'  '.join(kept[2:])}", file=sys.stderr, flush=True)
         if len(rows) == SHOWN:
             break
     if not rows:
