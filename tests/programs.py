@@ -108,6 +108,17 @@ def server() -> Server:
     return Server(__file__)
 
 
+def ranks_of(words: list[str]) -> tuple[int, list[str]]:
+    """(how many ranks, the program and its arguments) of what follows "python" in a command."""
+    if words[:3] != TORCHRUN[:3]:
+        return 1, words
+    flag, equals, number = words[3].partition("=")
+    assert flag == TORCHRUN[3], words
+    if equals:  # --nproc_per_node=2, one word
+        return int(number), words[4:]
+    return int(words[4]), words[5:]
+
+
 def run_program(
     command, cwd=REPO, env=None, timeout=600, real=False, check=False
 ) -> subprocess.CompletedProcess:
@@ -116,7 +127,7 @@ def run_program(
     real: start it as it stands."""
     words, env = list(map(str, command)), dict(os.environ if env is None else env)
     assert words[0] == sys.executable, words
-    nproc, argv = (int(words[5]), words[6:]) if words[1:5] == TORCHRUN else (1, words[1:])
+    nproc, argv = ranks_of(words[1:])
     if real or not (argv[0].endswith(".py") or argv[0] == "-c"):
         return start(
             words, cwd=cwd, env=env, timeout=timeout, capture_output=True, text=True, check=check
