@@ -198,7 +198,13 @@ def open_bridge(cfg: Any, rank: int, device: torch.device) -> Bridge:
         weights = nccl_group(
             dist.PrefixStore("weights", store), rank, cfg.gen_ranks + 1, cfg.rollout_timeout_s
         )
-    return Bridge(store, talk, weights, device)
+    bridge = Bridge(store, talk, weights, device)
+    # gloo connects two ranks when they first exchange something (allow_many_ranks), and only a
+    # broken connection tells of a death. Connect now: before the first weights the trainers build
+    # the model, load it and warm it up.
+    bridge.share(0)
+    bridge.share(1)
+    return bridge
 
 
 class Generators(Remote):

@@ -108,6 +108,17 @@ def server() -> Server:
     return Server(__file__)
 
 
+def ranks_of(words: list[str]) -> tuple[int, list[str]]:
+    """(how many ranks, the program and its arguments) of what follows "python" in a command."""
+    if words[:3] != TORCHRUN[:3]:
+        return 1, words
+    flag, equals, number = words[3].partition("=")
+    assert flag == TORCHRUN[3], words
+    if equals:  # --nproc_per_node=2, one word
+        return int(number), words[4:]
+    return int(words[4]), words[5:]
+
+
 def run_program(
     command, cwd=REPO, env=None, timeout=600, real=False, check=False
 ) -> subprocess.CompletedProcess:
@@ -116,7 +127,7 @@ def run_program(
     real: start it as it stands."""
     words, env = list(map(str, command)), dict(os.environ if env is None else env)
     assert words[0] == sys.executable, words
-    nproc, argv = (int(words[5]), words[6:]) if words[1:5] == TORCHRUN else (1, words[1:])
+    nproc, argv = ranks_of(words[1:])
     if real or not (argv[0].endswith(".py") or argv[0] == "-c"):
         return start(
             words, cwd=cwd, env=env, timeout=timeout, capture_output=True, text=True, check=check
@@ -143,11 +154,12 @@ def run_program(
 
 
 class Program:
-    """What subprocess.Popen returns, as far as a Job needs it, for a program that runs in a fork of
-    the server."""
+    """What subprocess.Popen returns, as far as a Job or ablate.py needs it, for a program that runs
+    in a fork of the server."""
 
     def __init__(self, argv: list[str], log: str, cwd: str, env: dict[str, str]):
-        self.connection = request_of(server().path, dict(argv=argv, log=log, cwd=cwd, env=env))
+        path = os.environ.get(SOCKET) or server().path
+        self.connection = request_of(path, dict(argv=argv, log=log, cwd=cwd, env=env))
         self.pid, self.returncode = next_answer(self.connection)["pid"], None
 
     def poll(self) -> int | None:
@@ -155,9 +167,17 @@ class Program:
             self.returncode = next_answer(self.connection)["status"]
         return self.returncode
 
+    def wait(self) -> int:
+        while self.poll() is None:
+            select.select([self.connection], [], [])
+        return self.returncode
+
     def send_signal(self, number: int):
         if self.poll() is None:
             os.kill(self.pid, number)
+
+    def terminate(self):
+        self.send_signal(signal.SIGTERM)
 
     def kill(self):
         self.send_signal(signal.SIGKILL)
@@ -210,6 +230,22 @@ def run_nested(command, capture_output=False, text=False, **options):
     ):
         return run_program(command, **{"cwd": os.getcwd()} | options)
     return start(command, capture_output=capture_output, text=text, **options)
+
+
+class Nested(subprocess.Popen):
+    """subprocess.Popen as a program in a fork sees it: a Python that writes into a file, while the
+    program goes on, is a fork of the server. It does not end with the program that started it, as
+    preexec_fn may want: tests of that start real processes."""
+
+    def __new__(cls, command, **options):
+        known = {"env", "stdout", "stderr", "start_new_session", "preexec_fn"}
+        log = getattr(options.get("stdout"), "name", None)
+        if command[0] != sys.executable or not isinstance(log, str) or options.keys() - known:
+            return super().__new__(cls)
+        argv = [str(word) for word in command[1:]]
+        return Program(
+            argv, os.path.abspath(log), os.getcwd(), options.get("env") or dict(os.environ)
+        )
 
 
 def rank_variables(rank: int, nproc: int, port: int) -> dict[str, str]:
@@ -331,6 +367,7 @@ def run_rank(argv: list[str], cwd: str, env: dict[str, str], files: dict[str, Pa
         os.environ["OMP_NUM_THREADS"] = threads
     more = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
     subprocess.run = run_nested
+    subprocess.Popen = Nested
     sys.stdout.reconfigure(line_buffering=True)
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     try:

@@ -13,6 +13,7 @@ import time
 
 import numpy as np
 import pytest
+from programs import run_nested
 from runs import ENV, REPO, ended, fork, metrics, run
 
 import ablate
@@ -665,7 +666,13 @@ def test_more_runs_at_once_than_gpus_are_refused(monkeypatch):
         ablate.main("train_llama3.py --vary lr=1,2 --jobs 2 --nproc 2".split())
 
 
-def test_a_recipe_is_seeded_with_the_seeds_that_it_has(monkeypatch, capsys):
+@pytest.fixture
+def forked(monkeypatch):
+    """The recipes that ablate.py asks, each in a process of its own, are forks: see programs.py."""
+    monkeypatch.setattr(subprocess, "run", run_nested)
+
+
+def test_a_recipe_is_seeded_with_the_seeds_that_it_has(forked, monkeypatch, capsys):
     monkeypatch.chdir(REPO)
     variants = {
         recipe: {"recipe": recipe, "flags": []} for recipe in ("grpo.py", "train_llama3.py")
@@ -695,7 +702,7 @@ WITHOUT_CONNECT = [
     ],
     ids=["renamed", "without connect", "no recipe", "fails"],
 )
-def test_a_recipe_checks_itself(tmp_path, edits, text):
+def test_a_recipe_checks_itself(tmp_path, forked, edits, text):
     """A changed copy beside our modules: equal answers, or one line, and nothing is trained."""
     for path in REPO.iterdir():
         if path.suffix == ".py" or (path / "__init__.py").exists():

@@ -960,17 +960,20 @@ def test_a_signal_without_checkpoints_ends_as_well(tmp_path, start):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank, where", [(0, "rollout"), (0, "training"), (1, "rollout")])
+@pytest.mark.parametrize(
+    "rank, where", [(0, "rollout"), (0, "training"), (1, "rollout"), (0, "warm-up")]
+)
 def test_trainer_and_generator_end_together(tmp_path, start, rank, where):
-    """If one dies, while the generator samples or waits for a training step, the other ends as well,
-    even without help of a launcher: torchrun is stopped in this test."""
+    """If one dies, while the generator samples or waits for a training step, or before the first
+    weights, the other ends as well, even without help of a launcher: torchrun is stopped in this
+    test."""
     if where == "rollout":
         job = start(2, "--gen_ranks", 1)
     else:
         (tmp_path / "hangs.py").write_text(HANGS.format(repo=str(REPO)))
-        job = start(
-            2, "--gen_ranks", 1, program=tmp_path / "hangs.py", WAITS_AT="-1", HANGS_AT="0, 4"
-        )
+        hangs_at = {"training": "0, 4", "warm-up": "0, -2"}[where]
+        program = tmp_path / "hangs.py"
+        job = start(2, "--gen_ranks", 1, program=program, WAITS_AT="-1", HANGS_AT=hangs_at)
     job.until((tmp_path / "waiting").exists)
     # Both are looked up while they live: later the survivor may have ended, and a child of it, or a
     # stranger with the pid of that child, would be waited for.

@@ -13,12 +13,14 @@ import re
 import runpy
 import shlex
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from programs import run_nested
 from tables import as_parameters, read_table
 
 from corpus import commands as data_commands
@@ -78,6 +80,7 @@ def test_a_wrong_command_line_is_told_in_one_line(place, monkeypatch, capsys, ro
         importlib.import_module(program),
     )
     monkeypatch.setattr(sys, "argv", [f"{program}.py", *argv])
+    monkeypatch.setattr(subprocess, "run", run_nested)  # ablate.py asks each recipe
     before = sorted(os.listdir(place))
     # whose checks end in forked processes
     monkeypatch.setattr(os, "_exit", sys.exit if program != "ablate" else os._exit)

@@ -3,7 +3,6 @@
 import itertools
 import math
 import random
-import subprocess
 import sys
 import threading
 import time
@@ -11,8 +10,8 @@ from fractions import Fraction
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from policy import TINY, run, steps_of, trainer_of
-from programs import REPO
+from policy import ENV, TINY, run, steps_of, trainer_of
+from programs import run_program
 from saves import refuses
 
 import grpo
@@ -489,13 +488,7 @@ def test_make_and_reset_have_a_limit(slow, tmp_path):
         "def step(state, text): return '', True, 1.0\n"
     )
     command = [sys.executable, "grpo.py", "--env", file, "--reward_timeout_s", "2"]
-    done = subprocess.run(
-        [*map(str, command), "--out", str(tmp_path / "run")],
-        cwd=REPO,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    done = run_program([*command, "--out", tmp_path / "run"], env=ENV)
     assert done.returncode == 1
     assert done.stderr == f"error on rank 0: --env: {slow} takes longer than --reward_timeout_s 2\n"
 

@@ -165,7 +165,10 @@ def test_errors_are_over_prompts():
 
 @pytest.mark.parametrize(
     "processes, flags",
-    [(1, []), pytest.param(2, ["--dp_shard", 2, "--reward_threads", 3], marks=pytest.mark.slow)],
+    [
+        (1, ["--reward_threads", 16]),  # the late ones of a step wait at the same time
+        pytest.param(2, ["--dp_shard", 2, "--reward_threads", 3], marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_a_run_with_rewards_that_fail(tmp_path, processes, flags):

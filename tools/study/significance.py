@@ -15,7 +15,7 @@ of studies. Equal shares find 56 %, and shares with boundaries from simulated st
 """
 
 import math
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 
@@ -26,14 +26,21 @@ ALPHA = 0.05
 LATER = 0.1
 
 
-@cache
-def t_quantile(alpha: float, df: int) -> float:
-    """The t with P(|Student's t| > t) = alpha. With t = sqrt(df) tan(angle), the density of the
-    angle is cos(angle)^(df - 1), which we add up over a fine grid."""
+@lru_cache(64)  # 320 kB each
+def share_below(df: int) -> tuple[np.ndarray, np.ndarray]:
+    """(angles from 0 to 90 degrees, P(|Student's t| < t) at each), with t = sqrt(df) tan(angle). The
+    density of the angle is cos(angle)^(df - 1), which we add up over a fine grid."""
     angle = np.linspace(0, math.pi / 2, 20_001)
     density = np.cos(angle) ** (df - 1)
     within = np.append(0, np.cumsum(density[1:] + density[:-1]))
-    return math.sqrt(df) * math.tan(np.interp(1 - alpha, within / within[-1], angle))
+    return angle, within / within[-1]
+
+
+@cache
+def t_quantile(alpha: float, df: int) -> float:
+    """The t with P(|Student's t| > t) = alpha."""
+    angle, share = share_below(df)
+    return math.sqrt(df) * math.tan(np.interp(1 - alpha, share, angle))
 
 
 def add_looks(looks: list, first: int, most: int, least: int = 2) -> list:
