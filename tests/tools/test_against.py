@@ -27,6 +27,7 @@ LATENT = DEEPSEEK | dict(num_hidden_layers=2)
 KINDS = {  # name -> (recipe, transformers' name, its config)
     "llama3": (train_llama3, "Llama", TINY | dict(rope_parameters=SCALED)),
     "tied": (train_llama3, "Llama", TINY | dict(tie_word_embeddings=True, num_attention_heads=4)),
+    "mistral": (train_llama3, "Mistral", TINY | dict(sliding_window=16)),
     "qwen3": (train_qwen3, "Qwen3", TINY),
     "qwen3_moe": (train_qwen3, "Qwen3Moe", TINY | EXPERTS),
     "deepseek_v3": (train_deepseek, "DeepseekV3", LATENT),
@@ -53,23 +54,31 @@ def folder(tmp_path_factory):
     return make
 
 
-def compared(kind: str, folder: str, mistake=nullcontext, **flags) -> tuple[str, int]:
+def seams_of(kind: str, folder: str, mistake=nullcontext, **flags) -> tuple[list, dict, str]:
     recipe = KINDS[kind][0]
     cfg = recipe.Config(**flags)
     theirs = against.their_model(folder)
     with mistake():
         ours = against.our_model(recipe.main, cfg, folder)
-        return against.report_against(
-            *against.compare_with_transformers(ours, theirs), type(theirs).__name__
-        )
+        return *against.compare_with_transformers(ours, theirs), type(theirs).__name__
+
+
+def compared(*args, **flags) -> tuple[str, int]:
+    return against.report_against(*seams_of(*args, **flags))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_our_models_are_those_of_transformers_everywhere(kind, folder):
-    text, status = compared(kind, folder(kind))
+    seams, pairs, name = seams_of(kind, folder(kind))
+    text, status = against.report_against(seams, pairs, name)
     assert status == 0, text
     assert text.startswith("no difference from "), text
     assert "not compared" not in text, text
+    assert "in another form" not in text, text
+    # what attention's kernel is given and returns was looked at, and in order
+    inside = [seam.name for seam in seams if against.part_of_attention(seam.name)]
+    parts = ["q", "k", "v", "attention"]
+    assert inside == [f"blocks.{i}.attn {part}" for i in range(2) for part in parts]
 
 
 # ---------------------------------------------------------------- planted mistakes
@@ -118,9 +127,85 @@ def without_last_norm(real):
     return forward
 
 
-ATTENTION = "forward of blocks.0.attn (what it gives to blocks.0.attn.wo)"
+def unrotated(heads):
+    """A mistake: rotate() returns what has so many heads as it came."""
+
+    def make(real):
+        return lambda x, cos, sin: x if x.shape[1] == heads else real(x, cos, sin)
+
+    return make
+
+
+def with_values_of_other_heads(self, x, cos, sin, attend):
+    B, T, _ = x.shape
+    q, k, v = (
+        w(x).view(B, T, -1, self.head_dim).transpose(1, 2) for w in (self.wq, self.wk, self.wv)
+    )
+    out = attend(layers.rotate(q, cos, sin), layers.rotate(k, cos, sin), v.flip(1))
+    return self.wo(out.transpose(1, 2).reshape(B, T, -1))
+
+
+def with_scale_in_queries(self, x, cos, sin, attend):
+    """No mistake: the softmax scale is in the queries."""
+    B, T, _ = x.shape
+    q, k, v = (
+        w(x).view(B, T, -1, self.head_dim).transpose(1, 2) for w in (self.wq, self.wk, self.wv)
+    )
+    q = layers.rotate(q, cos, sin) * self.head_dim**-0.5
+    out = attend(q, layers.rotate(k, cos, sin), v, scale=1.0)
+    return self.wo(out.transpose(1, 2).reshape(B, T, -1))
+
+
+def other_scale(real):
+    """A mistake: the kernel gets another softmax scale."""
+    return lambda *args, **kwargs: functools.partial(real(*args, **kwargs), scale=0.25)
+
+
+def keys_in_another_order(real):
+    """A mistake: the keys' rotated pairs lie in another order than the queries'."""
+
+    def rotate(x, cos, sin, interleave):
+        out = real(x, cos, sin, interleave)
+        if x.shape[1] > 1:
+            return out
+        return layers.pair_up(out, False).transpose(-1, -2).flatten(-2)
+
+    return rotate
+
+
+QUERIES = "forward of blocks.0.attn (the queries after rotation):"
+KEYS = "forward of blocks.0.attn (the keys after rotation):"
+RESULT = "forward of blocks.0.attn (attention):"
 MISTAKES = {  # name -> (kind, mistake, words of the first line)
-    "another rope_theta": ("qwen3", other_config(rope_theta=1e4 / 2), ATTENTION),
+    "another rope_theta": ("qwen3", other_config(rope_theta=1e4 / 2), QUERIES),
+    "another rope_theta of the latent": ("deepseek_v3", other_config(rope_theta=5e3), QUERIES),
+    "half positions": (
+        "llama3",
+        mistake(
+            llama3,
+            "cos_and_sin",
+            lambda real: lambda config, K, positions: real(config, K, positions / 2),
+        ),
+        QUERIES,
+    ),
+    "keys without rotation": ("llama3", mistake(llama3, "rotate", unrotated(4)), KEYS),
+    "keys in another order": (
+        "deepseek_v3",
+        mistake(deepseek, "rotate", keys_in_another_order),
+        KEYS,
+    ),
+    "keys in another order than transformers'": (
+        "deepseek_v2",
+        mistake(deepseek, "rotate", keys_in_another_order),
+        KEYS,
+    ),
+    "values of other heads": (
+        "llama3",
+        mistake(llama3.Attention, "forward", lambda real: with_values_of_other_heads),
+        "forward of blocks.0.attn (the values):",
+    ),
+    "another scale": ("llama3", mistake(llama3, "causal_attention", other_scale), RESULT),
+    "no sliding window": ("mistral", other_config(sliding_window=None), RESULT),
     "another eps": ("llama3", other_config(norm_eps=1e-3), "forward of blocks.0.attn_norm:"),
     "no k_norm": (
         "qwen3",
@@ -160,7 +245,7 @@ MISTAKES = {  # name -> (kind, mistake, words of the first line)
     "yarn without its factor": (
         "deepseek_v2",
         mistake(deepseek, "attention_factors", lambda real: lambda config: (1.0, 1.0)),
-        ATTENTION,
+        RESULT,
     ),
     "a gate without gradient": (
         "llama3",
@@ -183,6 +268,41 @@ def test_a_planted_mistake_is_named_by_its_module(name, folder):
     assert first.startswith("first difference: "), text
     assert named in first, text
     assert "; there it is model." in text  # the module's name in transformers
+
+
+SAME_RESULT = {  # name -> (edit, parts in another form)
+    "the scale in the queries": (
+        mistake(llama3.Attention, "forward", lambda real: with_scale_in_queries),
+        "blocks.*.attn q",
+    ),
+    "all positions shifted": (
+        mistake(
+            llama3,
+            "cos_and_sin",
+            lambda real: lambda config, K, positions: real(config, K, positions + 7),
+        ),
+        "blocks.*.attn k, blocks.*.attn q",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAME_RESULT)
+def test_another_form_of_the_same_attention_is_no_difference(name, folder):
+    edit, parts = SAME_RESULT[name]
+    text, status = compared("llama3", folder("llama3"), edit)
+    first, last = text.splitlines()
+    assert status == 0, text
+    assert first.startswith("no difference from "), text
+    assert last == f"in another form, with the same result of attention: {parts}"
+
+
+def test_attention_that_only_transformers_shows_is_not_called_compared(folder):
+    """A fork's model that hands no attend to its blocks: nothing sees what its kernel is given."""
+    with mock.patch.object(against, "our_attention", lambda model, note: nullcontext()):
+        text, status = compared("llama3", folder("llama3"))
+    assert status == 0, text
+    parts = ", ".join(f"blocks.*.attn {part}" for part in ("attention", "k", "q", "v"))
+    assert text.endswith(f"not compared: {parts}"), text
 
 
 def test_a_forks_own_class_is_compared(folder):

@@ -325,7 +325,7 @@ def test_a_part_is_placed_by_its_shape(whole, local, cp, tp, found):
         ),
         ("forward", "blocks.0 input", 0, "forward of the model (what it gives to blocks.0)"),
         ("forward", "blocks.0.attn attention", 0, "forward of blocks.0.attn (attention)"),
-        ("forward", "blocks.0.attn k", 0, "forward of blocks.0.attn (the keys)"),
+        ("forward", "blocks.0.attn k", 0, "forward of blocks.0.attn (the keys after rotation)"),
         ("logits", "head", 0, "forward of head"),
         ("backward", "head", 0, "backward, gradient of the output of head"),
         (

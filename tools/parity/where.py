@@ -39,7 +39,7 @@ TOLERANCES = dict(
     after=parity.WEIGHT_TOLERANCE,
 )
 PHASES = tuple(TOLERANCES)  # in the order of execution
-PARTS = {"q": "queries", "k": "keys", "v": "values"}
+PARTS = {"q": "queries after rotation", "k": "keys after rotation", "v": "values"}
 
 
 class Piece(NamedTuple):
