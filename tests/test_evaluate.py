@@ -830,8 +830,9 @@ def test_prompts_that_are_too_long_lose_their_beginning(folders, tmp_path, capsy
     model, tokenizer = theirs(folders("llama"))
     context = tokenizer.encode("123 " * 40 + "of")
     n = len(tokenizer.encode(" 4"))
-    assert items[0]["logprobs"][0] == pytest.approx(
-        their_logprob(model, context[n - 25 :], tokenizer.encode(" 4")), abs=1e-4
+    theirs_of_the_end = their_logprob(model, context[n - 25 :], tokenizer.encode(" 4"))
+    assert items[0]["logprobs"][0] == pytest.approx(theirs_of_the_end, abs=1e-4), (
+        f"log-probability of a choice after the last {25 - n} tokens of its context, ours and theirs"
     )
     task = write_jsonl(
         tmp_path / "u.jsonl",

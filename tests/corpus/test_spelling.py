@@ -65,6 +65,7 @@ LOSSY = {
         folder, pre.Metaspace(), model=models.BPE(unk_token="<unk>", fuse_unk=True)
     ),
     "dropped": lambda folder: bpe(folder, pre.Metaspace()),
+    "one word": lambda folder: bpe(folder, model=models.BPE(unk_token="<unk>")),
     "unigram": lambda folder: save(
         folder,
         models.Unigram(),

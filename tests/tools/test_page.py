@@ -188,6 +188,8 @@ def test_the_page(recipe, flags):
     # a section for each rank with a box for each parameter on any rank, and the batch; all ranks
     # have all tokens
     tensors = {name for rank in report.ranks for name in shown_parameters(rank.stages)}
+    names = {name.removesuffix(".weight") for name in tensors}
+    assert names <= set(page.texts)
     areas = {}
     for look in ("whole", "kept", "gathered", "token"):
         areas[look] = [

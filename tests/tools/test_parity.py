@@ -184,6 +184,22 @@ def test_an_update_that_is_off_in_most_elements_is_no_rounding():
     assert compare_step(one, off, limits_of(2, LATER["adamw"]))[0] == []
 
 
+@pytest.mark.parametrize("n", [1, 2, 3, 9])
+@pytest.mark.parametrize(
+    "kind, says",
+    [("loss", "the loss"), ("norm", "the gradient norm"), ("gradient", "w by 1.0e-02")],
+)
+def test_a_hundredth_is_no_rounding_in_any_step(n, kind, says):
+    one, off = steps_of().steps[2], steps_of().steps[2]
+    if kind == "gradient":
+        one.gradient = {"w": torch.ones(4)}
+        off.gradient = {"w": torch.full((4,), 1.01)}
+    else:
+        setattr(off, kind, 1.01 * getattr(one, kind))
+    problems, _ = compare_step(one, off, limits_of(n, LATER["adamw"]))
+    assert says in "; ".join(problems), f"1 % of a {kind} in step {n}"
+
+
 def choices(scores: list[list[float]]) -> dict:
     """What a rank records of a layer in which each token takes the one expert with the highest
     score: two sequences of two tokens."""

@@ -232,3 +232,25 @@ def test_one_factor_of_all_gradients_is_found():
     nan = compare_cut("--tp 2", whole, record([float("nan"), 1.0], [1.0, 1.0]), adds_up=False)
     assert nan.problems
     assert nan.worst[0] == float("inf")
+
+
+@pytest.mark.parametrize(
+    "cuts, words",
+    [
+        (["--pack_tokens 64"], "where a row holds several samples"),
+        (["--local_batch_size 1", "--pack_tokens 64"], "where rows have another length"),
+        (
+            ["--local_batch_size 1", "--pack_tokens 64", "--dp_shard 2"],
+            "where a forward holds other samples",
+        ),
+        (["--dp_shard 2", "--tp 2"], "only on ranks"),
+        (["--cp 2"], "only where ranks share a sample"),
+        (["--local_batch_size 1", "--tp 2"], "how the samples are cut into forwards"),
+    ],
+    ids=str,
+)
+def test_the_cuts_that_differ_hint_at_the_reason(cuts, words):
+    whole = record([3.0, 1.0], [1.0, 1.0])
+    other = record([6.0, 1.0], [1.0, 1.0])
+    differs = [compare_cut(cut, whole, other, adds_up=False) for cut in cuts]
+    assert words in likely_reason(differs)
