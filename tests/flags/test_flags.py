@@ -884,6 +884,15 @@ def _(new, old):
     assert near(column(new.lines[:1], "loss"), [old.lines[0]["loss"]])
 
 
+@row("moe_balance", "none", program="train_deepseek")
+def _(new, old):
+    zero = json.dumps(dict(moe_aux_coef=0.0))
+    without = seen_once(observed, "train_deepseek", zero, "{}")
+    # the loss balances also beside --moe_balance bias
+    assert equal(new.grads[0], without.grads[0])
+    assert not torch.equal(router(new), router(old))
+
+
 @row("moe_aux_coef", 5.0, program="train_deepseek")
 def _(new, old):
     assert router(new).norm() > 2 * router(old).norm()
