@@ -614,6 +614,12 @@ def _(new, old):
     assert follows(new, only="tok_embeddings")
 
 
+@row("optimizer", "muon", program="finetune", lora_rank=2)
+def _(new, old):
+    assert not follows(new, only=LORA_B)
+    assert not torch.equal(new.final[LORA_B], new.init[LORA_B])
+
+
 @row("lr", 0.01)
 def _(new, old):
     assert near(rates(new), [0.01, 0.008682, 0.0055, 0.002318])
