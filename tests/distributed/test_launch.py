@@ -11,6 +11,7 @@ number of processes is the same.
 
 import itertools
 import os
+import platform
 import random
 import re
 import shutil
@@ -717,6 +718,36 @@ def test_cores_are_those_that_affinity_and_a_quota_allow(monkeypatch, quota, cor
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 2, 5})
     monkeypatch.setattr("builtins.open", mock.mock_open(read_data=quota))
     assert usable_cores() == cores
+
+
+# pages that the system hands out for a tensor of 20 MiB, 21 MiB ..., each larger than those before
+PAGES = """
+import resource
+import torch
+import train_llama3
+from distributed.launch import connect
+from distributed.layout import Layout
+
+def pages():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+connect(Layout(), train_llama3.Config(), "cpu")
+for size in range(20, 30):
+    before = pages()
+    tensor = torch.ones(size * 2**18)
+    del tensor
+    print(pages() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a limit of glibc")
+def test_memory_of_freed_tensors_is_kept_on_a_cpu(tmp_path):
+    script = tmp_path / "steps.py"
+    script.write_text(PAGES)
+    env = runs.ENV | {"PYTHONPATH": str(REPO)}
+    said = runs.run([sys.executable, script], tmp_path, env=env)
+    # the smallest fills 5,120 pages
+    assert min(map(int, said.split())) < 2000, said
 
 
 @pytest.mark.parametrize(

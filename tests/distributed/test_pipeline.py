@@ -10,6 +10,7 @@ from layouts import build, compare, config, global_batch, local_batch
 from pool import pool
 
 import parallel
+from distributed.pipeline import tied_copy
 
 
 def talk(flags: dict, n: int, n_layers: int) -> list[tuple[str, int]]:
@@ -73,6 +74,23 @@ def test_evaluation_cannot_hang_where_a_send_waits_for_its_receive(processes, fl
         for rank in meeting:
             left[rank].popleft()
     assert not any(left.values()), {rank: list(said)[:3] for rank, said in left.items()}
+
+
+def stages_with_a_copy(tied: bool) -> list[int]:
+    """The rank's stages that hold a copy of the embedding."""
+    flags = dict(pp=2, pp_schedule="Interleaved1F1B")
+    stages, _ = build(config(n_layers=4, tie_embeddings=tied), flags, 8, 4)
+    found = []
+    for stage in stages:
+        if tied_copy(stage) is not None:
+            found.append(stage.index)
+    return found
+
+
+def test_the_last_stage_has_a_copy_of_a_tied_embedding():
+    """A rank that does not see its copy leaves the other rank to wait for its gradient."""
+    assert pool(2).run(stages_with_a_copy, True) == [[], [3]]
+    assert pool(2).run(stages_with_a_copy, False) == [[], []]
 
 
 def test_schedule_from_csv(tmp_path):

@@ -614,6 +614,12 @@ def _(new, old):
     assert follows(new, only="tok_embeddings")
 
 
+@row("optimizer", "muon", program="finetune", lora_rank=2)
+def _(new, old):
+    assert not follows(new, only=LORA_B)
+    assert not torch.equal(new.final[LORA_B], new.init[LORA_B])
+
+
 @row("lr", 0.01)
 def _(new, old):
     assert near(rates(new), [0.01, 0.008682, 0.0055, 0.002318])
@@ -882,6 +888,15 @@ def _(new, old):
 def _(new, old):
     assert router(new).norm() > 2 * router(old).norm()
     assert near(column(new.lines[:1], "loss"), [old.lines[0]["loss"]])
+
+
+@row("moe_balance", "none", program="train_deepseek")
+def _(new, old):
+    zero = json.dumps(dict(moe_aux_coef=0.0))
+    without = seen_once(observed, "train_deepseek", zero, "{}")
+    # the loss balances also beside --moe_balance bias
+    assert equal(new.grads[0], without.grads[0])
+    assert not torch.equal(router(new), router(old))
 
 
 @row("moe_aux_coef", 5.0, program="train_deepseek")

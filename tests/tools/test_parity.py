@@ -32,6 +32,7 @@ from tools.parity.compare import (
     limits_of,
     read_run,
 )
+from tools.parity.steps import casts
 from tools.reports.options import with_report_flags
 
 MODEL = Llama3Config(
@@ -200,6 +201,35 @@ def test_a_hundredth_is_no_rounding_in_any_step(n, kind, says):
     assert says in "; ".join(problems), f"1 % of a {kind} in step {n}"
 
 
+@pytest.mark.parametrize(
+    "device, error, equal",
+    [("cpu", 1e-6, True), ("cpu", 1e-4, False), ("cuda", 1e-4, True), ("cuda", 1e-2, False)],
+)
+def test_a_continued_run_repeats_its_gradients_on_a_cpu_and_nearly_on_a_gpu(
+    device, error, equal, monkeypatch
+):
+    """Step 3 of a run that was continued from step 2."""
+    straight = steps_of()
+    for step in straight.steps.values():
+        step.ranks[0]["state"] = {}
+    continued = steps_of(gradient=(1.0, 1.0 + error))
+    continued.steps = {3: continued.steps[3]}
+    continued.steps[3].ranks[0]["state"] = {}
+    monkeypatch.setattr(parity, "read_run", lambda out: continued)
+    half = halves_of.Half("continued", dict(out="", device=device))
+    said = parity.judge_continued(half, 2, 0, straight, straight, None)
+    assert (said == "") == equal, said
+    assert equal or "is another run: step 3: the gradient of w" in said
+
+
+def test_a_model_that_rounds_by_hand_is_seen_in_its_graph():
+    """Its limits are wider; those of any other model must not be."""
+    w = torch.ones(2, 2, requires_grad=True)
+    assert not casts((w @ w).sum())
+    for dtype in torch.bfloat16, torch.float16:
+        assert casts((w @ w.to(dtype).float()).sum())
+
+
 def choices(scores: list[list[float]]) -> dict:
     """What a rank records of a layer in which each token takes the one expert with the highest
     score: two sequences of two tokens."""
@@ -236,6 +266,7 @@ def test_a_token_that_chose_another_expert_is_told_and_judged_by_its_margin(gap,
     "text, layouts",
     [
         ("dp_shard=2;tp=2, cp=2", [{"dp_shard": 2}, {"tp": 2, "cp": 2}]),
+        ("tp=1;cp=2", [{"tp": 1}, {"cp": 2}]),
         ("", []),
         ("same", []),
         ("tp", None),

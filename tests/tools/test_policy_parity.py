@@ -10,7 +10,9 @@ from policy import hf_folder
 from policy_edits import DISTILL, DPO, EDITS, GRPO, write_edit
 from runs import ENV, REPO, launch, run_program
 
-from tools.parity.compare_policy import Record, compare_cut, likely_reason
+import grpo
+from tools.parity.compare_policy import Record, compare_cut, likely_reason, say_verdict
+from tools.parity.policy import common_flags
 
 SMALL = "--model_args dim=32,n_layers=1,n_heads=2,n_kv_heads=2,head_dim=16,ffn_dim=32".split()
 # on a small model, of different kinds: a count of ranks, which is quick, a sum over rows, no effect
@@ -254,3 +256,23 @@ def test_the_cuts_that_differ_hint_at_the_reason(cuts, words):
     other = record([6.0, 1.0], [1.0, 1.0])
     differs = [compare_cut(cut, whole, other, adds_up=False) for cut in cuts]
     assert words in likely_reason(differs)
+
+
+def test_a_weight_without_a_gradient_is_not_called_equal(capsys):
+    assert say_verdict(record([3.0, 1.0]), [], 4, []) == 0
+    assert "check_parity: equal: " in capsys.readouterr().out
+    assert say_verdict(record([0.0, 0.0]), [], 4, []) == 1
+    said = capsys.readouterr().out
+    assert said.startswith("check_parity: NOT COMPARED: w, whose gradient is 0 or missing"), said
+
+
+@pytest.mark.parametrize("given, used", [(1e-12, 1e-6), (1e-3, 1e-3)])
+def test_rounding_of_a_gradient_is_not_enlarged_by_a_tiny_eps(given, used):
+    """AdamW divides by the gradient's own size, plus eps."""
+    assert common_flags(grpo.Config(eps=given), 1)["eps"] == used
+
+
+def test_a_cut_whose_ranks_wait_for_each_other_ends_soon():
+    """In a minute, also where the user's training waits for hours."""
+    flags = common_flags(grpo.Config(init_timeout_s=7200, train_timeout_s=7200), 1)
+    assert max(flags["init_timeout_s"], flags["train_timeout_s"]) <= 60

@@ -13,16 +13,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from runs import MODEL, column, ended, launch, run, train_lines
 
 import train_llama3
 from corpus.origins import find_origin, spans_of
 from data import open_data
+from distributed.layout import Layout
 from flags.files import read_json
 from storage.saved import load_model
 from tools.parity.replay import compare_with_log
-from tools.parity.sequences import read_sequence
+from tools.parity.sequences import join_token_losses, read_sequence
 from tools.reports.options import run_report
 
 LINE = 417  # of the planted text
@@ -183,6 +185,29 @@ def test_another_layout_says_the_same(spiked, flags):
         assert two[row][1] == pytest.approx(loss, abs=1e-3), text
         assert two[row][2:-1] == pytest.approx(tuple(rest), rel=2e-2, abs=0.2), text
     assert largest_losses(text) == pytest.approx(largest_losses(alone), abs=1e-2), text
+
+
+@pytest.fixture
+def process_group():
+    """Of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("loss_parallel", [True, False])
+def test_losses_of_tokens_have_their_places(loss_parallel, process_group):
+    """Under tp a rank has the losses of all tokens, or without --loss_parallel those of its part."""
+    losses = torch.arange(1.0, 9.0, dtype=torch.float64)
+    for rank in range(2):
+        layout = Layout(tp=2, loss_parallel=loss_parallel, rank=rank)
+        own = losses
+        wanted = losses
+        if not loss_parallel:
+            own = losses[4 * rank : 4 * rank + 4]
+            wanted = torch.zeros(8, dtype=torch.float64)
+            wanted[4 * rank : 4 * rank + 4] = own
+        assert join_token_losses([own], 8, layout).tolist() == wanted.tolist()
 
 
 @pytest.mark.parametrize(

@@ -359,6 +359,20 @@ def same(a: dict, b: dict) -> bool:
     return all(equal(a[key], b[key]) for key in a)
 
 
+@pytest.mark.parametrize("kind", ["adamw, fused", "adamw, moments in bfloat16", "muon", "normuon"])
+def test_the_device_skips_a_step_without_a_wait_of_the_host(kind):
+    """A host that decides has read the norm, and removes the gradients."""
+    weight = torch.nn.Parameter(torch.ones(4, 4))
+    optimizer = make_optimizer(kind, [weight])
+    for norm in 1.0, float("inf"):
+        weight.grad = torch.ones(4, 4)
+        before = weight.detach().clone()
+        skip_if_not_finite([optimizer], torch.tensor(norm))
+        optimizer.step()
+        assert weight.grad is not None
+    assert torch.equal(weight, before)
+
+
 LAYOUTS = [(1, {}), (2, dict(dp_shard=2)), (2, dict(tp=2))]
 
 
