@@ -665,13 +665,16 @@ def test_more_runs_at_once_than_gpus_are_refused(monkeypatch):
         ablate.main("train_llama3.py --vary lr=1,2 --jobs 2 --nproc 2".split())
 
 
-def test_a_recipe_is_seeded_with_the_seeds_that_it_has(monkeypatch, capsys):
+def test_a_recipe_is_seeded_with_the_seeds_that_it_has(tmp_path, monkeypatch, capsys):
+    """A study as ablate.py sets it up; nothing is trained, because --only names none of its runs."""
     monkeypatch.chdir(REPO)
-    variants = {
-        recipe: {"recipe": recipe, "flags": []} for recipe in ("grpo.py", "train_llama3.py")
-    }
-    ablate.check_size(ablate.parse("--metric eval_reward --seeds 3".split())[0], "", variants)
-    assert [variant["seeded"] for variant in variants.values()] == [["seed"], ["seed", "data_seed"]]
+    monkeypatch.setattr(ablate, "stop_signals", list)  # the tests' own stay
+    words = f"grpo.py train_llama3.py --metric eval_reward --seeds 3 --only none/0 --out {tmp_path}"
+    with pytest.raises(ValueError, match="--only none/0 is no run of this study: need NAME/SEED"):
+        ablate.main(words.split())
+    variants = json.loads((tmp_path / "study.json").read_text())["variants"]
+    seeded = {name: variant["seeded"] for name, variant in variants.items()}
+    assert seeded == {"grpo": ["seed"], "train_llama3": ["seed", "data_seed"]}
     assert capsys.readouterr().out.splitlines()[-1] == "6 runs"  # two recipes with three seeds
 
 
