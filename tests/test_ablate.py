@@ -30,7 +30,7 @@ from tools.study.study import (
     noise_of,
     winners_of,
 )
-from tools.study.variants import check_variants, sources_of
+from tools.study.variants import check_variants, sources_of, variants_of
 
 BASE = "base"
 OTHER = "other"
@@ -676,6 +676,18 @@ def test_a_recipe_is_seeded_with_the_seeds_that_it_has(tmp_path, monkeypatch, ca
     seeded = {name: variant["seeded"] for name, variant in variants.items()}
     assert seeded == {"grpo": ["seed"], "train_llama3": ["seed", "data_seed"]}
     assert capsys.readouterr().out.splitlines()[-1] == "6 runs"  # two recipes with three seeds
+
+
+@pytest.mark.parametrize(
+    "words, names",
+    [
+        ("a.py b.py", ["a", "b"]),
+        ("a.py --vary lr=1,2", ["lr=1", "lr=2"]),
+        ("a.py b.py --vary lr=1,2", ["a lr=1", "a lr=2", "b lr=1", "b lr=2"]),
+    ],
+)
+def test_variants_are_named_by_what_differs(words, names):
+    assert list(variants_of(*ablate.parse(words.split()))) == names
 
 
 RENAMED = [
