@@ -466,8 +466,8 @@ def test_a_table_without_experts_split_says_why():
 def test_links_are_slow_beyond_a_node():
     cfg = config("train_llama3", dict(tp=best.NODE, dp_shard=2))
     seconds = best.seconds_per_byte(cfg, "H100")
-    assert seconds["tp"] == pytest.approx(7 / 8 / 450e9)  # 8 devices are a node
-    assert seconds["fsdp"] == pytest.approx(1 / 2 / 50e9)
+    assert 1 / seconds["tp"] == pytest.approx(450e9 * 8 / 7)  # 8 devices are a node
+    assert 1 / seconds["fsdp"] == pytest.approx(50e9 * 2)
 
 
 @pytest.mark.parametrize("given, total", [(-1, 8), (16, 16)])
