@@ -401,7 +401,6 @@ def test_a_campaign_and_again_from_its_folder(tmp_path):
     text.write_text((REPO / "README.md").read_text())
     final = ask(first, "--final", str(text), "--seeds", "3", status=0)
     assert (final["verdict"], final["pairs"]) == ("final", 3)
-    assert final["cost_so_far"]["runs"] > final["cost"]["runs"] == 2 * 3
     assert final["high"] < 0
     for words in (["--final", str(text), "--seeds", "3"], ["--variant", "b: --lr 1e-2"]):
         command = [sys.executable, "ablate.py", *words, "--campaign", str(first)]
