@@ -31,7 +31,7 @@ from tools.study.study import (
     noise_of,
     winners_of,
 )
-from tools.study.variants import check_variants, sources_of
+from tools.study.variants import check_variants, sources_of, variants_of
 
 BASE = "base"
 OTHER = "other"
@@ -672,14 +672,29 @@ def forked(monkeypatch):
     monkeypatch.setattr(subprocess, "run", run_nested)
 
 
-def test_a_recipe_is_seeded_with_the_seeds_that_it_has(forked, monkeypatch, capsys):
+def test_a_recipe_is_seeded_with_the_seeds_that_it_has(forked, tmp_path, monkeypatch, capsys):
+    """A study as ablate.py sets it up; nothing is trained, because --only names none of its runs."""
     monkeypatch.chdir(REPO)
-    variants = {
-        recipe: {"recipe": recipe, "flags": []} for recipe in ("grpo.py", "train_llama3.py")
-    }
-    ablate.check_size(ablate.parse("--metric eval_reward --seeds 3".split())[0], "", variants)
-    assert [variant["seeded"] for variant in variants.values()] == [["seed"], ["seed", "data_seed"]]
+    monkeypatch.setattr(ablate, "stop_signals", list)  # the tests' own stay
+    words = f"grpo.py train_llama3.py --metric eval_reward --seeds 3 --only none/0 --out {tmp_path}"
+    with pytest.raises(ValueError, match="--only none/0 is no run of this study: need NAME/SEED"):
+        ablate.main(words.split())
+    variants = json.loads((tmp_path / "study.json").read_text())["variants"]
+    seeded = {name: variant["seeded"] for name, variant in variants.items()}
+    assert seeded == {"grpo": ["seed"], "train_llama3": ["seed", "data_seed"]}
     assert capsys.readouterr().out.splitlines()[-1] == "6 runs"  # two recipes with three seeds
+
+
+@pytest.mark.parametrize(
+    "words, names",
+    [
+        ("a.py b.py", ["a", "b"]),
+        ("a.py --vary lr=1,2", ["lr=1", "lr=2"]),
+        ("a.py b.py --vary lr=1,2", ["a lr=1", "a lr=2", "b lr=1", "b lr=2"]),
+    ],
+)
+def test_variants_are_named_by_what_differs(words, names):
+    assert list(variants_of(*ablate.parse(words.split()))) == names
 
 
 RENAMED = [

@@ -34,15 +34,16 @@ from policy import (
 )
 from pool import pool
 from runs import REPO, Job, metrics
+from saves import IDENTITY
 
 import generate
 import grpo
-from distributed.layout import AXES
+from distributed.layout import AXES, local_tensor
 from grpo import LOSSES, Tokens, advantages, loss_denominator, overlong_penalty
 from models.loss import CHUNK_ELEMENTS, token_logprobs
 from rl import agreement, decoding, environments, rollouts
-from rl.messages import FEW, warn_of_equal_rewards
-from rl.policy import forward
+from rl.messages import FEW, sample_numbers, warn_of_equal_rewards
+from rl.policy import forward, keep_reference
 from rl.sample import Sample
 from storage.hf import load_hf_model
 from storage.prompt import open_chat
@@ -490,6 +491,15 @@ def test_steps_that_teach_little_are_told(capsys, equal, n, told):
     )
 
 
+def test_groups_that_teach_nothing_are_counted():
+    groups = []
+    for rewards in ((1.0, 1.0), (0.0, 0.0), (1.0, 0.0), (0.5, 0.0)):
+        groups.append([Sample(ids=[1], reward=reward, advantage=0.0) for reward in rewards])
+    line = sample_numbers(groups, {"drawn": 4, "too_long": 0, "began": 1.0, "ended": 3.0})
+    assert (line["zero_variance_groups"], line["all_failed_groups"]) == (0.5, 0.25)
+    assert (line["reward_mean"], line["rollout_tokens_per_second"]) == (0.4375, 4.0)
+
+
 def test_numbers_of_a_step_are_weighted():
     assert agreement.weighted_mean([1.0, 4.0], [10, 30]) == 3.25
     assert agreement.weighted_mean([0.5, 0.0], [10, 30]) == 0.125
@@ -683,6 +693,20 @@ def test_the_reference_is_saved_once(tmp_path, start):
     assert "has not kept its initial policy: it was begun without this flag" in run(
         1, *flags, "--out", out, status=2
     )
+
+
+def test_a_new_run_does_not_keep_the_reference_of_another(tmp_path):
+    """A run that ended before its first checkpoint has left one in --out."""
+    about = dict(identity=IDENTITY, config={}, source="", tokenizer_file=None)
+    for seed in (0, 1):
+        trainer = trainer_of(seed, kl_coef=0.1, out=str(tmp_path))
+        trainer.reference = trainer_of().model
+        keep_reference(trainer, True, about)
+    trainer.reference = trainer_of().model
+    keep_reference(trainer, False, about)  # as a continued run reads it
+    wanted = dict(sharp_model(seed=1).named_parameters())
+    for fqn, p in trainer.reference.named_parameters():
+        assert torch.equal(local_tensor(p), wanted[fqn]), fqn
 
 
 @pytest.mark.parametrize("kind", ["qwen3", pytest.param("deepseek_v3", marks=pytest.mark.slow)])

@@ -139,10 +139,13 @@ def program(text: str, *argv, log=""):
     )
 
 
-def test_a_token_is_one_cuda_graph():
+def test_a_token_is_one_cuda_graph(tmp_path):
     """Twice four samples, in two buckets of keys; each graph is compared once with launched
     kernels. A model that asks the device for a number has no graph, and it is said once."""
-    assert program(REPLAYS, "experts") == [2, 2 * 149 + 2, 0]
+    assert program(REPLAYS, "experts", log=tmp_path / "log") == [2, 2 * 149 + 2, 0]
+    # the host reads a token when its copy has arrived
+    kinds = Counter(line.split()[0] for line in (tmp_path / "log.0").read_text().splitlines())
+    assert kinds["sync_event"] == 2 * 150
     assert program(REPLAYS, "asks") == [
         0,
         0,

@@ -143,6 +143,14 @@ def test_named_parts_are_added_up_and_logged_and_a_group_is_paid_at_once(tmp_pat
         assert "completion 'b'" in paid[1].failure
 
 
+def test_a_sample_that_ends_in_a_thought_earns_0_in_a_group_too():
+    """Whatever the group's reward says of the empty text that stands for it."""
+    group = SimpleNamespace(group_reward=lambda prompt, completions: [{"right": 1.0}] * 3)
+    texts = ["7", "<think>so 7", "<think>so</think>7"]
+    right = rewards.Paid(1.0, "", {"right": 1.0})
+    assert rewards.pay(group, "1", texts, [False] * 3) == [right, rewards.Paid(0.0), right]
+
+
 def test_errors_are_over_prompts():
     samples = [Sample(reward=float(r)) for r in (1, 1, 0, 1, 0, 0, 1, 0)]
     line = evaluation.held_out_numbers(samples, [Sample(reward=1.0), Sample(reward=0.0)] * 2, 2)

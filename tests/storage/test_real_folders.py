@@ -515,6 +515,16 @@ def test_ends_that_cannot_be_read_are_refused(tmp_path):
         special_ids(str(tmp_path))
 
 
+def test_ends_of_a_model_that_reads_pictures_are_those_of_its_text_model(tmp_path):
+    folder = make_folder(tmp_path, "llama3", eos=DOCUMENT, generation=[DOCUMENT], config=DOCUMENT)
+    ids = load_tokenizer(folder / "tokenizer.json").token_to_id
+    assert special_ids(str(folder)).ends == [ids(DOCUMENT)]
+    about = json.loads((folder / "config.json").read_text())
+    of_text = {"eos_token_id": ids(END), "vocab_size": about["vocab_size"]}
+    (folder / "config.json").write_text(json.dumps(about | {"text_config": of_text}))
+    assert special_ids(str(folder)).ends == [ids(DOCUMENT), ids(END)]
+
+
 @pytest.mark.parametrize("rules, eos", [({"added_tokens_decoder": {}}, "of now"), ({}, "older")])
 def test_an_older_file_of_special_tokens_counts_without_a_newer_table_only(tmp_path, rules, eos):
     rules = {"eos_token": "of now"} | rules

@@ -36,8 +36,9 @@ from tools.reports import best_layouts as best
 from tools.reports import dryrun
 from tools.reports.costs import tensors_in
 from tools.reports.dryrun import Watch, rows_of
-from tools.reports.explain import count_block, explain, list_collectives
+from tools.reports.explain import count_block, describe_split, explain, list_collectives
 from tools.reports.parts import tokens_of
+from tools.reports.stop_main import stop_main
 
 
 # A dry run is about GPUs: attention keeps what torch's kernels keep, and not the probabilities that
@@ -328,6 +329,17 @@ def test_one_block_of_split_experts():
     )
 
 
+def test_how_a_parameter_is_split():
+    main = importlib.import_module("train_llama3").main
+    for flags, said in (
+        (dict(tp=2, dp_shard=2), "tp: columns, fsdp: rows"),
+        (dict(tp=1, dp_shard=1), "whole"),
+    ):
+        with dryrun.dry_world(main, config("train_llama3", flags), 0) as (stages, _, _):
+            assert describe_split(stages[0].blocks["0"].attn.wo.weight) == said
+    assert describe_split(torch.empty(2, 2)) == "whole"
+
+
 def test_too_few_layers_are_refused_unless_there_is_a_page():
     cfg = config("train_llama3", dict(pp=4, dp_shard=1, local_batch_size=4))
     assert count_block(importlib.import_module("train_llama3").main, cfg) is None
@@ -450,6 +462,23 @@ def test_a_table_without_experts_split_says_why():
     text = best.explain_no_ep([plain, split], 1.0, 8e10)
     assert "--ep 2, is estimated at 4 s, bound by ep, and the slowest row takes 1 s" in text
     assert "does not fit" in best.explain_no_ep([plain, split], 1.0, 1e8)
+
+
+def test_links_are_slow_beyond_a_node():
+    cfg = config("train_llama3", dict(tp=best.NODE, dp_shard=2))
+    seconds = best.seconds_per_byte(cfg, "H100")
+    assert 1 / seconds["tp"] == pytest.approx(450e9 * 8 / 7)  # 8 devices are a node
+    assert 1 / seconds["fsdp"] == pytest.approx(50e9 * 2)
+
+
+@pytest.mark.parametrize("given, total", [(-1, 8), (16, 16)])
+def test_all_layouts_of_best_train_on_the_same_batch(given, total):
+    """Without --global_batch_size: that of one micro-batch of 4 on each of two devices."""
+    cfg = config("train_llama3", dict(global_batch_size=given))
+    called, options = stop_main(importlib.import_module("train_llama3").main, cfg, "check_layout")
+    found = best.legal_layouts(cfg, 2, called[1], options)
+    assert {c.dp_shard for c in found} == {1, 2}
+    assert {c.global_batch_size for c in found} == {total}
 
 
 NEVER = "--reshard_after_forward never"
