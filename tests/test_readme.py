@@ -46,7 +46,7 @@ Made by `python tests/test_readme.py` from the first lines of the test files, in
 floors of the house. Judges are those that the code of a file calls; where none is named, the
 expected values are written out in the tests: formulas, loops, lines. `make test` runs the quick
 tests, `make test-slow` the others. The seconds are those of a processor, of one run of both suites
-on a busy machine; where they are missing the file is newer.
+on a quiet machine; where they are missing the file is newer.
 
 """
 

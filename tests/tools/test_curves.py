@@ -174,6 +174,9 @@ def test_letters_in_the_terminal(two):
     assert lines[0] == "loss by tokens, nats per token"
     rows = [line.split("|")[1].ljust(41) for line in lines[1:10]]
     assert rows[-1][-1] == "a"  # the lowest loss, at the last token
+    beside = [float(line.split("|")[0]) for line in lines[1:10]]
+    assert beside[-1] == 4.0, "the lowest row is not marked with the lowest loss"
+    assert beside == sorted(beside, reverse=True), "the losses beside the rows do not fall"
     assert sum(row.count("A") for row in rows) == 2
     assert sum(row.count("B") for row in rows) == 1
     assert lines[-1].split() == ["tokens", "1,000", "20,000"]
